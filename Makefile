@@ -1,0 +1,56 @@
+# make demo and make test each do all their own set-up, into .venv.
+PYTHON ?= python3
+LIGHT_TORCH ?= torch==2.13.0
+BIN := .venv/bin
+PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
+# One thread a process: two ranks and a server share the cores, more threads only make them wait for each other.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo demo-real test test-long lint format env env-light clean
+
+demo: env-light
+	$(BIN)/areal-debug demo
+
+demo-real: env
+	$(BIN)/python examples/demo_real.py $(if $(QUESTIONS),--questions $(QUESTIONS))
+
+test: env lint
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: env lint
+	$(BIN)/python -m pytest -m long
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: .venv/full.stamp
+
+env-light:
+	@if [ -f .venv/full.stamp ]; then $(MAKE) --no-print-directory .venv/full.stamp; \
+	else $(MAKE) --no-print-directory .venv/light.stamp; fi
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/light.stamp: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "Setting up .venv (light: no SGLang) ..."
+	$(BIN)/pip install $(PIP_FLAGS) "$(LIGHT_TORCH)" --editable .
+	@touch $@
+
+# uv, because the SGLang stack is 10 GB: half a minute instead of ten.
+.venv/full.stamp: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "Setting up .venv (full: with SGLang, Ray and the development tools) ..."
+	$(BIN)/pip install $(PIP_FLAGS) uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[all]"
+	@touch $@
+
+clean:
+	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,1 @@
+"""Datasets: JSONL files, Hugging Face datasets, and a generated arithmetic task."""

@@ -1,0 +1,1 @@
+"""FSDP2: the model, its sharding, the step, logprobs, the optimizer, checkpoints."""

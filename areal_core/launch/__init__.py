@@ -1,0 +1,1 @@
+"""Starting processes: torchrun ranks and inference servers, with their logs, exit codes and clean ends."""

@@ -1,0 +1,1 @@
+"""Verifiable rewards, computed in a process pool with time-outs."""

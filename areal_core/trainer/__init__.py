@@ -1,0 +1,1 @@
+"""One readable loop per method."""

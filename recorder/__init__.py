@@ -1,0 +1,1 @@
+"""A record of training: versioned, checksummed, without pickle. FORMAT.md is the specification."""
