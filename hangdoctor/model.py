@@ -1,0 +1,250 @@
+"""What a stuck job looks like as plain data: frames, threads, processes, a snapshot, and the diagnosis made of it.
+
+Every reader in `hangdoctor.parse` ends in these dataclasses and every rule starts from them, so a rule never knows whether a
+stack came from py-spy, faulthandler or gdb. Everything is frozen and hashable: equal stacks of ten thousand ranks are one object.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Label = Literal[
+    "cleanup_deadlock",
+    "collective_mismatch",
+    "nccl_timeout",
+    "partial_exception",
+    "p2p_shape_mismatch",
+    "init_deadlock",
+    "missing_rank",
+    "dataloader_stall",
+    "checkpoint_stall",
+    "external_wait",
+    "lock_deadlock",
+    "straggler_or_not_hung",
+    "unknown",
+]
+Confidence = Literal["high", "medium", "low"]
+Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out"]
+Rank = int | str
+"""A rank of the job's trainer (or only) role is an int; a process of another role is named, such as `engine_rank_1`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call on a stack, as the dump printed it. `line` is 0 where the dump does not know it."""
+
+    function: str
+    file: str
+    line: int = 0
+    native: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread with its frames, innermost first. None means that the format does not say."""
+
+    frames: tuple[Frame, ...]
+    name: str | None = None
+    os_id: int | None = None
+    active: bool | None = None
+    holds_gil: bool | None = None
+    waits_for_gil: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What /proc said beside one dump. `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system time."""
+
+    state: str | None = None
+    wchan: str | None = None
+    parent_pid: int | None = None
+    cpu_s: float | None = None
+    voluntary_switches: int | None = None
+    involuntary_switches: int | None = None
+    start_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDump:
+    """One process in one sample.
+
+    `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the name of the process that
+    started it, for children; `rank` counts within `role`; `time` is seconds since the epoch; `detail` says why a status is
+    not `dumped`, in the collector's words; `source` is the file that was read.
+    """
+
+    name: str
+    rank: int | None
+    role: str = "trainer"
+    host: str | None = None
+    pid: int | None = None
+    parent: str | None = None
+    status: Status = "dumped"
+    detail: str = ""
+    sample: int = 0
+    time: float | None = None
+    threads: tuple[Thread, ...] = ()
+    facts: ProcessFacts = ProcessFacts()
+    environment: tuple[tuple[str, str], ...] = ()
+    command: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """One entry of a Flight Recorder ring: what a rank enqueued, in which order, and how far it came.
+
+    `state` is scheduled, started or completed. Sizes are element counts per dimension, one tuple per tensor.
+    """
+
+    rank: int
+    group: str
+    group_ranks: tuple[int, ...]
+    operation: str
+    sequence: int
+    is_p2p: bool
+    state: str
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[str, ...] = ()
+    output_dtypes: tuple[str, ...] = ()
+    created_ns: int | None = None
+    frames: tuple[Frame, ...] = ()
+    peer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RasRank:
+    """What NCCL RAS says of one rank of one communicator: how many operations it has launched, and whether it answers."""
+
+    communicator: str
+    rank: int
+    operations: int | None
+    status: str
+    counts: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogTail:
+    """The last lines of one log, with the process that wrote it where that is known."""
+
+    name: str
+    rank: int | None
+    lines: tuple[str, ...]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFile:
+    """A torchelastic error file: the exception that a rank reported before it left."""
+
+    rank: int | None
+    message: str
+    time: float | None
+    traceback: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU at one sample, in percent and watts."""
+
+    host: str
+    index: int
+    sample: int
+    utilization_percent: float | None
+    power_watts: float | None
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is known of a job at the time of the collection.
+
+    `expected` maps each rank that the job should have to a status, where the collection or `--world-size` says so; a rank
+    that is expected and has no dump is `gone`. `notes` are things the reader must know about the input (files not read).
+    """
+
+    dumps: tuple[ProcessDump, ...]
+    expected: dict[int, Status] = field(default_factory=dict)
+    num_samples: int = 1
+    records: tuple[CollectiveRecord, ...] = ()
+    ras: tuple[RasRank, ...] = ()
+    logs: tuple[LogTail, ...] = ()
+    errors: tuple[ErrorFile, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One fact that speaks for a verdict: where a process stands, or what a record says of it."""
+
+    ranks: str
+    fact: str
+    process: str = ""
+    thread: str = ""
+    frame: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """One thing to do: a command or a variable in `do`, the reason in `why`, and the price in `cost`."""
+
+    do: str
+    why: str
+    cost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks whose main threads stand at the same place: `ranks` is a range text such as `0-2,5-7`."""
+
+    ranks: str
+    size: int
+    waits_for: str
+    doing: str
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another reading of the same evidence, and why it came second."""
+
+    label: Label
+    confidence: Confidence
+    culprit_ranks: tuple[Rank, ...]
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankVerdict:
+    """One cell of the rank map. `part` is culprit, victim, running, missing or other."""
+
+    rank: Rank
+    part: str
+    status: Status
+    group: int | None
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The answer. `as_json` gives exactly the object that `--json` prints."""
+
+    label: Label
+    confidence: Confidence
+    culprit_ranks: tuple[Rank, ...]
+    victim_ranks: tuple[Rank, ...]
+    summary: str
+    evidence: tuple[Evidence, ...] = ()
+    next_steps: tuple[NextStep, ...] = ()
+    would_refute: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    groups: tuple[Group, ...] = ()
+    ranks: tuple[RankVerdict, ...] = ()
+    collect: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """A dict of plain lists, strings and numbers, ready for `json.dumps`."""
+        return asdict(self)
