@@ -1,7 +1,9 @@
-"""What a stuck job looks like as plain data: frames, threads, processes, a snapshot, and the diagnosis made of it.
+"""What a stuck job looks like as plain data: frames, threads, processes, a snapshot, and the diagnosis made
+of it.
 
-Every reader in `hangdoctor.parse` ends in these dataclasses and every rule starts from them, so a rule never knows whether a
-stack came from py-spy, faulthandler or gdb. Everything is frozen and hashable: equal stacks of ten thousand ranks are one object.
+Every reader in `hangdoctor.parse` ends in these dataclasses and every rule starts from them, so a rule never
+knows whether a stack came from py-spy, faulthandler or gdb. Everything is frozen and hashable: equal stacks
+of ten thousand ranks are one object.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -25,7 +27,8 @@ Label = Literal[
 Confidence = Literal["high", "medium", "low"]
 Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out"]
 Rank = int | str
-"""A rank of the job's trainer (or only) role is an int; a process of another role is named, such as `engine_rank_1`."""
+"""A rank of the job's trainer (or only) role is an int; a process of another role is named, such as
+`engine_rank_1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc said beside one dump. `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system time."""
+    """What /proc said beside one dump. `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system
+    time."""
 
     state: str | None = None
     wchan: str | None = None
@@ -67,9 +71,9 @@ class ProcessFacts:
 class ProcessDump:
     """One process in one sample.
 
-    `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the name of the process that
-    started it, for children; `rank` counts within `role`; `time` is seconds since the epoch; `detail` says why a status is
-    not `dumped`, in the collector's words; `source` is the file that was read.
+    `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the name of the
+    process that started it, for children; `rank` counts within `role`; `time` is seconds since the epoch;
+    `detail` says why a status is not `dumped`, in the collector's words; `source` is the file that was read.
     """
 
     name: str
@@ -114,7 +118,8 @@ class CollectiveRecord:
 
 @dataclass(frozen=True, slots=True)
 class RasRank:
-    """What NCCL RAS says of one rank of one communicator: how many operations it has launched, and whether it answers."""
+    """What NCCL RAS says of one rank of one communicator: how many operations it has launched, and whether it
+    answers."""
 
     communicator: str
     rank: int
@@ -160,8 +165,9 @@ class GpuFacts:
 class Snapshot:
     """Everything that is known of a job at the time of the collection.
 
-    `expected` maps each rank that the job should have to a status, where the collection or `--world-size` says so; a rank
-    that is expected and has no dump is `gone`. `notes` are things the reader must know about the input (files not read).
+    `expected` maps each rank that the job should have to a status, where the collection or `--world-size`
+    says so; a rank that is expected and has no dump is `gone`. `notes` are things the reader must know about
+    the input (files not read).
     """
 
     dumps: tuple[ProcessDump, ...]
