@@ -1,0 +1,150 @@
+"""A batch is a plain dict of tensors: padded `[B, T]` between functions, flat `[tokens]` for compute.
+
+Keys, shapes and dtypes stand in ARCHITECTURE.md. A tensor of two dimensions is per token, one of one dimension is
+per row; there is no third kind, so each function here can treat every key alike.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+
+FINISH_REASONS = ("stop", "length", "abort")
+PER_ROW = frozenset({"rewards", "prompt_id", "sample_id", "finish_reason"})
+
+
+def sequence_lengths(batch: Batch) -> Tensor:
+    """Real tokens of each row, int64 [B]."""
+    return batch["attention_mask"].sum(dim=1)
+
+
+def pad_and_concat(batches: Sequence[Batch]) -> Batch:
+    """Concatenate along rows, after padding per-token tensors on the right with 0 to the longest.
+
+    Raises:
+        ValueError: no batch was given, or their keys differ.
+    """
+    if not batches:
+        raise ValueError("pad_and_concat got no batches: at least one is needed to know the keys")
+    keys = list(batches[0])
+    for batch in batches:
+        if set(batch) != set(keys):
+            difference = sorted(set(batch) ^ set(keys))
+            raise ValueError(f"batches hold different keys: {difference} are not in all of them")
+    width = max((b["attention_mask"].shape[1] for b in batches), default=0)
+    return {key: torch.cat([_widen(batch[key], width) for batch in batches]) for key in keys}
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    if tensor.dim() == 1 or tensor.shape[1] == width:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+
+def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The given rows, in the given order, trimmed to the longest of them."""
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    width = int(sequence_lengths(batch)[index].max()) if len(rows) else 0
+    return {key: t[index] if t.dim() == 1 else t[index, :width] for key, t in batch.items()}
+
+
+def sort_canonical(batch: Batch) -> Batch:
+    """Order rows by (prompt_id, sample_id), the order that every run of the same step shares.
+
+    Raises:
+        ValueError: two rows carry the same pair, so that their order would be chance.
+    """
+    pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
+    if len(set(pairs)) != len(pairs):
+        doubled = sorted({pair for pair in pairs if pairs.count(pair) > 1})
+        raise ValueError(f"rows are not unique by (prompt_id, sample_id): {doubled[:3]} occur more than once")
+    return select_rows(batch, sorted(range(len(pairs)), key=pairs.__getitem__))
+
+
+def pack(batch: Batch) -> Batch:
+    """Flatten `[B, T]` to `[tokens]`, real tokens only, and add `cu_seqlens`, int32 [B + 1]."""
+    mask = batch["attention_mask"]
+    flat = {k: t[mask] if t.dim() == 2 else t for k, t in batch.items() if k != "attention_mask"}
+    ends = sequence_lengths(batch).cumsum(0)
+    flat["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+    return flat
+
+
+def unpack(flat: Batch, width: int | None = None) -> Batch:
+    """The inverse of `pack`: every tensor but those named in `PER_ROW` is per token.
+
+    `width` is T of the result, by default the longest row.
+    """
+    cu_seqlens = flat["cu_seqlens"].to(torch.int64)
+    lengths = cu_seqlens.diff()  # [B]
+    width = int(lengths.max()) if width is None else width
+    mask = torch.arange(width) < lengths[:, None]  # [B, T]
+    batch = {"attention_mask": mask}
+    for key, tensor in flat.items():
+        if key == "cu_seqlens":
+            continue
+        batch[key] = tensor if key in PER_ROW else scatter_tokens(tensor, mask)
+    return batch
+
+
+def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
+    """Put `[tokens]` back at the true places of `mask` [B, T], zeros elsewhere."""
+    padded = torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device)
+    padded[mask.to(flat.device)] = flat
+    return padded
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int, min_groups: int = 1) -> list[list[int]]:
+    """Divide indices into groups whose lengths sum to at most `capacity`; groups and members come sorted.
+
+    Longest first. A new group is opened while there are fewer than `min_groups` or nothing fits; otherwise the
+    fitting group with the fewest members (then the smallest sum) takes the item, which evens out the groups.
+
+    Raises:
+        ValueError: one length exceeds the capacity.
+    """
+    groups: list[list[int]] = []
+    sums: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(
+                f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
+                f"raise mb_spec.max_tokens_per_mb to at least {length}, or shorten prompts or max_new_tokens"
+            )
+        fitting = [g for g in range(len(groups)) if sums[g] + length <= capacity]
+        if len(groups) < min_groups or not fitting:
+            groups.append([index])
+            sums.append(length)
+        else:
+            best = min(fitting, key=lambda g: (len(groups[g]), sums[g]))
+            groups[best].append(index)
+            sums[best] += length
+    return sorted(sorted(group) for group in groups)
+
+
+def split_rows(
+    lengths: Sequence[int],
+    max_tokens: int | None,
+    min_groups: int = 1,
+    agree_on_max: Callable[[int], int] = lambda count: count,
+) -> list[list[int]]:
+    """Divide rows into micro-batches, as many on every rank.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: the most tokens of one micro-batch; None for no limit.
+        min_groups: the fewest micro-batches.
+        agree_on_max: the maximum of a count over all ranks; a collective: every rank calls it exactly once.
+
+    Returns:
+        Row indices per micro-batch. A rank that needs fewer than another gets empty ones at the end: the step
+        runs them as a forward and backward that weigh nothing, because FSDP's collectives want as many on each
+        rank.
+    """
+    capacity = max_tokens if max_tokens is not None else max(sum(lengths), 1)
+    groups = first_fit_decreasing(lengths, capacity, min_groups)
+    count = agree_on_max(max(len(groups), min_groups))
+    return groups + [[] for _ in range(count - len(groups))]

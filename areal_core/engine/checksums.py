@@ -1,0 +1,85 @@
+"""One crc32c per parameter, whatever the number of ranks that hold it.
+
+Each rank takes the checksum of its own shard, at memory speed, and the checksums of the shards are combined as if the shards had been
+concatenated. So two runs of different size can be compared, and the value equals that of the tensor's bytes in a checkpoint.
+"""
+
+from functools import cache
+
+import torch
+from crc32c import crc32c
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal_core.engine.ranks import Ranks
+
+POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
+
+
+def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
+    """crc32c of every parameter's bytes as 8 hex digits, the same on every rank; a collective.
+
+    Parameters are sharded along their first dimension in rank order, as FSDP2 does.
+    """
+    mine = {name: _shard_checksum(parameter) for name, parameter in model.named_parameters()}
+    by_rank = ranks.gather_objects(mine)
+    return {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
+
+
+def _shard_checksum(parameter: Tensor) -> tuple[int, int]:
+    """(crc32c, bytes) of this rank's shard."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    array = local.detach().contiguous().cpu().view(torch.uint8).flatten().numpy()
+    return crc32c(array), array.nbytes
+
+
+def _combine_all(shards: list[tuple[int, int]]) -> int:
+    total = 0
+    for checksum, size_bytes in shards:
+        total = combine(total, checksum, size_bytes)
+    return total
+
+
+def combine(left: int, right: int, right_bytes: int) -> int:
+    """crc32c(A + B) from crc32c(A), crc32c(B) and the length of B.
+
+    Appending a zero bit to A is a linear map of its checksum over GF(2); the map for `right_bytes` zero bytes is built by squaring (the
+    method of zlib's crc32_combine).
+    """
+    if right_bytes == 0:
+        return left
+    power = 0
+    remaining = right_bytes
+    while remaining:
+        if remaining & 1:
+            left = _times(_zeros_operator(power), left)
+        remaining >>= 1
+        power += 1
+    return left ^ right
+
+
+@cache
+def _zeros_operator(power: int) -> tuple[int, ...]:
+    """The 32 x 32 matrix, a column an integer, that appends 2**power zero bytes."""
+    if power == 0:
+        one_bit = (POLYNOMIAL, *(1 << n for n in range(31)))
+        operator = one_bit
+        for _ in range(3):  # 1 bit -> 2 -> 4 -> 8 bits
+            operator = _square(operator)
+        return operator
+    return _square(_zeros_operator(power - 1))
+
+
+def _square(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(_times(matrix, column) for column in matrix)
+
+
+def _times(matrix: tuple[int, ...], vector: int) -> int:
+    total = 0
+    for column in matrix:
+        if not vector:
+            break
+        if vector & 1:
+            total ^= column
+        vector >>= 1
+    return total

@@ -1,0 +1,114 @@
+"""Deterministic mode that fails closed: it starts only when everything it needs was set before torch read it.
+
+`use_deterministic_algorithms(True, warn_only=True)` is no weaker form of the same thing: attention backward then keeps its
+non-deterministic kernel and prints a warning. Environment variables set after torch, cuBLAS or NCCL have started are not read at
+all. So both are errors here.
+"""
+
+import base64
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+
+from areal_core.engine.errors import DeterminismError
+
+# What each library reads once, when it starts. Ring and Simple: the summation order of NCCL's tree depends on topology.
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+}
+
+
+def set_environment() -> None:
+    """Set what deterministic runs need, for processes that start from here."""
+    os.environ.update(ENVIRONMENT)
+
+
+def enforce_determinism() -> None:
+    """Turn deterministic algorithms on.
+
+    Raises:
+        DeterminismError: an environment variable was not set before Python started, or algorithms were set to warn only.
+    """
+    started_with = _environment_at_start()
+    for name, wanted in ENVIRONMENT.items():
+        if started_with.get(name) != wanted:
+            seen = f"is {started_with[name]!r}" if name in started_with else "was not set"
+            raise DeterminismError(
+                f"deterministic=true needs {name}={wanted} before Python starts, but it {seen}: "
+                f"start the run with `areal-debug train`, which sets it, or export it yourself"
+            )
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        raise DeterminismError(
+            "deterministic=true, but torch.use_deterministic_algorithms was called with warn_only=True, which leaves "
+            "non-deterministic kernels in place: remove that call"
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def _environment_at_start() -> dict[str, str]:
+    """The environment that this process was started with; os.environ holds later changes too."""
+    if not sys.platform.startswith("linux"):
+        return dict(os.environ)
+    with open("/proc/self/environ", "rb") as file:
+        entries = file.read().decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, NumPy and torch with a stream of its own for each rank."""
+    stream = seed * 1_000_003 + rank
+    random.seed(stream)
+    np.random.seed(stream % 2**32)
+    torch.manual_seed(stream)
+
+
+def rng_state() -> dict[str, str]:
+    """The states of all generators that training may draw from, as text."""
+    _, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, python_words, python_gauss = random.getstate()
+    states = {
+        "torch": _text(torch.get_rng_state().numpy()),
+        "numpy": f"{position} {has_gauss} {float(gauss).hex()} {_text(words)}",
+        "python": f"{version} {_optional_hex(python_gauss)} {_text(np.array(python_words, dtype=np.uint32))}",
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = _text(torch.cuda.get_rng_state().numpy())
+    return states
+
+
+def set_rng_state(states: dict[str, str]) -> None:
+    """The inverse of `rng_state`."""
+    torch.set_rng_state(torch.from_numpy(_array(states["torch"], np.uint8)))
+    position, has_gauss, gauss, words = states["numpy"].split(" ")
+    np.random.set_state(
+        ("MT19937", _array(words, np.uint32), int(position), int(has_gauss), float.fromhex(gauss))
+    )
+    version, python_gauss, python_words = states["python"].split(" ")
+    gauss_next = None if python_gauss == "none" else float.fromhex(python_gauss)
+    random.setstate((int(version), tuple(_array(python_words, np.uint32).tolist()), gauss_next))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"], np.uint8)))
+
+
+def _optional_hex(value: float | None) -> str:
+    return "none" if value is None else value.hex()
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -1,0 +1,26 @@
+"""What the engine says when a user's input cannot work.
+
+```
+ValueError
+`-- EngineError
+    |-- ModelError         a model that cannot be loaded or sharded
+    |-- DeterminismError   deterministic mode without what it needs
+    `-- CheckpointError    a checkpoint that is missing, damaged or of another model
+```
+"""
+
+
+class EngineError(ValueError):
+    """Anything that a user can mend."""
+
+
+class ModelError(EngineError):
+    """A model that cannot be loaded or sharded."""
+
+
+class DeterminismError(EngineError):
+    """Deterministic mode was asked for, and something it needs is missing or came too late."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint that is missing, damaged or of another model."""

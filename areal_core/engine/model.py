@@ -1,0 +1,92 @@
+"""A Hugging Face causal language model, sharded by FSDP2 with float32 master weights."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from areal_core.engine.attention import PACKED
+from areal_core.engine.errors import ModelError
+from areal_core.engine.logprobs import take_labels_in_output_layer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = PACKED,
+    init_from_scratch: bool = False,
+    disable_dropout: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model on the CPU.
+
+    Args:
+        path: a folder in Hugging Face format, or a hub name.
+        dtype: of the parameters. Training loads float32, the master weights; the sharding policy casts for compute.
+        attn_implementation: `PACKED` for training; "sdpa" for generation.
+        init_from_scratch: random weights from the config alone, with torch's current seed.
+
+    Raises:
+        ModelError: there is no readable model at `path`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if init_from_scratch:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attn_implementation
+            )
+    except (OSError, ValueError) as error:
+        where = (
+            "is not a folder here" if not Path(path).is_dir() else "holds no model that Transformers can read"
+        )
+        raise ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})") from error
+    if disable_dropout:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        for name in [n for n in vars(model.config) if n.endswith(("dropout", "pdrop", "dropout_prob"))]:
+            setattr(model.config, name, 0.0)
+    return model
+
+
+def shard_model(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    grad_reduce_dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    layer_classes: tuple[str, ...] | None = None,
+) -> PreTrainedModel:
+    """Shard every transformer layer, then the rest, over the mesh.
+
+    Args:
+        dtype: of compute; parameters stay in their own dtype.
+        grad_reduce_dtype: of the gradient sum over ranks.
+        layer_classes: class names of the layers; by default those that the model forbids to split.
+
+    Raises:
+        ModelError: no module of the model has one of the class names.
+    """
+    take_labels_in_output_layer(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=True)
+    wanted = layer_classes or tuple(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    if not layers:
+        raise ModelError(
+            f"no layer of {type(model).__name__} has a class in {list(wanted)}: "
+            f"name its layers in actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap"
+        )
+    model.to(mesh.device_type)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model

@@ -1,0 +1,83 @@
+"""AdamW or SGD over float32 master weights, the learning-rate schedule, and clipping by the global gradient norm."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def build_optimizer(
+    parameters: Iterable[Tensor],
+    *,
+    kind: str,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> Optimizer:
+    """An optimizer whose states have the parameters' own dtype, float32.
+
+    Raises:
+        ValueError: `kind` is neither "adam" nor "sgd".
+    """
+    if kind == "adam":
+        return torch.optim.AdamW(
+            parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True
+        )
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay)
+    raise ValueError(f"optimizer.type is {kind!r}: use 'adam' (AdamW) or 'sgd'")
+
+
+def schedule_factor(
+    kind: str, total_steps: int, warmup_steps: int, min_lr_ratio: float
+) -> Callable[[int], float]:
+    """The factor on the learning rate at each step: linear warm-up from 0, then constant, linear or cosine decay.
+
+    Decay ends at `min_lr_ratio` after `total_steps`.
+
+    Raises:
+        ValueError: `kind` is none of "constant", "linear", "cosine".
+    """
+    decays = {
+        "constant": lambda progress: 1.0,
+        "linear": lambda progress: 1.0 - progress,
+        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    if kind not in decays:
+        raise ValueError(f"optimizer.lr_scheduler_type is {kind!r}: use one of {sorted(decays)}")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        if kind == "constant":
+            return 1.0
+        return min_lr_ratio + (1.0 - min_lr_ratio) * decays[kind](progress)
+
+    return factor
+
+
+def build_schedule(
+    optimizer: Optimizer, *, kind: str, total_steps: int, warmup_proportion: float, min_lr_ratio: float
+) -> LambdaLR:
+    """A schedule over `total_steps` training steps, of which a proportion warms up."""
+    warmup_steps = int(warmup_proportion * total_steps)
+    return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
+
+
+def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
+    """Scale gradients so that their global L2 norm is at most `max_norm`; return the norm before. A collective.
+
+    With a norm that is not finite the gradients are left alone: the caller skips the step.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+    if torch.isfinite(norm) and max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)
