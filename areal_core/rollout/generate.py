@@ -1,0 +1,197 @@
+"""Batched sampling with a KV cache, as a pure function of the prompts, the rows' seeds and a forward pass.
+
+Each row draws from uniforms of its own, fixed by its seed before anything is sampled, through the inverse of the cumulative
+distribution. So what a row samples depends on neither the rows beside it, nor their order, nor any global generator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from areal_core.rollout.errors import UnsupportedSampling
+from areal_core.rollout.types import Sampling
+
+# forward(input_ids [B, t], attention_mask [B, past + t], position_ids [B, t], cache) -> logits of the last position [B, vocab]
+Forward = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one row sampled; the stop token is its last token."""
+
+    tokens: list[int]
+    logprobs: list[float]  # log_softmax(logits / temperature) in float32, before top-k and top-p
+    finish: str  # "stop" or "length"
+
+
+@dataclass
+class Rows:
+    """Per-row state of the rows still running, all [B] unless said."""
+
+    index: Tensor  # row of the request
+    temperature: Tensor  # float32; 1 where greedy
+    greedy: Tensor  # bool
+    top_p: Tensor
+    top_k: Tensor
+    min_new: Tensor
+    max_new: Tensor
+    uniforms: Tensor  # float64 [B, max over rows of max_new]
+    stops: Tensor  # bool [B, vocab]; empty row where end tokens are ignored
+    attention_mask: Tensor  # int64 [B, width]
+
+    def select(self, rows: Tensor) -> "Rows":
+        return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
+
+
+@torch.inference_mode()
+def generate(
+    forward: Forward,
+    input_ids: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    max_new_tokens: Sequence[int],
+    seeds: Sequence[int],
+    *,
+    vocab_size: int,
+    end_token_ids: Sequence[int] = (),
+    pad_token_id: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[Completion]:
+    """Samples one completion per row.
+
+    Args:
+        forward: the model. Called once per token, on left-padded rows; must not be a collective, because ranks sample
+            different numbers of tokens.
+        input_ids: the prompts.
+        samplings: how to sample each row. `stop` strings and `frequency_penalty` are refused.
+        max_new_tokens: most tokens of each row (what is left of `max_tokens`).
+        seeds: each row's seed, 64-bit.
+        vocab_size: width of the logits.
+        end_token_ids: stop tokens of every row that does not ignore them.
+        pad_token_id: fills the left.
+
+    Raises:
+        UnsupportedSampling: an option that needs text or token counts.
+    """
+    for sampling in samplings:
+        refuse_unsupported(sampling)
+    tokens, attention_mask = left_pad(input_ids, pad_token_id)  # [B, width]
+    rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size, attention_mask)
+    rows = Rows(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
+    cache = DynamicCache()
+    done: list[list[tuple[int, float]]] = [[] for _ in input_ids]
+    finish = ["length"] * len(input_ids)
+    fed = tokens.to(device)
+    running = torch.ones(len(input_ids), dtype=torch.bool, device=device)
+    step = 0
+    while True:
+        positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]  # [B, t]
+        logits = forward(fed, rows.attention_mask, positions, cache)
+        sampled, logprobs = sample(logits.float(), rows, step)
+        stopped = rows.stops.gather(1, sampled[:, None]).squeeze(1)
+        for row, token, logprob, live, stop in zip(
+            *(t.tolist() for t in (rows.index, sampled, logprobs, running, stopped)), strict=True
+        ):
+            if live:
+                done[row].append((token, logprob))
+                finish[row] = "stop" if stop else "length"
+        step += 1
+        running = running & ~stopped & (rows.max_new > step)
+        num_running = int(running.sum())
+        if num_running == 0:
+            break
+        rows.attention_mask = torch.nn.functional.pad(rows.attention_mask, (0, 1), value=1)
+        fed = sampled[:, None]
+        if num_running <= len(running) // 2:  # half of the work would be thrown away
+            keep = running.nonzero().squeeze(1)
+            rows, fed, running = rows.select(keep), fed[keep], running[keep]
+            cache.batch_select_indices(keep)
+    return [
+        Completion([t for t, _ in row], [p for _, p in row], f) for row, f in zip(done, finish, strict=True)
+    ]
+
+
+def refuse_unsupported(sampling: Sampling) -> None:
+    """Raises `UnsupportedSampling` for options that only a server has."""
+    if sampling.stop:
+        raise UnsupportedSampling(
+            f"gconfig.stop is {sampling.stop!r}, but the embedded engine stops at token ids: use gconfig.stop_token_ids"
+        )
+    if sampling.frequency_penalty:
+        raise UnsupportedSampling(
+            f"gconfig.frequency_penalty is {sampling.frequency_penalty}, but the embedded engine has none: set it to 0"
+        )
+
+
+def left_pad(input_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts that end at the same column: ids and attention mask, int64 [B, longest]."""
+    width = max(len(row) for row in input_ids)
+    ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in input_ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in input_ids])
+    return ids, mask
+
+
+def build_rows(
+    samplings: Sequence[Sampling],
+    max_new_tokens: Sequence[int],
+    seeds: Sequence[int],
+    end_token_ids: Sequence[int],
+    vocab_size: int,
+    attention_mask: Tensor,
+) -> Rows:
+    """The requests as columns."""
+    stops = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
+    for row, sampling in enumerate(samplings):
+        if not sampling.ignore_eos:
+            stops[row, sorted({*end_token_ids, *sampling.stop_token_ids})] = True
+    return Rows(
+        index=torch.arange(len(samplings)),
+        temperature=torch.tensor([1.0 if s.greedy else s.temperature for s in samplings]),
+        greedy=torch.tensor([s.greedy for s in samplings]),
+        top_p=torch.tensor([s.top_p for s in samplings]),
+        top_k=torch.tensor([s.top_k for s in samplings]),
+        min_new=torch.tensor([s.min_new_tokens for s in samplings]),
+        max_new=torch.tensor(max_new_tokens),
+        uniforms=torch.stack([draw_uniforms(seed, max(max_new_tokens)) for seed in seeds]),
+        stops=stops,
+        attention_mask=attention_mask,
+    )
+
+
+def draw_uniforms(seed: int, count: int) -> Tensor:
+    """float64 [count] in [0, 1), the first k of them the same for every count >= k."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
+    """The next token of each row, int64 [B], and its logprob, float32 [B], from logits float32 [B, vocab].
+
+    The logprob is of softmax(logits / temperature) after end tokens are barred by `min_new_tokens` and before top-k and
+    top-p, as in SGLang.
+    """
+    barred = rows.stops & (rows.min_new > step)[:, None]
+    scaled = logits.masked_fill(barred, -torch.inf) / rows.temperature[:, None]
+    all_logprobs = scaled.log_softmax(dim=-1)  # [B, vocab]
+    drawn = draw(all_logprobs.exp(), rows.uniforms[:, step], rows.top_k, rows.top_p)
+    tokens = torch.where(rows.greedy, scaled.argmax(dim=-1), drawn)
+    return tokens, all_logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def draw(probs: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Inverse-CDF sampling, int64 [B], from probs [B, vocab] cut to the top k and to the top-p nucleus.
+
+    Sums are float64: in float32 the tail of a large vocabulary would round away.
+    """
+    order = None
+    if bool((top_k < probs.shape[1]).any()) or bool((top_p < 1).any()):
+        probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(probs.shape[1], device=probs.device)
+        mass_before = probs.cumsum(-1) - probs
+        # The best token stays whatever k and p are.
+        cut = (rank >= top_k[:, None]) | (mass_before > top_p[:, None])
+        probs = probs.masked_fill(cut & (rank > 0), 0)
+    cdf = probs.double().cumsum(-1)
+    drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
+    return drawn if order is None else order.gather(1, drawn[:, None]).squeeze(1)

@@ -1,0 +1,174 @@
+"""The inference servers of a run: where they are, what they last said, and blocking calls to all of them at once.
+
+Control calls (pause, push, flush) are few and slow, and are made from the trainer's thread, so they are plain blocking HTTP
+on a thread pool; only `/generate` is asynchronous (`sglang_client.py`).
+"""
+
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied
+
+ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
+LOGS_VARIABLE = "AREAL_LLM_SERVER_LOGS"
+MESSAGE_LIMIT = 500
+
+
+@dataclass(frozen=True)
+class Server:
+    """One inference server: `host:port`, and its log file where the launcher told of one."""
+
+    address: str
+    log: Path | None = None
+
+    def describe(self) -> str:
+        """The address, followed by the last log lines where they can be read."""
+        if self.log is None or not self.log.exists():
+            return self.address
+        return f"{self.address}; the last lines of {self.log}:\n{last_lines(self.log)}"
+
+
+def last_lines(path: Path, num_lines: int = 15, max_bytes: int = 16384) -> str:
+    """The end of a log file, indented."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - max_bytes))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+
+
+def servers_from_environment(environ: Mapping[str, str] = os.environ) -> list[Server]:
+    """The servers that the launcher named in `AREAL_LLM_SERVER_ADDRS` (`host:port,host:port`) and `..._LOGS`."""
+    addresses = [a for a in environ.get(ADDRESSES_VARIABLE, "").split(",") if a]
+    if not addresses:
+        raise NoServers(
+            f"{ADDRESSES_VARIABLE} is not set: start the run with the launcher, or set it to host:port,host:port"
+        )
+    logs = [Path(log) for log in environ.get(LOGS_VARIABLE, "").split(",") if log]
+    return [Server(a, log) for a, log in zip(addresses, logs or [None] * len(addresses), strict=True)]
+
+
+def environment_of(servers: list[Server]) -> dict[str, str]:
+    """The inverse of `servers_from_environment`."""
+    logs = [str(server.log) for server in servers if server.log is not None]
+    return {ADDRESSES_VARIABLE: ",".join(s.address for s in servers), LOGS_VARIABLE: ",".join(logs)}
+
+
+def call(server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 60.0) -> str:
+    """One HTTP request; the body of a 200 reply.
+
+    Raises:
+        RequestRefused: another status, or a JSON body with `"success": false`; never holds the payload.
+        OSError: no connection, or no reply in time.
+    """
+    connection = http.client.HTTPConnection(server.address, timeout=timeout_s)
+    try:
+        body = None if payload is None else json.dumps(payload)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        text = reply.read().decode(errors="replace")
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{server.address}{path}: {error!r}") from error
+    finally:
+        connection.close()
+    if reply.status != 200 or says_failure(text):
+        raise RequestRefused(
+            f"{server.address}{path} answered {reply.status}: {text[:MESSAGE_LIMIT]}", reply.status
+        )
+    return text
+
+
+def says_failure(body: str) -> bool:
+    """Whether a reply is a JSON object with a false `success` (SGLang sends some of these with status 200)."""
+    if not body.startswith("{"):
+        return False
+    return json.loads(body).get("success") is False
+
+
+class ServerPool:
+    """Blocking calls to every server at once, one thread each."""
+
+    def __init__(self, servers: list[Server], timeout_s: float = 600.0) -> None:
+        self.servers = servers
+        self.timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(len(servers), thread_name_prefix="server-call")
+
+    def start_post(self, path: str, payload_of: Callable[[int], Any]) -> list[Future[str]]:
+        """Begins a POST to each server; `payload_of(i)` is the payload of server i."""
+        return [
+            self._threads.submit(call, server, "POST", path, payload_of(i), self.timeout_s)
+            for i, server in enumerate(self.servers)
+        ]
+
+    def wait(self, futures: list[Future[str]]) -> None:
+        """Waits for `start_post`. Raises `ServerDied` or `RequestRefused`, after every reply is in."""
+        errors = [(server, future.exception()) for server, future in zip(self.servers, futures, strict=True)]
+        for server, error in errors:
+            if isinstance(error, OSError):
+                raise ServerDied(f"no answer ({error!r}) from server {server.describe()}") from error
+            if error is not None:
+                raise error
+
+    def drop_dead(self) -> None:
+        """Forgets servers that refuse connections. Raises `ServerDied` when none is left."""
+        alive = [server for server in self.servers if is_reachable(server)]
+        if not alive:
+            raise ServerDied(f"no connection to server {self.servers[0].describe()}")
+        self.servers = alive
+
+    def post(self, path: str, payload: Any) -> None:
+        """POSTs the same payload to every server and waits."""
+        self.wait(self.start_post(path, lambda i: payload))
+
+    def pause(self) -> None:
+        """Cuts every request in flight (the client sends the rest again) and holds new ones."""
+        self.post("/pause_generation", {})
+
+    def resume(self) -> None:
+        self.post("/continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Empties the prefix caches. Raises `RequestRefused` while requests are running."""
+        self.post("/flush_cache", {})
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def is_reachable(server: Server, timeout_s: float = 10.0) -> bool:
+    """Whether something accepts connections at the address."""
+    host, _, port = server.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_healthy(server: Server, timeout_s: float = 5.0) -> bool:
+    """Whether `/health` answers 200."""
+    try:
+        call(server, "GET", "/health", timeout_s=timeout_s)
+    except (OSError, RequestRefused):
+        return False
+    return True
+
+
+def wait_until_healthy(
+    servers: list[Server], timeout_s: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Polls `/health` once a second. `check` is called between polls and may raise. Raises `ServerDied` when late."""
+    deadline = time.monotonic() + timeout_s
+    for server in servers:
+        while not is_healthy(server):
+            check()
+            if time.monotonic() > deadline:
+                raise ServerDied(f"not ready after {timeout_s:.0f} s: server {server.describe()}")
+            time.sleep(0.5)

@@ -1,0 +1,72 @@
+"""SGLang's `/generate` on the wire: a request's JSON, and the parsed reply."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from areal_core.rollout.errors import MalformedReply
+from areal_core.rollout.types import Sampling
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one reply brought: some tokens, and why there are no more."""
+
+    tokens: list[int]
+    logprobs: list[float]  # log_softmax(logits / temperature) before top-k and top-p (SGLang >= 0.4.6)
+    versions: list[int | None]  # None where the server has no numbered weights yet
+    finish: str  # "stop", "length" or "abort"
+
+
+def generate_payload(
+    input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int
+) -> dict[str, Any]:
+    """The JSON of a request that goes on after `num_sampled` tokens of the completion are in `input_ids`."""
+    params = {
+        "max_new_tokens": num_new_tokens,
+        "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    return {
+        "input_ids": input_ids,
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": False,
+    }
+
+
+def parse_generate(body: bytes) -> Chunk:
+    """Parses a reply of `/generate`. Raises `MalformedReply` with what was missing."""
+    try:
+        meta = json.loads(body)["meta_info"]
+        finish = meta["finish_reason"]
+        if finish["type"] == "abort" and str(finish.get("message", "")).startswith("Abort before prefill"):
+            return Chunk([], [], [], "abort")
+        pairs = [(float(logprob), int(token)) for logprob, token, *_ in meta["output_token_logprobs"]]
+        count = int(meta["completion_tokens"])
+        spans = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version", ""), "start": 0, "end": count}
+        ]
+        versions = [parse_version(s["version"]) for s in spans for _ in range(s["start"], s["end"])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedReply(
+            f"a /generate reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
+        ) from error
+    if len(pairs) != count or len(versions) != count:
+        raise MalformedReply(
+            f"a /generate reply holds {len(pairs)} logprobs and {len(versions)} versions for {count} tokens"
+        )
+    return Chunk([t for _, t in pairs], [p for p, _ in pairs], versions, str(finish["type"]))
+
+
+def parse_version(text: str) -> int | None:
+    """The weight version that a push gave the server; None for a server that was never pushed to ("default")."""
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,38 @@
+"""Where the trainer's batches come from and where its weights go: live rollouts or a record, behind one seam."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class TrainedWeights(Protocol):
+    """The part of a train engine that a push needs."""
+
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every weight, whole, in the inference engine's dtype. Collective: every rank iterates to the end."""
+        ...
+
+
+class RolloutSource(Protocol):
+    """Gives a trainer its batches."""
+
+    def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
+        """This data-parallel rank's rows in canonical order (keys, shapes and dtypes: ARCHITECTURE.md, "The batch")."""
+        ...
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Makes the next batch come from the engine's weights, named `version`. Collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as JSON types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        ...

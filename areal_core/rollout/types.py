@@ -1,0 +1,66 @@
+"""What a workflow asks of an engine, and what it gets back: token ids in, token ids with logprobs and versions out."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from areal_core.rollout.errors import PromptTooLong
+
+TOP_K_OFF = 100_000_000
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; the field names are those of the `gconfig` section of a config."""
+
+    n_samples: int = 1
+    max_new_tokens: int = 16384
+    min_new_tokens: int = 0
+    max_tokens: int = 32768  # prompt and completion together
+    greedy: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = TOP_K_OFF
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] | None = None
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = True
+
+
+def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
+    """A `Sampling` with the attributes of `gconfig` (a config section or another `Sampling`), some of them changed."""
+    return Sampling(**{f.name: getattr(gconfig, f.name) for f in fields(Sampling)} | changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """One completion wanted. `metadata` names the episode (`prompt_id`, `sample_id`, `turn`): seeded engines sample from it."""
+
+    input_ids: list[int]
+    sampling: Sampling
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metadata: Mapping[str, int] = field(default_factory=dict)
+
+    def num_new_tokens(self) -> int:
+        """How many tokens may still be sampled. Raises `PromptTooLong` when none may."""
+        room = min(self.sampling.max_tokens - len(self.input_ids), self.sampling.max_new_tokens)
+        if room <= 0:
+            raise PromptTooLong(
+                f"a prompt of {len(self.input_ids)} tokens leaves no room to sample: max_tokens is "
+                f"{self.sampling.max_tokens}, max_new_tokens is {self.sampling.max_new_tokens}; raise them or "
+                f"filter the dataset by max_length"
+            )
+        return room
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelResponse:
+    """One completion. The three output lists have one entry per sampled token, the stop token included."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]  # of softmax(logits / temperature), before top-k and top-p
+    output_versions: list[int]  # version of the weights that sampled the token
+    stop_reason: str  # a member of batch.FINISH_REASONS: "stop", "length" or "abort"

@@ -1,0 +1,94 @@
+"""The process group over which rank 0 sends weights to inference servers.
+
+Rank 0 of the trainer is rank 0 of the group; server i holds the next `ranks_per_server` ranks. Both sides must enter each
+collective at the same time, so the HTTP request that makes a server enter it runs in a thread while this side waits in it.
+"""
+
+import socket
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+
+from areal_core.rollout.errors import PushFailed
+from areal_core.rollout.servers import ServerPool
+
+GROUP_NAME = "update_weight_group"
+
+
+class UpdateGroup:
+    """Rank 0's end of the group. Raises `RequestRefused` or `ServerDied` when a server does not join."""
+
+    def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
+        self.pool = pool
+        self.servers = list(pool.servers)
+        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # a name that a server has seen before is refused
+        host = own_address(self.servers[0].address)
+        world_size = 1 + len(self.servers) * ranks_per_server
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        joining = pool.start_post(
+            "/init_weights_update_group",
+            lambda i: {
+                "master_address": host,
+                "master_port": store.port,
+                "rank_offset": 1 + i * ranks_per_server,
+                "world_size": world_size,
+                "backend": backend,
+                "group_name": self.name,
+            },
+        )
+        # Private, but the only way to a group whose members are not in the default group; the server makes its end so too.
+        self._group, _ = _new_process_group_helper(
+            world_size,
+            0,
+            [],
+            dist.Backend(backend),
+            PrefixStore(self.name, store),
+            self.name,
+            timeout=timeout,
+        )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        pool.wait(joining)
+
+    def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
+        """Sends the tensors, in order, to every server, which loads them under their names."""
+        request = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self.name,
+            **extra,
+        }
+        replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
+        works = [
+            dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
+            for _, tensor in bucket
+        ]
+        wait_for_receivers(works, replies)
+        for work in works:
+            work.wait()
+        self.pool.wait(replies)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+def wait_for_receivers(works: list[dist.Work], replies: list[Future[str]]) -> None:
+    """Waits until the broadcasts are done, or a server has refused: it will never enter them then."""
+    while not all(work.is_completed() for work in works):
+        refused = [reply.exception() for reply in replies if reply.done() and reply.exception() is not None]
+        if refused:
+            raise PushFailed(f"a server left the broadcast: {refused[0]}") from refused[0]
+        time.sleep(0.001)
+
+
+def own_address(peer: str) -> str:
+    """The address by which `peer` (`host:port`) sees this machine."""
+    host, _, port = peer.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        return connection.getsockname()[0]

@@ -1,0 +1,92 @@
+"""An episode: one row of data in, one dict of tensors out, with any number of calls to the engine between.
+
+A workflow is any object with `arun_episode(engine, data)`. `RLVRWorkflow` is the common one: one completion, one
+verifiable reward.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.batch import FINISH_REASONS
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.types import ModelRequest, ModelResponse, sampling_from
+
+RewardFn = Callable[..., Awaitable[float]]
+
+
+class RolloutWorkflow(Protocol):
+    """Turns a row of data into an episode."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Runs one episode.
+
+        Returns:
+            Tensors with the rows first, `[n, T]` or `[n]`, with the keys of ARCHITECTURE.md, "The batch"
+            (`prompt_id` and `sample_id` are stamped by the caller); None to leave this sample out.
+        """
+        ...
+
+
+class RLVRWorkflow:
+    """One completion of the chat in `data["messages"]`, and its reward.
+
+    Args:
+        reward_fn: awaited as `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`, texts and id lists.
+        gconfig: anything with the attributes of `Sampling`; the tokenizer's end and pad tokens become stop tokens.
+        tokenizer: a Transformers tokenizer with a chat template.
+        enable_thinking: passed to the chat template.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        enable_thinking: bool = False,
+    ) -> None:
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.reward_fn = reward_fn
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        prompt_ids = self.tokenizer.apply_chat_template(
+            data["messages"],
+            add_generation_prompt=True,
+            return_dict=False,
+            enable_thinking=self.enable_thinking,
+        )
+        response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, sampling=self.sampling))
+        reward = await self.reward_fn(
+            self.tokenizer.decode(prompt_ids),
+            self.tokenizer.decode(
+                response.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens
+            ),
+            prompt_ids,
+            response.output_tokens,
+            **data,
+        )
+        return episode_tensors(response, reward)
+
+
+def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]:
+    """One row of a batch from one completion: `[1, T]` per token, `[1]` per row."""
+    num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
+
+    def per_token(on_prompt: float, on_output: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[on_prompt] * num_prompt + on_output], dtype=dtype)  # [1, T]
+
+    return {
+        "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
+        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
+        "loss_mask": per_token(0, [1] * num_output, torch.int32),
+        "logprobs": per_token(0.0, response.output_logprobs, torch.float32),
+        "versions": per_token(-1, response.output_versions, torch.int32),
+        "rewards": torch.tensor([reward], dtype=torch.float32),
+        "finish_reason": torch.tensor([FINISH_REASONS.index(response.stop_reason)], dtype=torch.int32),
+    }
