@@ -1,0 +1,197 @@
+"""Who runs where: 'sglang:d4t1+fsdp:d4' in all its spellings, read by a small hand-written parser.
+
+allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
+colocated  := ("embedded" | servers) "|" trainer        (embedded: the engine lives in the trainer's processes)
+servers    := "sglang" name? (":" | ".") sizes
+trainer    := ("fsdp" name? (":" | "."))? sizes
+name       := "[" letters "]"                           (read and dropped)
+sizes      := (letter number)+                          letters d t p c e: data, tensor, pipeline, context, expert
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from areal_core.errors import AllocationError
+
+if TYPE_CHECKING:
+    from areal_core.config import BaseExperimentConfig
+
+Kind = Literal["decoupled", "colocated", "train_only", "servers_only", "eval"]
+TOKEN = re.compile(r"(?P<name>\[\w+\])|(?P<word>[a-z_]{2,})|(?P<size>[a-z]\d+)|(?P<mark>.)", re.DOTALL)
+DIMENSIONS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+NOT_BUILT = {
+    "vllm": "there is no vLLM client; use sglang",
+    "megatron": "there is no Megatron engine; use fsdp",
+    "archon": "there is no Archon engine; use fsdp",
+    "npu": "there is no NPU support; use sglang and fsdp",
+    "attn": "mixtures of attention and expert layouts need Megatron; use fsdp",
+}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of one side. `data` counts servers, or data-parallel ranks."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all; experts share the devices of the other dimensions."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def __str__(self) -> str:
+        sizes = ((letter, getattr(self, name)) for letter, name in DIMENSIONS.items())
+        return "".join(f"{letter}{size}" for letter, size in sizes if letter == "d" or size > 1)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Both sides of a run; a side that does not exist is None."""
+
+    rollout: Parallel | None
+    train: Parallel | None
+    rollout_backend: Literal["sglang", "embedded"] | None
+    train_backend: Literal["fsdp"] | None
+    kind: Kind
+
+    def __str__(self) -> str:
+        engine = (
+            "embedded" if self.rollout_backend == "embedded" else f"{self.rollout_backend}:{self.rollout}"
+        )
+        trainer = f"{self.train_backend}:{self.train}"
+        return {
+            "decoupled": f"{engine}+{trainer}",
+            "colocated": f"{engine}|{trainer}",
+            "train_only": trainer,
+            "servers_only": engine,
+            "eval": f"{engine}+eval",
+        }[self.kind]
+
+
+def parse_allocation(text: str) -> Allocation:
+    """Read one allocation string. Raises AllocationError with the position and what was expected there."""
+    return AllocationParser(text).allocation()
+
+
+def allocation_from_backends(rollout_backend: str, train_backend: str) -> Allocation:
+    """Join two separate strings, 'sglang:d4' or 'embedded' or '', and 'fsdp:d4' or ''. Raises AllocationError."""
+    joint = "|" if rollout_backend.strip() == "embedded" else "+"
+    return parse_allocation(
+        joint.join(part for part in (rollout_backend.strip(), train_backend.strip()) if part)
+    )
+
+
+def resolve_allocation(config: "BaseExperimentConfig") -> Allocation:
+    """The run's allocation: `allocation_mode`, or else the `backend` of rollout and actor. Raises AllocationError."""
+    rollout = getattr(config, "rollout", None)  # supervised runs have no rollout
+    backends = (rollout.backend if rollout is not None else "", config.actor.backend)
+    if not config.allocation_mode:
+        if not any(backends):
+            raise AllocationError(
+                "allocation_mode, rollout.backend and actor.backend are all empty; "
+                "give for example allocation_mode='embedded|fsdp:d1' or 'sglang:d1+fsdp:d2'"
+            )
+        return allocation_from_backends(*backends)
+    allocation = parse_allocation(config.allocation_mode)
+    if any(backends) and allocation_from_backends(*backends) != allocation:
+        raise AllocationError(
+            f"allocation_mode is {config.allocation_mode!r}, but rollout.backend is {backends[0]!r} and "
+            f"actor.backend is {backends[1]!r}; keep one of the two spellings"
+        )
+    return allocation
+
+
+class AllocationParser:
+    """A cursor over the tokens of one string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = [(match.lastgroup, match.group(), match.start()) for match in TOKEN.finditer(text)]
+        self.next = 0
+
+    def allocation(self) -> Allocation:
+        if self.take("embedded"):
+            self.expect("|")
+            train = self.trainer()
+            return self.end(Allocation(train, train, "embedded", "fsdp", "colocated"))
+        if not self.peek("sglang"):
+            return self.end(Allocation(None, self.trainer(), None, "fsdp", "train_only"))
+        rollout = self.servers()
+        if self.take("|"):
+            return self.end(Allocation(rollout, self.trainer(), "sglang", "fsdp", "colocated"))
+        if not self.take("+"):
+            return self.end(Allocation(rollout, None, "sglang", None, "servers_only"))
+        if self.take("eval") or self.take("cpu"):
+            return self.end(Allocation(rollout, None, "sglang", None, "eval"))
+        return self.end(Allocation(rollout, self.trainer(), "sglang", "fsdp", "decoupled"))
+
+    def servers(self) -> Parallel:
+        self.expect("sglang")
+        self.component_separator(required=True)
+        return self.sizes("dtp", "servers take d, t and p")
+
+    def trainer(self) -> Parallel:
+        if self.take("fsdp"):
+            self.component_separator(required=True)
+        return self.sizes("dtc", "fsdp takes d, t and c; p and e need Megatron, which is not built")
+
+    def component_separator(self, required: bool) -> None:
+        if self.kind() == "name":
+            self.next += 1
+        if not (self.take(":") or self.take(".")):
+            self.fail("':'")
+
+    def sizes(self, letters: str, rule: str) -> Parallel:
+        found: dict[str, int] = {}
+        if self.kind() != "size":
+            self.fail("sizes such as 'd4' or 'd2t2'")
+        while self.kind() == "size":
+            _, token, position = self.tokens[self.next]
+            letter, size = token[0], int(token[1:])
+            if letter not in DIMENSIONS or (letter not in letters and size != 1):
+                self.fail(rule)
+            if DIMENSIONS[letter] in found:
+                self.fail(f"each letter once, and {letter!r} was given before")
+            if size < 1:
+                self.fail("a size of 1 or more")
+            found[DIMENSIONS[letter]] = size
+            self.next += 1
+        return Parallel(**found)
+
+    def kind(self) -> str | None:
+        return self.tokens[self.next][0] if self.next < len(self.tokens) else None
+
+    def peek(self, text: str) -> bool:
+        return self.next < len(self.tokens) and self.tokens[self.next][1] == text
+
+    def take(self, text: str) -> bool:
+        found = self.peek(text)
+        self.next += found
+        return found
+
+    def expect(self, text: str) -> None:
+        if not self.take(text):
+            self.fail(repr(text))
+
+    def end(self, allocation: Allocation) -> Allocation:
+        if self.next < len(self.tokens):
+            self.fail("the end")
+        return allocation
+
+    def fail(self, expected: str) -> None:
+        at_end = self.next >= len(self.tokens)
+        token, position = ("", len(self.text)) if at_end else self.tokens[self.next][1:]
+        if token in NOT_BUILT:
+            raise AllocationError(
+                f"allocation {self.text!r}: {token} at character {position + 1}: {NOT_BUILT[token]}"
+            )
+        found = "the end" if at_end else repr(token)
+        raise AllocationError(
+            f"allocation {self.text!r}: found {found} at character {position + 1}, expected {expected}; "
+            "examples: 'sglang:d1+fsdp:d2', 'embedded|fsdp:d2', 'fsdp:d2', 'sglang:d4'"
+        )

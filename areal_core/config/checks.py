@@ -1,0 +1,287 @@
+"""Options that must agree, and options whose feature is not built: found when the run is loaded, not hours later.
+
+Each coupling is one function that yields one sentence for each disagreement, with both names and both values.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from areal_core.allocation import resolve_allocation
+from areal_core.config.engine import NormConfig
+from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
+from areal_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """An option that loads, but whose feature is not built.
+
+    `harmless` are the values that change nothing. Any other is refused, or, where it could not change training, noted.
+    """
+
+    option: str
+    harmless: tuple[Any, ...]
+    instead: str
+    refused: bool = True
+
+
+NOT_YET = (
+    NotYet("critic", (None,), "there is no value model yet: use group normalisation (reward_norm) without a critic"),
+    NotYet("teacher", (None,), "distillation is not built: remove the section"),
+    NotYet("dynamic_bs", (False,), "every step takes train_dataset.batch_size prompts: set it to false"),
+    NotYet("enable_offload", (False,), "engines stay in memory: set it to false"),
+    NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
+    NotYet("recover.mode", ("disabled", "off"), "runs cannot continue yet: set it to disabled"),
+    NotYet("scheduler.type", (None, "local"), "processes are started by torchrun: set it to null"),
+    NotYet("cluster.name_resolve.type", ("nfs",), "use nfs"),
+    NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
+    NotYet("gconfig.lora_name", ("default_lora",), "adapters are not built"),
+    NotYet("*.use_lora", (False,), "adapters are not built: set it to false"),
+    NotYet("*.is_critic", (False,), "value models are not built: set it to false"),
+    NotYet("*.use_kernels", (False,), "hub kernels are not built: set it to false"),
+    NotYet("*.enable_tree_training", (False,), "tree training is not built: set it to false"),
+    NotYet("*.offload", (False,), "models stay in memory: set it to false"),
+    NotYet("*.fsdp.offload_params", (False,), "parameters stay on the device: set it to false"),
+    NotYet("*.fsdp.per_layer_optim_step", (False,), "set it to false"),
+    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not built: set it to false"),
+    NotYet("*.optimizer.type", ("adam", "sgd"), "use adam: its states and the master weights are fp32"),
+    NotYet("*.mb_spec.packing_algorithm", ("ffd",), "use ffd"),
+    NotYet("*.mb_spec.granularity", (1,), "sequences are packed one by one: use 1"),
+    NotYet("*.mb_spec.n_mbs_divisor", (1,), "use 1"),
+    NotYet("actor.m2_threshold", (None,), "M2PO is not wired: set it to null"),
+    NotYet("actor.use_sapo_loss", (False,), "SAPO is not wired: set it to false"),
+    NotYet("actor.prox_logp_method", ("recompute",), "use recompute"),
+    NotYet("actor.dynamic_sampling", (False,), "groups are not filtered yet: set it to false"),
+    NotYet("rollout.agent.agent_cls_path", (None,), "agents are not built: give a workflow"),
+    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
+    NotYet("rollout.max_head_offpolicyness", (0,), "rollouts run synchronously for now, as with 0", refused=False),
+    NotYet("rollout.dump_to_file", (False,), "text is recorded by debug.dump_rollout_data", refused=False),
+    NotYet("rollout.enable_rollout_tracing", (False,), "episodes are not traced yet", refused=False),
+    NotYet("rollout.pause_grace_period", (0.0,), "there is no pause before weights are sent", refused=False),
+    NotYet("actor.log_agent_stats", (False,), "agents are not built", refused=False),
+    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
+    NotYet("*.fsdp.memory_efficient_load", (False,), "every rank reads the checkpoint", refused=False),
+    NotYet("perf_tracer.enabled", (False,), "traces are not written yet", refused=False),
+    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
+    NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
+    NotYet("evaluator.freq_*", (None,), "validation during training is not built yet", refused=False),
+    NotYet("evaluator.eval_before_train", (False,), "validation is not built yet", refused=False),
+    NotYet("saver.mode", ("auto", "sync"), "checkpoints are written while training waits", refused=False),
+    NotYet("stats_logger.wandb.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
+    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl or TensorBoard", refused=False),
+    NotYet("stats_logger.trackio.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
+)  # fmt: skip
+
+
+def check_config(config: BaseExperimentConfig) -> list[str]:
+    """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
+    values = flat_values(config)
+    couplings = COUPLINGS + (PPO_COUPLINGS if isinstance(config, PPOConfig) else ())
+    problems = [*wrong_choices(config), *not_yet(values, refused=True)]
+    problems += [problem for coupling in couplings for problem in coupling(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return list(not_yet(values, refused=False))
+
+
+def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of every option below `section`, sections included."""
+    flat = {}
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        flat[name] = value
+        if dataclasses.is_dataclass(value):
+            flat |= flat_values(value, f"{name}.")
+    return flat
+
+
+def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
+    """One sentence for each option whose feature is not built and whose value asks for it."""
+    for row in NOT_YET:
+        if row.refused != refused:
+            continue
+        for name, value in values.items():
+            if fnmatch(name, row.option) and value not in row.harmless:
+                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
+                yield f"{name} is {shown}, which is not available: {row.instead}"
+
+
+def wrong_choices(section: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        choices = field.metadata["choices"]
+        if dataclasses.is_dataclass(value):
+            yield from wrong_choices(value, f"{name}.")
+        elif choices and value not in choices:
+            yield f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}"
+
+
+def run_length_is_positive(config: BaseExperimentConfig) -> Iterator[str]:
+    for name in ("total_train_epochs", "total_train_steps"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            yield f"{name} is {value}; expected at least 1"
+
+
+def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
+    if not config.actor.path:
+        yield "actor.path is empty; give a model folder"
+    optimizer = config.actor.optimizer
+    if optimizer is None:
+        yield "actor.optimizer is empty; give at least actor.optimizer.lr"
+        return
+    if optimizer.lr < 0 or optimizer.eps <= 0 or optimizer.gradient_clipping <= 0:
+        yield (
+            f"actor.optimizer.lr is {optimizer.lr}, eps {optimizer.eps}, gradient_clipping {optimizer.gradient_clipping}; "
+            "expected lr >= 0 and the others above 0"
+        )
+
+
+def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[str]:
+    if config.debug.dump_rollout_data and config.debug.replay_rollout_data:
+        yield "debug.dump_rollout_data is True and debug.replay_rollout_data is True; a run records or replays, not both"
+    if config.debug.replay_rollout_data and not config.debug.path:
+        yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
+
+
+def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
+    allocation = resolve_allocation(config)
+    if allocation.train is None:
+        return
+    batch_size, num_ranks = config.train_dataset.batch_size, allocation.train.data
+    if batch_size < 1 or batch_size % num_ranks:
+        yield f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; the first must be a multiple of the second"
+    if allocation.train.world_size != num_ranks:
+        yield f"the allocation trains with {allocation.train}; only data parallelism (d) is built"
+    if allocation.kind == "colocated" and allocation.rollout_backend == "sglang":
+        yield "the allocation puts sglang and fsdp on the same devices; use 'embedded|fsdp:dN' or 'sglang:dN+fsdp:dM'"
+
+
+def consumer_batch_is_the_train_batch(config: PPOConfig) -> Iterator[str]:
+    consumer, batch_size = config.rollout.consumer_batch_size, config.train_dataset.batch_size
+    if consumer != batch_size:
+        yield f"rollout.consumer_batch_size is {consumer} and train_dataset.batch_size is {batch_size}; they must be equal"
+    queue_size = config.rollout.queue_size
+    if queue_size is not None and queue_size < batch_size:
+        yield f"rollout.queue_size is {queue_size} and train_dataset.batch_size is {batch_size}; the queue must hold a batch"
+
+
+def groups_have_n_samples(config: PPOConfig) -> Iterator[str]:
+    n_samples = config.gconfig.n_samples
+    for name in ("reward_norm", "adv_norm"):
+        norm: NormConfig | None = getattr(config.actor, name)
+        if norm is None or "group" not in (norm.mean_level, norm.std_level):
+            continue
+        if norm.group_size != n_samples:
+            yield f"actor.{name}.group_size is {norm.group_size} and gconfig.n_samples is {n_samples}; they must be equal"
+        elif n_samples == 1:
+            yield f"actor.{name} works per group and gconfig.n_samples is 1; a group of one has nothing to compare: use 2 or more"
+    if config.actor.group_size not in (1, n_samples):
+        yield f"actor.group_size is {config.actor.group_size} and gconfig.n_samples is {n_samples}; they must be equal"
+
+
+def temperatures_agree(config: PPOConfig) -> Iterator[str]:
+    trained, sampled = config.actor.temperature, config.gconfig.temperature
+    if trained != sampled or sampled <= 0:
+        yield f"actor.temperature is {trained} and gconfig.temperature is {sampled}; they must be equal and above 0"
+
+
+def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
+    if config.actor.kl_ctl > 0 and config.ref is None:
+        yield f"actor.kl_ctl is {config.actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
+    if config.actor.kl_ctl < 0:
+        yield f"actor.kl_ctl is {config.actor.kl_ctl}; expected 0 or more"
+
+
+def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
+    gconfig, max_length = config.gconfig, config.train_dataset.max_length
+    longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
+    parts = f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    limits = {"actor.mb_spec.max_tokens_per_mb": config.actor.mb_spec.max_tokens_per_mb}
+    if resolve_allocation(config).rollout_backend == "sglang":
+        limits["sglang.context_length"] = config.sglang.context_length
+    for name, limit in limits.items():
+        if limit is not None and limit < longest:
+            yield f"{name} is {limit}; {parts}: a sequence of {longest} tokens would not fit"
+    if gconfig.min_new_tokens > gconfig.max_new_tokens:
+        yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+
+
+def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
+    actor, max_new_tokens = config.actor, config.gconfig.max_new_tokens
+    if not actor.overlong_reward_penalty:
+        return
+    if actor.overlong_tokens is None or actor.overlong_penalty_factor is None:
+        yield (
+            f"actor.overlong_reward_penalty is True, actor.overlong_tokens is {actor.overlong_tokens} and "
+            f"actor.overlong_penalty_factor is {actor.overlong_penalty_factor}; both must be given"
+        )
+    elif not 0 < actor.overlong_tokens <= max_new_tokens:
+        yield f"actor.overlong_tokens is {actor.overlong_tokens} and gconfig.max_new_tokens is {max_new_tokens}; expected 1 to the second"
+    if actor.max_new_tokens != max_new_tokens:
+        yield f"actor.max_new_tokens is {actor.max_new_tokens} and gconfig.max_new_tokens is {max_new_tokens}; they must be equal"
+
+
+def clip_bounds_are_ordered(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if actor.eps_clip < 0 or (actor.eps_clip_higher is not None and actor.eps_clip_higher < 0):
+        yield f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_higher is {actor.eps_clip_higher}; expected 0 or more"
+    if actor.c_clip is not None and actor.c_clip <= 1:
+        yield f"actor.c_clip is {actor.c_clip}; expected above 1, or null for off"
+    if actor.reward_clip <= 0:
+        yield f"actor.reward_clip is {actor.reward_clip}; expected above 0"
+
+
+def rejection_sampling_is_consistent(config: PPOConfig) -> Iterator[str]:
+    rejection, cap = config.actor.rejection_sampling, config.actor.behav_imp_weight_cap
+    if rejection is None:
+        return
+    name = "actor.rejection_sampling"
+    if cap is not None:
+        yield f"{name} is given and actor.behav_imp_weight_cap is {cap}; keep the first, whose upper is the cap"
+    if rejection.action == "clamp" and rejection.metric != "ratio":
+        yield f"{name}.action is 'clamp' and {name}.metric is {rejection.metric!r}; only a ratio can be clamped"
+    if rejection.metric == "ratio" and rejection.upper <= 1:
+        yield f"{name}.metric is 'ratio' and {name}.upper is {rejection.upper}; expected above 1"
+    if rejection.lower is not None and rejection.lower >= rejection.upper:
+        yield f"{name}.lower is {rejection.lower} and {name}.upper is {rejection.upper}; expected lower < upper"
+
+
+def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
+    num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
+    train = resolve_allocation(config).train
+    per_rank = num_rows // train.data if train is not None else num_rows
+    if not 1 <= config.actor.ppo_n_minibatches <= max(per_rank, 1):
+        yield (
+            f"actor.ppo_n_minibatches is {config.actor.ppo_n_minibatches} and each rank has {per_rank} sequences "
+            "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
+        )
+
+
+def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
+    client, run = config.rollout.tokenizer_path, config.tokenizer_path
+    if client and run and client != run:
+        yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r}; they must be equal"
+
+
+COUPLINGS = (
+    run_length_is_positive,
+    model_can_be_trained,
+    debug_either_records_or_replays,
+    batch_divides_over_ranks,
+)
+PPO_COUPLINGS = (
+    consumer_batch_is_the_train_batch,
+    groups_have_n_samples,
+    temperatures_agree,
+    kl_penalty_has_a_reference,
+    longest_sequence_fits,
+    overlong_penalty_is_complete,
+    clip_bounds_are_ordered,
+    rejection_sampling_is_consistent,
+    minibatches_have_rows,
+    tokenizers_agree,
+)

@@ -1,0 +1,202 @@
+"""The trained model: engine, optimiser, micro-batches, and the options of the methods (PPO, GRPO, critic)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_core.config.option import option, section
+
+
+@dataclass
+class NormConfig:
+    """What is subtracted from, and what divides, rewards or advantages."""
+
+    mean_level: str | None = option("batch", "Whose mean is subtracted.", ("batch", "group", None))
+    mean_leave1out: bool = option(False, "Leave the element itself out of its mean (RLOO).")
+    std_level: str | None = option("batch", "Whose standard deviation divides.", ("batch", "group", None))
+    std_unbiased: bool = option(True, "Divide by n - 1 instead of n inside the standard deviation.")
+    eps: float = option(1e-5, "Added to the standard deviation.")
+    group_size: int = option(1, "Samples per prompt; must equal gconfig.n_samples at level group.")
+
+
+@dataclass
+class MicroBatchSpec:
+    """How a batch is cut into the pieces that go through the model one at a time."""
+
+    n_mbs: int | None = option(1, "Number of micro-batches; the fewest, if max_tokens_per_mb is given.")
+    granularity: int = option(1, "Neighbouring sequences that stay together.")
+    max_tokens_per_mb: int | None = option(None, "Most tokens in a micro-batch; empty: no limit.")
+    n_mbs_divisor: int = option(1, "The number of micro-batches is a multiple of this.")
+    packing_algorithm: str = option(
+        "ffd", "How sequences are packed: first-fit decreasing or Karmarkar-Karp.", ("ffd", "kk")
+    )
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimiser and learning-rate schedule."""
+
+    type: str = option("adam", "AdamW or SGD.", ("adam", "sgd", "adam_bf16"))
+    lr: float = option(1e-3, "Peak learning rate.")
+    weight_decay: float = option(0.01, "Decoupled weight decay.")
+    beta1: float = option(0.9, "Decay of the first moment.")
+    beta2: float = option(0.999, "Decay of the second moment.")
+    eps: float = option(1e-8, "Added to the root of the second moment.")
+    min_lr_ratio: float = option(0.0, "The schedule ends at this share of lr.")
+    lr_scheduler_type: str = option(
+        "constant", "Shape of the schedule after warm-up.", ("constant", "linear", "cosine")
+    )
+    warmup_steps_proportion: float = option(0.001, "Share of all steps in which lr rises from 0.")
+    gradient_clipping: float = option(1.0, "Largest gradient norm.")
+    offload: bool = option(False, "Keep optimiser states in host memory.")
+    initial_loss_scale: float = option(2.0**32, "Megatron only.")
+    min_loss_scale: float = option(1.0, "Megatron only.")
+    loss_scale_window: float = option(5.0, "Megatron only.")
+    hysteresis: int = option(2, "Megatron only.")
+
+
+@dataclass
+class FSDPWrapPolicy:
+    """Which modules become a unit of sharding."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = option(
+        None, "Class names; empty: the model's own layer class."
+    )
+
+
+@dataclass
+class FSDPEngineConfig:
+    """Sharding and memory of FSDP2."""
+
+    wrap_policy: FSDPWrapPolicy | None = option(None, "Which modules become a unit of sharding.")
+    offload_params: bool = option(False, "Keep parameters in host memory.")
+    memory_efficient_load: bool = option(False, "Only rank 0 reads the checkpoint.")
+    per_layer_optim_step: bool = option(False, "Step one layer at a time from host memory.")
+    optim_step_prefetch_layers: int = option(1, "Layers fetched ahead by per_layer_optim_step.")
+    shard_vision_across_sp: bool = option(False, "Shard the vision tower over the sequence group.")
+
+
+@dataclass
+class TrainEngineConfig:
+    """One trained (or, without an optimiser, only evaluated) model."""
+
+    experiment_name: str = option("", "Empty: the experiment's.")
+    trial_name: str = option("", "Empty: the experiment's.")
+    path: str = option("", "Folder or hub name of the model.")
+    backend: str = option("", "Where the model trains, if allocation_mode does not say it: 'fsdp:d4'.")
+    attn_impl: str = option("flash_attention_2", "Attention of Transformers; on a CPU sdpa is taken instead.")
+    use_kernels: bool = option(False, "Kernels of the Hugging Face hub.")
+    init_from_scratch: bool = option(False, "Random weights instead of the checkpoint's.")
+    is_critic: bool = option(False, "A value head instead of a language-model head.")
+    temperature: float = option(1.0, "Divides the logits before logprobs; must equal gconfig.temperature.")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "How a batch is cut into micro-batches.")
+    pad_to_maximum: bool = option(False, "Pad every micro-batch to max_tokens_per_mb.")
+    disable_dropout: bool = option(False, "Set every dropout to 0.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    dtype: str = option(
+        "bfloat16", "Data type of the forward pass; masters are fp32.", ("bfloat16", "float32", "float16")
+    )
+    grad_reduce_dtype: str = option(
+        "float32", "Data type in which gradients are summed over ranks.", ("float32", "bfloat16")
+    )
+    optimizer: OptimizerConfig | None = option(None, "Empty: the model is only evaluated.")
+    weight_update_mode: str = option(
+        "xccl", "How weights reach the servers: broadcast or disk.", ("xccl", "disk")
+    )
+    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and memory.")
+    offload: bool = option(False, "Leave device memory while the model is idle.")
+    use_lora: bool = option(False, "Train a low-rank adapter.")
+    lora_rank: int = option(32, "Rank of the adapter.")
+    lora_alpha: int = option(16, "Scale of the adapter.")
+    target_modules: list[str] = section(list, "Modules that get an adapter; empty: all linear ones.")
+    peft_type: str = option("lora", "Kind of adapter.", ("lora",))
+    enable_tree_training: bool = option(False, "Share the forward pass of common prefixes.")
+    scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; nothing here reads it.")
+    scheduling_strategy: Any = option(
+        None, "Placement for a single-controller scheduler; nothing here reads it."
+    )
+    _version: str = option("v1", "Interface version of a single-controller worker.", ("v1",))
+
+
+@dataclass
+class RejectionSamplingConfig:
+    """Which tokens or sequences are too far from the policy that sampled them, and what happens to them."""
+
+    level: str = option("token", "Judge tokens or whole sequences.", ("token", "sequence"))
+    action: str = option("mask", "Drop what is out of bounds, or clamp its weight.", ("mask", "clamp"))
+    metric: str = option("ratio", "What is compared with the bounds.", ("ratio", "kl_k1", "kl_k2", "kl_k3"))
+    agg: str = option("mean", "How tokens are joined at level sequence.", ("mean", "sum", "max"))
+    upper: float = option(5.0, "Upper bound.")
+    lower: float | None = option(None, "Lower bound; empty: none.")
+
+
+@dataclass
+class PPOActorConfig(TrainEngineConfig):
+    """The policy of PPO, GRPO and their relatives."""
+
+    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.")
+    eps_clip: float = option(0.2, "The policy ratio is clipped below 1 - eps_clip.")
+    eps_clip_higher: float | None = option(
+        None, "and above 1 + eps_clip_higher; empty: eps_clip (DAPO's clip-higher)."
+    )
+    c_clip: float | None = option(
+        None, "Dual clip: bounds the loss of negative advantages; above 1, empty: off."
+    )
+    m2_threshold: float | None = option(None, "M2PO: bound on the second moment of the log-ratio.")
+    reward_norm: NormConfig | None = option(None, "Normalisation of sequence rewards.")
+    reward_scaling: float = option(1.0, "Factor on the biased reward.")
+    reward_bias: float = option(0.0, "Added to the reward before scaling.")
+    reward_clip: float = option(20.0, "Bound on the scaled reward.")
+    overlong_reward_penalty: bool = option(False, "Punish completions that come near max_new_tokens (DAPO).")
+    overlong_tokens: int | None = option(None, "Length of the zone in which the penalty grows.")
+    overlong_penalty_factor: float | None = option(None, "Penalty at max_new_tokens.")
+    mask_no_eos_with_zero: bool = option(False, "Give truncated completions no reward.")
+    discount: float = option(1.0, "Discount of GAE.")
+    gae_lambda: float = option(1.0, "Lambda of GAE.")
+    adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")
+    kl_ctl: float = option(0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.")
+    kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
+    use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
+    sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.")
+    sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.")
+    recompute_logprob: bool = option(False, "Take the trainer's logprobs instead of the engine's.")
+    use_decoupled_loss: bool = option(
+        False, "Clip around the proximal policy, correct for the behaviour policy."
+    )
+    rejection_sampling: RejectionSamplingConfig | None = option(None, "Bounds on that correction.")
+    behav_imp_weight_cap: float | None = option(
+        None, "Tokens whose correction exceeds this are dropped (older option)."
+    )
+    importance_sampling_level: str = option(
+        "token", "Ratio per token, or per sequence (GSPO).", ("token", "sequence")
+    )
+    prox_logp_method: str = option(
+        "recompute", "How proximal logprobs are had.", ("recompute", "loglinear", "metrics")
+    )
+    dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal.")
+    group_size: int = option(1, "Older option; must equal gconfig.n_samples.")
+    log_agent_stats: bool = option(False, "Log statistics of agent episodes.")
+    log_agent_stats_keys: list[str] = section(list, "Keys of those statistics.")
+    max_new_tokens: int = option(1024, "For the overlong penalty; must equal gconfig.max_new_tokens there.")
+
+    def should_compute_prox_logp(self) -> bool:
+        """Whether a step begins with a forward pass for the trainer's own logprobs."""
+        if self.use_decoupled_loss:
+            return self.prox_logp_method != "loglinear"
+        return self.recompute_logprob
+
+
+@dataclass
+class PPOCriticConfig(TrainEngineConfig):
+    """The value model of PPO."""
+
+    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.")
+    eps_clip: float = option(0.5, "Values are clipped to this distance from the old ones.")
+    mask_no_eos_with_zero: bool = option(False, "Give truncated completions no reward.")
+
+
+@dataclass
+class TeacherConfig(TrainEngineConfig):
+    """The model whose distribution is distilled."""
+
+    rl_loss_weight: float = option(1.0, "Weight of the policy loss.")
+    distill_loss_weight: float = option(0.005, "Weight of the distillation loss.")

@@ -1,0 +1,185 @@
+"""From a YAML file and dotted overrides to one typed object, and from that object to plain JSON types and back."""
+
+import dataclasses
+import difflib
+import logging
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_core.config.checks import check_config
+from areal_core.errors import ConfigError
+
+C = TypeVar("C")
+logger = logging.getLogger(__name__)
+
+
+def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
+    """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls`, check it, and return it with the file's path.
+
+    `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default. Raises ConfigError.
+    """
+    arguments = list(argv[1:]) if argv and argv[0].endswith(".py") else list(argv)
+    path, overrides = split_arguments(arguments)
+    tree = read_yaml(path)
+    refuse_unknown_keys(tree, cls, path)
+    for override in overrides:
+        apply_override(tree, override, cls)
+    config = config_from_dict(tree, cls, source=path)
+    for note in check_config(config):
+        logger.warning("%s: %s", path, note)
+    return config, path
+
+
+def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config") -> C:
+    """Build `cls` from nested dicts; `source` names them in errors. Inverse of `config_to_dict`. Raises ConfigError."""
+    refuse_unknown_keys(tree, cls, source)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(cls), tree)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if not missing:
+            return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{source}: {error.full_key or 'the file'}: {reason}") from None
+    raise ConfigError(f"{source}: {missing[0]} must be given: {help_of(cls, missing[0])}")
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Nested dicts and lists of JSON types, every option included."""
+    return dataclasses.asdict(config)
+
+
+def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
+    """`--config` and its value, wherever they stand, and the overrides."""
+    path, overrides, rest = "", [], iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            path = next(rest, "")
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        elif argument.startswith("-"):
+            raise ConfigError(
+                f"unknown argument {argument!r}; expected --config FILE and overrides such as seed=2"
+            )
+        else:
+            overrides.append(argument)
+    if not path:
+        raise ConfigError("no configuration given; add --config FILE.yaml")
+    return path, overrides
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
+    try:
+        tree = (
+            OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            if Path(path).read_text().strip()
+            else {}
+        )
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read: it is not text") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a list; expected options such as 'seed: 1'")
+    return tree
+
+
+def apply_override(tree: dict[str, Any], override: str, cls: type) -> None:
+    """Change `tree` by one `a.b=c`, `+a.b=c` or `~a.b`. Raises ConfigError."""
+    source = f"override {override!r}"
+    key, equals, value = override.removeprefix("+").partition("=")
+    delete = override.startswith("~")
+    if not delete and (not equals or not key):
+        raise ConfigError(f"{source}: expected option=value, +option=value or ~option")
+    *parents, leaf = key.removeprefix("~").split(".")
+    nested: Any = parsed_value(source, value) if not delete else None
+    for part in reversed([*parents, leaf]):
+        nested = {part: nested}
+    refuse_unknown_keys(nested, cls, source)
+    node = tree
+    for part in parents:
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise ConfigError(f"{source}: {part} is not a section but {node!r}")
+    if delete:
+        node.pop(leaf, None)
+    else:
+        node[leaf] = parsed_value(source, value)
+
+
+def parsed_value(source: str, text: str) -> Any:
+    """`text` as YAML: numbers, true, null, [1, 2] and {a: 1} mean what they mean in a file."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{source}: the value is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def refuse_unknown_keys(tree: dict[str, Any], cls: type, source: str) -> None:
+    """Raise ConfigError for the first key of `tree` that `cls` does not have, with the nearest one that it has."""
+    for prefix, key, owner in unknown_keys(tree, cls):
+        message = f"{source}: unknown option {prefix + key!r}"
+        nearest = nearest_option(prefix, key, owner, cls)
+        raise ConfigError(f"{message}; did you mean {nearest!r}?" if nearest else message)
+
+
+def unknown_keys(tree: dict[str, Any], cls: type, prefix: str = "") -> Iterator[tuple[str, str, type]]:
+    """Every (prefix, key, dataclass that lacks the key)."""
+    sections = sections_of(cls)
+    for key, value in tree.items():
+        if key not in sections:
+            yield prefix, str(key), cls
+        elif sections[key] is not None and isinstance(value, dict):
+            yield from unknown_keys(value, sections[key], f"{prefix}{key}.")
+
+
+def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None:
+    """A neighbour that is spelled alike, or the same name in another section."""
+    alike = difflib.get_close_matches(key, sections_of(owner), n=1, cutoff=0.7)
+    if alike:
+        return prefix + alike[0]
+    names = {name.rpartition(".")[2]: name for name in reversed(list(all_options(root)))}
+    alike = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    return names[alike[0]] if alike else None
+
+
+def all_options(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all options, outer ones first."""
+    sections = sections_of(cls)
+    yield from (prefix + key for key in sections)
+    for key, nested in sections.items():
+        if nested is not None:
+            yield from all_options(nested, f"{prefix}{key}.")
+
+
+def sections_of(cls: type) -> dict[str, type | None]:
+    """Each field's own dataclass, or None where the field is a plain value."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: dataclass_in(hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def dataclass_in(annotation: Any) -> type | None:
+    """The dataclass in `X` or `X | None`."""
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((member for member in members if dataclasses.is_dataclass(member)), None)
+
+
+def help_of(cls: type, option: str) -> str:
+    """The help text of a dotted option."""
+    first, _, rest = option.partition(".")
+    nested = sections_of(cls)[first]
+    if rest and nested is not None:
+        return help_of(nested, rest)
+    return next(field.metadata["help"] for field in dataclasses.fields(cls) if field.name == first)

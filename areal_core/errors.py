@@ -1,0 +1,24 @@
+"""What a user can get wrong when describing a run.
+
+ValueError
+├── ConfigError          an option: unknown, of the wrong type, missing, or at odds with another one
+│   └── AllocationError  the allocation string
+├── DatasetError         a data file, a row, or a loader that cannot fill a batch
+└── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
+"""
+
+
+class ConfigError(ValueError):
+    """An option is unknown, of the wrong type, missing, or at odds with another one."""
+
+
+class AllocationError(ConfigError):
+    """The allocation string cannot be read, or asks for something that is not built."""
+
+
+class DatasetError(ValueError):
+    """A data file cannot be read, a row lacks a field, or a loader cannot fill a batch."""
+
+
+class RewardError(ValueError):
+    """A reward function cannot be found, raised, ran out of time, or returned no finite number."""
