@@ -1,1 +1,35 @@
 """A record of training: versioned, checksummed, without pickle. FORMAT.md is the specification."""
+
+from recorder.errors import (
+    DamagedRecord,
+    NotARecord,
+    RecordError,
+    RecordExists,
+    RecordNotFound,
+    StepNotRecorded,
+    UnknownFormat,
+)
+from recorder.format import MicroBatch, Outcome, Plan, RecordHeader
+from recorder.outcome import OutcomeObserver
+from recorder.reader import Record, RecordedStep, open_record
+from recorder.writer import RecordWriter, commit_anchor
+
+__all__ = [
+    "DamagedRecord",
+    "MicroBatch",
+    "NotARecord",
+    "Outcome",
+    "OutcomeObserver",
+    "Plan",
+    "Record",
+    "RecordError",
+    "RecordExists",
+    "RecordHeader",
+    "RecordNotFound",
+    "RecordWriter",
+    "RecordedStep",
+    "StepNotRecorded",
+    "UnknownFormat",
+    "commit_anchor",
+    "open_record",
+]

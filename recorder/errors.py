@@ -1,0 +1,43 @@
+"""What can be wrong with a record, each error saying what to do next.
+
+RecordError (ValueError)
+├── RecordNotFound    nothing at that path
+├── NotARecord        a folder without record.json
+├── RecordExists      recording would overwrite something
+├── UnknownFormat     a newer format version, or keys that this version does not know
+├── StepNotRecorded   that step, rank, row or tensor is not in the record
+└── DamagedRecord     bytes that are not the ones written; names file and tensor
+"""
+
+
+class RecordError(ValueError):
+    """A record cannot be read or written as asked."""
+
+
+class RecordNotFound(RecordError):
+    """There is nothing at the path."""
+
+
+class NotARecord(RecordError):
+    """The folder holds no record.json."""
+
+
+class RecordExists(RecordError):
+    """The folder already holds something that recording would overwrite."""
+
+
+class UnknownFormat(RecordError):
+    """The record was written by a version that this one does not know."""
+
+
+class StepNotRecorded(RecordError):
+    """The record has no such step, rank, row or tensor."""
+
+
+class DamagedRecord(RecordError):
+    """A file is missing, cut off, or its bytes do not match their checksum."""
+
+    def __init__(self, file: str, what: str, tensor: str | None = None) -> None:
+        self.file, self.tensor, self.what = file, tensor, what
+        place = f"{file}, tensor {tensor}" if tensor else file
+        super().__init__(f"{place}: {what}; `areal-debug record verify` lists every damaged file")

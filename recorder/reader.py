@@ -1,0 +1,193 @@
+"""Reads a record lazily: opening lists one folder, and each read touches only the bytes it returns and checks them."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRecorded
+from recorder.format import (
+    ANCHOR_FILE,
+    ANCHORS_FOLDER,
+    RECORD_FILE,
+    STEP_FILE,
+    STEP_NAME,
+    STEPS_FOLDER,
+    BatchEntry,
+    Outcome,
+    Plan,
+    RecordHeader,
+    StepManifest,
+    parse_anchor,
+    parse_header,
+    parse_outcome,
+    parse_plan,
+    parse_step,
+    rank_file,
+    step_name,
+)
+from recorder.sealed import checksum, restored, unseal
+from recorder.tensors import check_header, read_tensor
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A committed step. Every method raises DamagedRecord when bytes are not the ones written."""
+
+    path: Path
+    manifest: StepManifest
+
+    def batch(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Flat arrays of a rank: per-token [tokens, ...], per-row [rows, ...], `cu_seqlens` [rows + 1] int64.
+
+        Dtypes are those the trainer saw; bfloat16 and 8-bit floats come as their bits in unsigned integers.
+        """
+        name, entry = self.batch_entry(rank)
+        wanted = list(entry.tensors) if keys is None else list(keys)
+        if missing := [key for key in wanted if key not in entry.tensors]:
+            raise StepNotRecorded(f"{self.name_of(name)} has no {missing}: it has {sorted(entry.tensors)}")
+        check_header(self.path / name, self.name_of(name), entry)
+        return {
+            key: read_tensor(self.path / name, self.name_of(name), key, entry.tensors[key]) for key in wanted
+        }
+
+    def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
+        """One row of a rank: per-token [length, ...], per-row [...]."""
+        _, entry = self.batch_entry(rank)
+        if not 0 <= row < entry.num_rows:
+            raise StepNotRecorded(
+                f"step {self.manifest.step}, rank {rank} has rows 0 to {entry.num_rows - 1}, not {row}"
+            )
+        arrays = self.batch(rank)
+        begin, end = arrays.pop("cu_seqlens")[row : row + 2]
+        return {
+            key: array[begin:end] if entry.tensors[key].axis == "token" else array[row]
+            for key, array in arrays.items()
+        }
+
+    def plan(self, rank: int) -> Plan:
+        """What the rank set out to do."""
+        name = self.rank_name("plan", rank, "json")
+        return parse_plan(restored(json.loads(self.file(name))), self.name_of(name))
+
+    def outcome(self, rank: int) -> Outcome:
+        """What came out on the rank."""
+        name = self.rank_name("outcome", rank, "json")
+        return parse_outcome(json.loads(self.file(name)), self.name_of(name))
+
+    def text(self, rank: int) -> list[dict[str, Any]] | None:
+        """Decoded rows (`row`, `prompt`, `completion`, `reward`), or None when text was not recorded."""
+        name = self.rank_name("text", rank, "jsonl")
+        if name not in self.manifest.files:
+            return None
+        return [restored(json.loads(line)) for line in self.file(name).splitlines()]
+
+    def batch_entry(self, rank: int) -> tuple[str, BatchEntry]:
+        """Name and entry of the rank's batch file."""
+        name = self.rank_name("batch", rank, "safetensors")
+        return name, self.manifest.batches[name]
+
+    def rank_name(self, kind: str, rank: int, suffix: str) -> str:
+        """The rank's file of a kind. Raises StepNotRecorded for a rank that did not record."""
+        num_ranks = self.manifest.num_ranks
+        if not 0 <= rank < num_ranks:
+            raise StepNotRecorded(f"step {self.manifest.step} has ranks 0 to {num_ranks - 1}, not {rank}")
+        return rank_file(kind, rank, num_ranks, suffix)
+
+    def name_of(self, name: str) -> str:
+        """The file's name inside the record, for messages."""
+        return f"{STEPS_FOLDER}/{self.path.name}/{name}"
+
+    def file(self, name: str) -> bytes:
+        """The checked bytes of a file that is checked as a whole."""
+        path, entry = self.path / name, self.manifest.files[name]
+        if not path.is_file():
+            raise DamagedRecord(self.name_of(name), "is missing")
+        data = path.read_bytes()
+        if len(data) != entry.size_bytes:
+            raise DamagedRecord(
+                self.name_of(name),
+                f"has {len(data)} bytes, {entry.size_bytes} expected: it is cut off or changed",
+            )
+        if checksum(data) != entry.crc32c:
+            raise DamagedRecord(self.name_of(name), f"bytes do not match their crc32c {entry.crc32c}")
+        return data
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record on disk. `steps` are committed, `uncommitted` were being written when the run ended; both ascend."""
+
+    path: Path
+    header: RecordHeader
+    steps: tuple[int, ...]
+    uncommitted: tuple[int, ...]
+
+    def step(self, step: int) -> RecordedStep:
+        """A committed step. Raises StepNotRecorded, or DamagedRecord when its step.json is."""
+        folder = self.path / STEPS_FOLDER / step_name(step)
+        file = f"{STEPS_FOLDER}/{folder.name}/{STEP_FILE}"
+        if not folder.is_dir() or step in self.uncommitted:
+            state = "was not finished" if step in self.uncommitted else "is not recorded"
+            raise StepNotRecorded(
+                f"step {step} {state} in {self.path}: it holds {describe_steps(self.steps)}"
+            )
+        if not (folder / STEP_FILE).is_file():
+            raise DamagedRecord(file, "is missing")
+        return RecordedStep(folder, parse_step(unseal((folder / STEP_FILE).read_bytes(), file), file))
+
+    def anchors(self) -> tuple[int, ...]:
+        """Steps before which a complete checkpoint was taken."""
+        found = (self.path / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
+        return tuple(sorted(int(path.parent.name) for path in found))
+
+    def anchor(self, step: int) -> Path:
+        """The checkpoint folder, every file present with its size (`verify` checks the bytes). Raises DamagedRecord."""
+        folder = self.path / ANCHORS_FOLDER / step_name(step)
+        file = f"{ANCHORS_FOLDER}/{folder.name}/{ANCHOR_FILE}"
+        if step not in self.anchors():
+            raise StepNotRecorded(f"{self.path} has no anchor at step {step}: it has {list(self.anchors())}")
+        for name, entry in parse_anchor(
+            unseal((folder / ANCHOR_FILE).read_bytes(), file), file
+        ).files.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != entry.size_bytes:
+                raise DamagedRecord(
+                    f"{ANCHORS_FOLDER}/{folder.name}/{name}", "is missing or has another size"
+                )
+        return folder
+
+
+def describe_steps(steps: tuple[int, ...]) -> str:
+    """`no steps`, or `steps 0 to 9`."""
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+
+
+def step_folders(path: Path) -> list[int]:
+    """Numbers of all step folders, ascending."""
+    folder = path / STEPS_FOLDER
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
+
+
+def open_record(path: str | os.PathLike[str]) -> Record:
+    """Opens a record.
+
+    Costs one listing whatever the number of steps: steps commit in order, so only the last ones can lack step.json, and a
+    step that lost it later is damaged and says so when read. Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise RecordNotFound(f"{folder} does not exist: give the folder that a run recorded into")
+    if not (folder / RECORD_FILE).is_file():
+        raise NotARecord(f"{folder} holds no {RECORD_FILE}: give the folder that a run recorded into")
+    header = parse_header(unseal((folder / RECORD_FILE).read_bytes(), RECORD_FILE))
+    steps = step_folders(folder)
+    committed = len(steps)
+    while committed and not (folder / STEPS_FOLDER / step_name(steps[committed - 1]) / STEP_FILE).is_file():
+        committed -= 1
+    return Record(folder, header, tuple(steps[:committed]), tuple(steps[committed:]))

@@ -1,0 +1,99 @@
+"""A sealed JSON file: ordinary JSON whose last member is the crc32c of every byte before it.
+
+The seal covers bytes and not parsed values, because `1e5` and `1E5` differ by one bit and parse to the same number.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from recorder.errors import DamagedRecord
+
+Json = Any
+SEAL_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
+SEAL = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
+
+
+def checksum(data: Any) -> str:
+    """crc32c of a contiguous buffer, as eight lower-case hex digits."""
+    return f"{crc32c(data):08x}"
+
+
+def plain(value: Json) -> Json:
+    """The value with tuples as lists, keys as strings, and non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value
+
+
+def restored(value: Json) -> Json:
+    """The inverse of `plain`, up to tuples."""
+    if isinstance(value, dict):
+        if set(value) == {"float"} and isinstance(value["float"], str):
+            return float(value["float"])
+        return {key: restored(item) for key, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value
+
+
+def json_bytes(document: Json) -> bytes:
+    """The document as JSON text. Floats use Python's shortest spelling, which reads back to the same bits."""
+    return (json.dumps(plain(document), indent=1, allow_nan=False) + "\n").encode()
+
+
+def seal(document: dict[str, Json]) -> bytes:
+    """The document, which must not be empty, as sealed JSON."""
+    body = json_bytes(document)[: -len("\n}\n")]
+    return body + f',\n "crc32c": "{checksum(body)}"\n}}\n'.encode()
+
+
+def unseal(data: bytes, file: str) -> dict[str, Json]:
+    """The sealed document without its checksum; `file` is the name to put in errors.
+
+    Raises DamagedRecord when the seal is absent or any byte differs.
+    """
+    match = SEAL.fullmatch(data[-SEAL_BYTES:])
+    if not match:
+        raise DamagedRecord(
+            file, f"does not end with its checksum ({len(data)} bytes): it is cut off or changed"
+        )
+    body = data[:-SEAL_BYTES]
+    if checksum(body) != match[1].decode():
+        raise DamagedRecord(file, f"bytes do not match their crc32c {match[1].decode()}")
+    return restored(json.loads(body + b"\n}"))
+
+
+def write_durably(path: Path, *parts: Any) -> None:
+    """Writes the buffers of bytes one after another and waits until the disk has them."""
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has the folder's entries; without it a rename may be lost with the power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def commit_file(path: Path, data: bytes) -> None:
+    """Writes a file that is either whole or absent: temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_durably(temporary, data)
+    temporary.rename(path)
+    sync_folder(path.parent)

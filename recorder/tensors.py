@@ -1,0 +1,208 @@
+"""A padded batch as one safetensors file: flat, ragged, checksummed, and back.
+
+    [B, T] int32, bool mask  ->  [tokens] in the narrowest integer type, cu_seqlens [B + 1] int64, no padding
+
+safetensors is eight bytes of header length, a JSON header and raw buffers without holes; writing it here, and not through
+its library, gives the checksum of each tensor while its bytes pass and makes no copy.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.errors import DamagedRecord, RecordError
+from recorder.format import BatchEntry, TensorEntry
+from recorder.sealed import checksum, write_durably
+
+# numpy lacks bfloat16 and the 8-bit floats: their bits travel as unsigned integers.
+NUMPY_TYPES = {
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
+BITS_ONLY = {"torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
+NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name not in BITS_ONLY.values()}
+
+
+@dataclass(frozen=True)
+class FlatTensor:
+    """A tensor ready to be written: `dtype` as the trainer saw it, `axis` as in TensorEntry."""
+
+    dtype: str
+    axis: str
+    array: np.ndarray
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """A batch without padding; `padded_length` is the T that the trainer saw."""
+
+    num_rows: int
+    num_tokens: int
+    padded_length: int
+    tensors: dict[str, FlatTensor]
+
+
+def as_array(value: Any) -> tuple[str, np.ndarray]:
+    """safetensors dtype name and numpy array of a torch tensor (any device) or numpy array."""
+    if isinstance(value, np.ndarray):
+        return NAMES[value.dtype], value
+    tensor = value.detach().cpu().contiguous()
+    if str(tensor.dtype) in BITS_ONLY:
+        import torch
+
+        bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
+        name = BITS_ONLY[str(tensor.dtype)]
+        return name, tensor.view(bits).numpy().view(NUMPY_TYPES[name])
+    array = tensor.numpy()
+    return NAMES[array.dtype], array
+
+
+def narrow(array: np.ndarray) -> np.ndarray:
+    """The integers in the narrowest type that holds them all; anything else as it is."""
+    if array.dtype.kind not in "iu" or array.size == 0:
+        return array
+    low, high = int(array.min()), int(array.max())
+    # a signed type holds as much below -1 as above 0
+    narrowest = np.min_scalar_type(high if low >= 0 else min(low, -1 - high))
+    return array.astype(narrowest) if narrowest.itemsize < array.dtype.itemsize else array
+
+
+def ragged(key: str, padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B, T, ...] to [tokens, ...]. Raises RecordError when the padding is not zero, for it could not be restored."""
+    # memcpy of row slices: a boolean index over [256, 8192] takes ten times as long
+    none = padded[:0].reshape(0, *padded.shape[2:])
+    flat = np.concatenate([none, *(row[:n] for row, n in zip(padded, lengths, strict=True))])
+    if np.count_nonzero(padded) != np.count_nonzero(flat):
+        raise RecordError(
+            f"batch[{key!r}] has padding that is not 0: set it to 0 where attention_mask is false"
+        )
+    return flat
+
+
+def flatten(batch: Mapping[str, Any]) -> FlatBatch:
+    """A padded batch (ARCHITECTURE.md, "The batch") without its padding. All arrays are copies.
+
+    Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask` [B, T] bool gives the lengths and
+    is not stored. Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
+    """
+    dtype, mask = as_array(batch["attention_mask"])
+    lengths = mask.sum(axis=1) if mask.ndim == 2 else np.zeros(0, np.int64)
+    if dtype != "BOOL" or mask.ndim != 2 or not (mask == (np.arange(mask.shape[1]) < lengths[:, None])).all():
+        raise RecordError(
+            f"batch['attention_mask'] is {dtype} {mask.shape}: it must be bool [B, T], true first, then false"
+        )
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tensors = {"cu_seqlens": FlatTensor("I64", "offset", cu_seqlens)}
+    for key in sorted(set(batch) - {"attention_mask"}):
+        dtype, array = as_array(batch[key])
+        if array.shape[:2] == mask.shape:
+            tensors[key] = FlatTensor(dtype, "token", narrow(ragged(key, array, lengths)))
+        elif array.shape[:1] == mask.shape[:1]:
+            tensors[key] = FlatTensor(dtype, "row", array.copy())
+        else:
+            raise RecordError(
+                f"batch[{key!r}] has shape {array.shape}: neither per token {mask.shape} nor per row"
+            )
+    return FlatBatch(len(mask), int(cu_seqlens[-1]), mask.shape[1], tensors)
+
+
+def stored_type(tensor: FlatTensor) -> str:
+    """safetensors name of what the file holds."""
+    return tensor.dtype if tensor.array.dtype == NUMPY_TYPES[tensor.dtype] else NAMES[tensor.array.dtype]
+
+
+def write_batch(path: Path, batch: FlatBatch) -> BatchEntry:
+    """Writes the safetensors file durably and returns its entry for step.json."""
+    # widest type first, then by name, as the safetensors library does: every buffer is aligned to its item size
+    names = sorted(batch.tensors, key=lambda name: (-batch.tensors[name].array.itemsize, name))
+    header, position = {}, 0
+    for name in names:
+        tensor = batch.tensors[name]
+        end = position + tensor.array.nbytes
+        header[name] = {
+            "dtype": stored_type(tensor),
+            "shape": tensor.array.shape,
+            "data_offsets": (position, end),
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    buffers = [np.ascontiguousarray(batch.tensors[name].array).reshape(-1).view(np.uint8) for name in names]
+    write_durably(path, head, *buffers)
+    entries, offset = {}, len(head)
+    for name, buffer in zip(names, buffers, strict=True):
+        tensor = batch.tensors[name]
+        entries[name] = TensorEntry(
+            dtype=tensor.dtype,
+            stored=stored_type(tensor),
+            shape=tensor.array.shape,
+            axis=tensor.axis,
+            offset=offset,
+            size_bytes=buffer.nbytes,
+            crc32c=checksum(buffer),
+        )
+        offset += buffer.nbytes
+    return BatchEntry(
+        size_bytes=offset,
+        header_bytes=len(head),
+        header_crc32c=checksum(head),
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+        padded_length=batch.padded_length,
+        tensors=entries,
+    )
+
+
+def read_bytes(path: Path, file: str, offset: int, size_bytes: int) -> np.ndarray:
+    """[size_bytes] uint8 of a file. Raises DamagedRecord when the file is absent or ends before."""
+    buffer = np.empty(size_bytes, np.uint8)
+    try:
+        with path.open("rb") as handle:
+            handle.seek(offset)
+            found = handle.readinto(buffer.data)
+    except FileNotFoundError:
+        raise DamagedRecord(file, "is missing") from None
+    if found != size_bytes:
+        raise DamagedRecord(
+            file, f"ends at byte {offset + found}, {offset + size_bytes} expected: it is cut off"
+        )
+    return buffer
+
+
+def read_tensor(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
+    """One tensor in the dtype that the trainer saw (bits for bfloat16), its checksum checked. Raises DamagedRecord."""
+    buffer = read_bytes(path, file, entry.offset, entry.size_bytes)
+    if checksum(buffer) != entry.crc32c:
+        raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}", name)
+    array = buffer.view(NUMPY_TYPES[entry.stored]).reshape(entry.shape)
+    return array.astype(NUMPY_TYPES[entry.dtype], copy=False)
+
+
+def check_header(path: Path, file: str, entry: BatchEntry) -> None:
+    """Raises DamagedRecord unless the file has its size and its safetensors header its bytes."""
+    if not path.is_file():
+        raise DamagedRecord(file, "is missing")
+    if (size := path.stat().st_size) != entry.size_bytes:
+        raise DamagedRecord(file, f"has {size} bytes, {entry.size_bytes} expected: it is cut off or changed")
+    if checksum(read_bytes(path, file, 0, entry.header_bytes)) != entry.header_crc32c:
+        raise DamagedRecord(
+            file, f"safetensors header does not match its crc32c {entry.header_crc32c}", "(header)"
+        )

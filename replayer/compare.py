@@ -1,0 +1,120 @@
+"""Recorded against replayed, on bits: what differs, in which step first, and what differed before any number was computed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recorder.difference import Difference, find_differences
+from recorder.environment import diff_environment
+from recorder.format import Outcome, RecordHeader, outcome_document
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """One step of one rank. `num_compared` counts values, so that "identical" cannot mean "nothing compared"."""
+
+    step: int
+    num_compared: int
+    losses: tuple[Difference, ...]
+    stats: tuple[Difference, ...]
+    parameters: tuple[Difference, ...]
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """All of them, in the order in which a step computes: losses, stats, parameters."""
+        return self.losses + self.stats + self.parameters
+
+    @property
+    def identical(self) -> bool:
+        """Every loss, stat and parameter checksum has the recorded bits."""
+        return not self.differences
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """All replayed steps of one rank; `missing` were replayed but not recorded, or the other way round."""
+
+    steps: tuple[StepComparison, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def first_different(self) -> StepComparison | None:
+        """The first step that differs, or None."""
+        return next((step for step in self.steps if not step.identical), None)
+
+    @property
+    def identical(self) -> bool:
+        """Every step is there on both sides and identical."""
+        return self.first_different is None and not self.missing
+
+
+@dataclass(frozen=True)
+class HeaderComparison:
+    """What was set differently before the first number: report it before the numbers that follow from it."""
+
+    config: tuple[Difference, ...]
+    environment: tuple[Difference, ...]
+    model: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Nothing was set differently."""
+        return not (self.config or self.environment or self.model)
+
+
+def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Each fact of each micro-batch under a name that says which one it is."""
+    return {
+        f"minibatch {item['minibatch']}, micro-batch {item['micro_batch']}, {fact}": item[fact]
+        for item in document["micro_batches"]
+        for fact in ("loss", "weight", "num_tokens", "rows")
+    }
+
+
+def differing(
+    recorded: Mapping[str, Any], replayed: Mapping[str, Any], ignored: Sequence[str] = ()
+) -> tuple[Difference, ...]:
+    """Members that differ, without those whose name starts with one of `ignored`."""
+    prefixes = tuple(ignored)
+    return find_differences(
+        {name: value for name, value in recorded.items() if not name.startswith(prefixes)},
+        {name: value for name, value in replayed.items() if not name.startswith(prefixes)},
+    )
+
+
+def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str] = ()) -> StepComparison:
+    """Compares two outcomes of the same step and rank on bits: 0.0 is not -0.0, NaN is NaN.
+
+    `ignored` are prefixes of stats that are not computed from the batch, such as times.
+    """
+    assert recorded.step == replayed.step
+    left, right = outcome_document(recorded), outcome_document(replayed)
+    losses = loss_values(left)
+    return StepComparison(
+        step=recorded.step,
+        num_compared=len(losses) + len(left["stats"]) + len(left["checksums"]),
+        losses=differing(losses, loss_values(right)),
+        stats=differing(left["stats"], right["stats"], ignored),
+        parameters=differing(left["checksums"], right["checksums"]),
+    )
+
+
+def compare_runs(
+    recorded: Sequence[Outcome], replayed: Sequence[Outcome], ignored: Sequence[str] = ()
+) -> RunComparison:
+    """Compares the outcomes of one rank, matched by step, in ascending order."""
+    left, right = ({outcome.step: outcome for outcome in run} for run in (recorded, replayed))
+    shared = sorted(left.keys() & right.keys())
+    return RunComparison(
+        steps=tuple(compare_outcomes(left[step], right[step], ignored) for step in shared),
+        missing=tuple(sorted(left.keys() ^ right.keys())),
+    )
+
+
+def compare_headers(recorded: RecordHeader, current: RecordHeader) -> HeaderComparison:
+    """Config, environment and identity of the model, of a record and of the run that replays it."""
+    return HeaderComparison(
+        config=find_differences(recorded.config, current.config),
+        environment=diff_environment(recorded.environment, current.environment),
+        model=find_differences(recorded.model["files"], current.model["files"]),
+    )
