@@ -151,7 +151,7 @@ class AllocationParser:
         if self.kind() != "size":
             self.fail("sizes such as 'd4' or 'd2t2'")
         while self.kind() == "size":
-            _, token, position = self.tokens[self.next]
+            _, token, _ = self.tokens[self.next]
             letter, size = token[0], int(token[1:])
             if letter not in DIMENSIONS or (letter not in letters and size != 1):
                 self.fail(rule)

@@ -153,7 +153,10 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
         return
     batch_size, num_ranks = config.train_dataset.batch_size, allocation.train.data
     if batch_size < 1 or batch_size % num_ranks:
-        yield f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; the first must be a multiple of the second"
+        yield (
+            f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
+            "the first must be a multiple of the second"
+        )
     if allocation.train.world_size != num_ranks:
         yield f"the allocation trains with {allocation.train}; only data parallelism (d) is built"
     if allocation.kind == "colocated" and allocation.rollout_backend == "sglang":

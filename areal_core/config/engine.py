@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (option() and section() return dataclass fields)
 """The trained model: engine, optimiser, micro-batches, and the options of the methods (PPO, GRPO, critic)."""
 
 from dataclasses import dataclass

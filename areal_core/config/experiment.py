@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (option() and section() return dataclass fields)
 """A whole run: data, saving, logging, cluster, debugging, and one class per method."""
 
 from dataclasses import dataclass

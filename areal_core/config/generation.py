@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (option() and section() return dataclass fields)
 """How completions are sampled, and where: sampling options, rollout client options, SGLang server options."""
 
 from dataclasses import dataclass

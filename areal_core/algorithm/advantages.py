@@ -1,0 +1,89 @@
+"""Token rewards and generalised advantage estimation, over the tokens that the policy chose and no others."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.kl import kl_estimate
+
+FINISHED_BY_LENGTH = 1  # finish_reason of a completion that was cut off
+
+
+@dataclass
+class Advantages:
+    """All [B, T] float32, next-token aligned, 0 where the loss mask is 0."""
+
+    advantages: Tensor
+    returns: Tensor
+    kl_rewards: Tensor
+    total_rewards: Tensor
+
+
+def compute_advantages(
+    rewards: Tensor,
+    loss_mask: Tensor,
+    logprobs: Tensor,
+    attention_mask: Tensor,
+    finish_reason: Tensor,
+    *,
+    reference_logprobs: Tensor | None = None,
+    values: Tensor | None = None,
+    kl_ctl: float = 0.0,
+    kl_estimator: str = "k1",
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    mask_no_eos_with_zero: bool = False,
+) -> Advantages:
+    """Advantages from sequence rewards and an optional per-token KL penalty.
+
+    `rewards` [B] are already shaped and normalised; `loss_mask`, `logprobs`, `reference_logprobs` and `values` [B, T] are
+    next-token aligned (`alignment.to_next_token`); `finish_reason` [B] is 1 where the completion was cut off. Such a row
+    gets no reward if `mask_no_eos_with_zero`, and its return goes on with the value after its last token.
+    """
+    mask = loss_mask.bool()
+    truncated = finish_reason == FINISHED_BY_LENGTH  # [B]
+    if mask_no_eos_with_zero:
+        rewards = torch.where(truncated, 0.0, rewards)
+    kl_rewards = torch.zeros_like(logprobs)
+    if reference_logprobs is not None:
+        kl_rewards = torch.where(mask, -kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), 0.0)
+    total_rewards = kl_rewards + terminal_rewards(rewards, mask)
+    values = torch.zeros_like(logprobs) if values is None else values
+    after_last = values.gather(1, attention_mask.sum(1, keepdim=True).long().sub(1).clamp(min=0))[:, 0]  # [B]
+    bootstrap = torch.where(truncated, after_last, 0.0)
+    advantages = gae(total_rewards, values, mask, bootstrap, discount, gae_lambda)
+    return Advantages(advantages, torch.where(mask, advantages + values, 0.0), kl_rewards, total_rewards)
+
+
+def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """[B] -> [B, T]: each reward on the last trainable token of its row.
+
+    Not on the last token: when a sequence ends in tool output, whose mask is 0, the reward would be lost there. A row
+    without trainable tokens has no place for its reward.
+    """
+    num_tokens = loss_mask.shape[1]
+    positions = torch.arange(1, num_tokens + 1, device=loss_mask.device)  # [T], from 1 so that 0 means none
+    last = (loss_mask.bool() * positions).amax(1)  # [B]
+    return torch.where(positions == last[:, None], rewards[:, None].float(), 0.0)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, loss_mask: Tensor, bootstrap: Tensor, discount: float, gae_lambda: float
+) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16) over the trainable tokens: [B, T] float32.
+
+    `delta_t = r_t + discount * V_next - V_t`, `A_t = delta_t + discount * gae_lambda * A_next`, where "next" is the next
+    position whose mask is 1: prompt and tool tokens in between are no steps of the policy. `bootstrap` [B] is the value
+    after the last one. With discount = gae_lambda = 1 and no values, every token gets the sum of the rewards to come.
+    """
+    mask = loss_mask.bool()
+    advantages = torch.zeros_like(rewards, dtype=torch.float32)
+    next_value, next_advantage = bootstrap.float(), torch.zeros_like(bootstrap, dtype=torch.float32)  # [B]
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        advantage = delta + discount * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    return advantages

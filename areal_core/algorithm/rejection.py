@@ -1,0 +1,77 @@
+"""Correction for tokens that another policy sampled: how much each token counts, and which are too far to count at all.
+
+Three policies meet in asynchronous training: behaviour (sampled the token, perhaps some versions ago), proximal (the
+trainer's weights when the step begins) and current. Decoupled PPO (arXiv 2110.00641) clips current against proximal and
+multiplies by proximal / behaviour; the latter ratio is what is bounded here.
+"""
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.segments import masked_segment_max, masked_segment_mean, segment_ids, segment_sum
+
+
+def behaviour_weights(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    level: str = "token",
+    action: str = "mask",
+    metric: str = "ratio",
+    agg: str = "mean",
+    upper: float | None = None,
+    lower: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mask, weights, filtered), each [tokens]: bool, float32, bool.
+
+    All inputs are [tokens], packed by `cu_seqlens`. With no bound every token keeps its ratio. `level` "sequence" joins
+    the tokens of a sequence by `agg`; for the ratio that is done on log-ratios (the mean gives the geometric mean). `action`
+    "mask" drops what is out of bounds, "clamp" (ratio only) limits its weight. `filtered` marks what was dropped or
+    clamped. Non-finite log-ratios count as 0, that is, as equal policies. Weights carry no gradient.
+    """
+    mask = loss_mask.bool()
+    log_ratio = (proximal_logprobs - behaviour_logprobs).detach().float()
+    log_ratio = torch.where(log_ratio.isfinite() & mask, log_ratio, 0.0)
+    if metric == "ratio":
+        joined = log_ratio if level == "token" else join(log_ratio, mask, cu_seqlens, agg)
+        measured = weights = joined.exp()
+    else:
+        per_token = kl_metric(log_ratio, metric)
+        measured = per_token if level == "token" else join(per_token, mask, cu_seqlens, agg)
+        weights = log_ratio.exp()
+    outside = torch.zeros_like(mask)
+    if upper is not None:
+        outside = outside | (measured > upper)
+    if lower is not None:
+        outside = outside | (measured < lower)
+    if action == "clamp":
+        weights = torch.where(outside, weights.clamp(min=lower or 0.0, max=upper), weights)
+        kept = mask
+    else:
+        kept = mask & ~outside
+    return kept, torch.where(kept, weights, 0.0), mask & outside
+
+
+def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
+    """k1, k2 or k3 of `kl.kl_estimate` on a log-ratio, without a clamp: a bound must see the true distance."""
+    if metric == "kl_k1":
+        return log_ratio
+    if metric == "kl_k2":
+        return log_ratio**2 / 2
+    if metric == "kl_k3":
+        return torch.exp(-log_ratio) - 1 + log_ratio
+    raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
+
+
+def join(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:
+    """One number a sequence, given to each of its tokens: [tokens]."""
+    if agg == "mean":
+        return masked_segment_mean(values, mask, cu_seqlens)
+    if agg == "max":
+        return masked_segment_max(values, mask, cu_seqlens)
+    if agg == "sum":
+        ids = segment_ids(cu_seqlens)
+        return segment_sum(torch.where(mask, values, 0.0), ids, cu_seqlens.numel() - 1)[ids]
+    raise ValueError(f"aggregation {agg!r} is unknown; expected mean, sum or max")

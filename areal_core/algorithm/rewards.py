@@ -1,0 +1,21 @@
+"""From the reward of a task to the reward that is learned from: overlong penalty, bias, scale, clip."""
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(
+    completion_lengths: Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
+) -> Tensor:
+    """Soft overlong punishment [B], 0 or negative, for completions of `completion_lengths` [B] tokens.
+
+    DAPO (arXiv 2503.14476) eq. 13: nothing up to `max_new_tokens - overlong_tokens`, then falling linearly to
+    `-factor` at `max_new_tokens`.
+    """
+    exceed = completion_lengths - (max_new_tokens - overlong_tokens)
+    return torch.clamp(-exceed / overlong_tokens * factor, max=0.0).float()
+
+
+def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0) -> Tensor:
+    """`(rewards + bias) * scaling`, held within `[-clip, clip]`; [B] float32."""
+    return torch.clamp((rewards.float() + bias) * scaling, min=-clip, max=clip)

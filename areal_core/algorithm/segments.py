@@ -1,0 +1,37 @@
+"""Sums over the sequences of a packed batch.
+
+A packed batch is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 holds where each sequence begins, and ends with the
+number of tokens.
+"""
+
+import torch
+from torch import Tensor
+
+
+def segment_ids(cu_seqlens: Tensor) -> Tensor:
+    """Number of its sequence for every token: [n + 1] -> [tokens] int64."""
+    lengths = cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+
+
+def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of `values` [tokens] over each segment: [num_segments]."""
+    return values.new_zeros(num_segments).index_add(0, ids, values)
+
+
+def masked_segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean of `values` over the masked tokens of each token's own sequence: [tokens]; 0 where a sequence has none."""
+    ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
+    total = segment_sum(torch.where(mask, values, 0.0), ids, num_segments)  # [n]
+    count = segment_sum(mask.to(values.dtype), ids, num_segments)  # [n]
+    return (total / count.clamp(min=1))[ids]
+
+
+def masked_segment_max(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Largest of `values` over the masked tokens of each token's own sequence: [tokens]; 0 where a sequence has none."""
+    ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
+    masked = torch.where(mask, values, -torch.inf)
+    largest = masked.new_full((num_segments,), -torch.inf).scatter_reduce(
+        0, ids, masked, reduce="amax"
+    )  # [n]
+    return torch.where(largest.isfinite(), largest, 0.0)[ids]
