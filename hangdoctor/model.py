@@ -47,7 +47,6 @@ class Thread:
 
     frames: tuple[Frame, ...]
     name: str | None = None
-    os_id: int | None = None
     active: bool | None = None
     holds_gil: bool | None = None
     waits_for_gil: bool | None = None

@@ -1,0 +1,1 @@
+"""Readers: every format that people keep stacks in, turned into `hangdoctor.model` dataclasses."""

@@ -1,0 +1,90 @@
+"""Flight Recorder dumps: which operations a rank enqueued on which group, in order, and how far each came.
+
+Both forms that torch writes, pickle and JSON, hold the same keys. gloo leaves every state at `scheduled` and
+only sets `retired`, so a retired entry counts as completed.
+"""
+
+import json
+import re
+from typing import Any
+
+from hangdoctor.errors import UnreadableDump
+from hangdoctor.model import CollectiveRecord, Frame
+from hangdoctor.parse.pickles import read_plain_pickle
+
+PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
+
+
+def is_flight_recorder(document: Any) -> bool:
+    return isinstance(document, dict) and isinstance(document.get("entries"), list) and "version" in document
+
+
+def parse_flight_recorder(data: bytes, rank: int) -> tuple[CollectiveRecord, ...]:
+    """Records of one rank's dump, oldest first. Raises `UnreadableDump`."""
+    if data[:1] in (b"{", b"["):
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableDump(f"not JSON: {error}") from error
+    else:
+        document = read_plain_pickle(data)
+    return records_from(document, rank)
+
+
+def records_from(document: Any, rank: int) -> tuple[CollectiveRecord, ...]:
+    """Records of a decoded dump. Raises `UnreadableDump` with the key that is missing."""
+    if not is_flight_recorder(document):
+        raise UnreadableDump("a Flight Recorder dump is an object with 'version' and 'entries'")
+    groups = group_ranks(document.get("pg_config"))
+    try:
+        return tuple(record_from(entry, rank, groups) for entry in document["entries"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UnreadableDump(f"Flight Recorder entry without {error}") from error
+
+
+def group_ranks(config: Any) -> dict[str, tuple[int, ...]]:
+    """Ranks of each process group by its name, where the dump tells."""
+    if not isinstance(config, dict):
+        return {}
+    found = {}
+    for key, group in config.items():
+        if isinstance(group, dict) and str(key):
+            found[str(key)] = tuple(
+                int(n) for n in re.findall(r"\d{1,9}", str(group.get("ranks", ""))[:2_000_000])
+            )
+    return found
+
+
+def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, ...]]) -> CollectiveRecord:
+    group = entry.get("process_group") or (str(entry.get("pg_id", "")), "")
+    name, is_p2p = str(entry["profiling_name"]), bool(entry.get("is_p2p", False))
+    peers = PEERS.search(name)
+    operation = name.split(":", 1)[-1].split(" ")[0]
+    return CollectiveRecord(
+        rank=rank,
+        group=f"{group[0]}:{group[1]}" if group[1] and group[1] != "undefined" else str(group[0]),
+        group_ranks=groups.get(str(group[0]), ()),
+        operation=operation,
+        sequence=int(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id", entry.get("seq_id", 0))),
+        is_p2p=is_p2p,
+        state="completed" if entry.get("retired") else str(entry["state"]),
+        input_sizes=sizes(entry.get("input_sizes", ())),
+        output_sizes=sizes(entry.get("output_sizes", ())),
+        input_dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
+        output_dtypes=tuple(map(str, entry.get("output_dtypes", ()))),
+        created_ns=int(entry["time_created_ns"]) if entry.get("time_created_ns") else None,
+        frames=tuple(
+            Frame(str(f.get("name", "")), str(f.get("filename", "")), int(f.get("line", 0)))
+            for f in entry.get("frames", ())
+        ),
+        peer=peer_of(operation, peers),
+    )
+
+
+def peer_of(operation: str, peers: re.Match[str] | None) -> int | None:
+    """The other side of `send 0->1` or `recv 0<-1`, which is the second number on both sides."""
+    return int(peers[2][:9]) if peers else None
+
+
+def sizes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in size) for size in value)

@@ -1,0 +1,90 @@
+"""Files of a folder or of a tar, one after the other, in memory: nothing is ever written or extracted.
+
+Limits keep a hostile or broken input from using up the machine: 256 MiB a file, 32 GiB and two million files
+in all. Links, pipes and devices are passed over, so that reading cannot block and cannot leave the folder.
+"""
+
+import os
+import stat
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from hangdoctor.errors import HangInputError
+
+MAX_FILE_BYTES = 256 << 20
+MAX_TOTAL_BYTES = 32 << 30
+MAX_FILES = 2_000_000
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+
+def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Pairs of relative path and content. What is passed over is told in `notes`. Raises `HangInputError`."""
+    if path.is_dir():
+        found = folder_members(path, notes)
+    elif path.name.lower().endswith(TAR_ENDINGS):
+        found = tar_members(path, notes)
+    elif path.is_file():
+        found = iter([(path.name, read_limited(path, notes))])
+    else:
+        raise HangInputError(
+            f"{path} is no folder, tar or file. Give the path that the stacks were saved to."
+        )
+    total = 0
+    for number, (name, data) in enumerate(found):
+        total += len(data)
+        if number >= MAX_FILES or total > MAX_TOTAL_BYTES:
+            notes.append(f"{path}: reading stopped after {number} files and {total >> 20} MiB")
+            return
+        yield name, data
+
+
+def folder_members(folder: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    for where, folders, files in os.walk(folder):
+        folders.sort(key=natural)
+        for name in sorted(files, key=natural):
+            path = Path(where) / name
+            if stat.S_ISREG(path.lstat().st_mode):
+                yield str(path.relative_to(folder)), read_limited(path, notes)
+            else:
+                notes.append(f"{path.relative_to(folder)}: not a regular file, passed over")
+
+
+def natural(name: str) -> tuple[int, str]:
+    """Sort key that puts rank_10 after rank_9 by length first, without parsing every number."""
+    return len(name), name
+
+
+def read_limited(path: Path, notes: list[str]) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        notes.append(f"{path.name}: {error.strerror}")
+        return b""
+    if len(data) > MAX_FILE_BYTES:
+        notes.append(f"{path.name}: only its first {MAX_FILE_BYTES >> 20} MiB were read")
+    return data[:MAX_FILE_BYTES]
+
+
+def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Regular files of a tar, read as a stream. A damaged tar gives what comes before the damage."""
+    try:
+        with tarfile.open(path, "r|*") as tar:
+            for member in tar:
+                if not member.isreg():
+                    continue
+                if member.size > MAX_FILE_BYTES:
+                    notes.append(f"{member.name[:200]}: larger than {MAX_FILE_BYTES >> 20} MiB, passed over")
+                    continue
+                file = tar.extractfile(member)
+                if file is not None:
+                    yield without_top(member.name), file.read(MAX_FILE_BYTES)
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+        notes.append(f"{path.name}: the tar is damaged after this point ({error})")
+
+
+def without_top(name: str) -> str:
+    """A member's path without a leading `./`."""
+    return name.removeprefix("./").lstrip("/")

@@ -1,0 +1,96 @@
+"""File names say whose dump it is: `rank_3.txt`, `host-2_rank_17.json`, `engine_rank_1.txt`,
+`rank_0_child_0`.
+"""
+
+import re
+from dataclasses import dataclass
+
+ROLES = {
+    "engine": "engine",
+    "rollout": "engine",
+    "sglang": "engine",
+    "vllm": "engine",
+    "server": "engine",
+    "inference": "engine",
+    "reference": "reference",
+    "ref": "reference",
+    "reward": "reward",
+    "proxy": "proxy",
+    "critic": "critic",
+    "trainer": "trainer",
+    "actor": "trainer",
+    "train": "trainer",
+}
+RANKED = re.compile(
+    r"^(?P<before>.*?)(?<![a-z])rank[_\-.= ]?(?P<rank>\d{1,7})(?!\d)(?:[_\-.]child[_\-.]?(?P<child>\d{1,6}))?",
+    re.I,
+)
+BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
+SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
+# File endings that belong to a format, so that `rank_3.pickle` and `nccl_trace_rank_3` give the same stem.
+ENDINGS = (".json", ".txt", ".log", ".pickle", ".pkl", ".out", ".err", ".bin", ".gz", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessName:
+    """Whose dump a file is. `name` is canonical; `rank` is None for children and where the name does not
+    tell.
+    """
+
+    name: str
+    rank: int | None
+    role: str = "trainer"
+    host: str | None = None
+    parent: str | None = None
+
+
+def parse_name(file_name: str) -> ProcessName:
+    """The process that a file name stands for; never raises, an unknown name is a process without a rank."""
+    stem = stem_of(file_name)
+    match = RANKED.match(stem)
+    if match is None:
+        bare = BARE.match(stem)
+        if bare is None:
+            return ProcessName(stem, None, role_in(stem))
+        return ProcessName(canonical("trainer", int(bare["rank"])), int(bare["rank"]))
+    rank, before = int(match["rank"]), match["before"].strip("_-. ")
+    role = role_in(before)
+    host = host_in(before) if role == "trainer" else None
+    name = canonical(role, rank)
+    if match["child"]:
+        return ProcessName(f"{name}_child_{int(match['child'])}", None, "child", host, parent=name)
+    return ProcessName(name, rank, role, host)
+
+
+def stem_of(file_name: str) -> str:
+    stem = file_name.replace("\\", "/").rsplit("/", 1)[-1]
+    while stem.lower().endswith(ENDINGS + SUFFIXES):
+        stem = stem.rsplit(".", 1)[0]
+    return stem
+
+
+def canonical(role: str, rank: int) -> str:
+    return f"rank_{rank}" if role == "trainer" else f"{role}_rank_{rank}"
+
+
+def role_in(text: str) -> str:
+    words = re.split(r"[_\-. ]+", text.lower())
+    return next((ROLES[word] for word in reversed(words) if word in ROLES), "trainer")
+
+
+def host_in(text: str) -> str | None:
+    """What stands before `rank`, unless it is only what collectors call their files."""
+    plain = {
+        "",
+        "stack",
+        "stacks",
+        "pyspy",
+        "py-spy",
+        "py_spy",
+        "dump",
+        "nccl_trace",
+        "comm_lib_trace",
+        "trace",
+        "fr",
+    }
+    return None if text.lower() in plain else text

@@ -1,0 +1,73 @@
+"""py-spy JSON: an array of threads, innermost frame first, in whatever order the interpreter keeps them.
+
+Ten thousand ranks of one job print nearly the same document: only process and thread numbers differ. They are
+cut out first, so that one shape is decoded once and every further rank costs one scan and one look-up.
+"""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from hangdoctor.errors import UnreadableDump
+from hangdoctor.model import Frame, Thread
+
+PYTHON_FILES = (".py", ".pyx", ".pyi", ".ipynb", ".pyc")
+NUMBER = re.compile(r'("(?:pid|thread_id|os_thread_id)": ?)(\d+|null)')
+
+
+def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
+    """Process id and threads of one `py-spy dump --json` document. Raises `UnreadableDump`.
+
+    Thread numbers are dropped; the thread whose number is the process id is named MainThread if it has no
+    name, because py-spy loses names on some Python versions.
+    """
+    numbers = NUMBER.findall(text)
+    pid = next((number for key, number in numbers if key.startswith('"pid')), None)
+    os_ids = [number for key, number in numbers if key.startswith('"os_thread_id')]
+    main = os_ids.index(pid) if pid in os_ids and pid != "null" else -1
+    threads = threads_of_shape(NUMBER.sub(r"\g<1>0", text), main)
+    return (int(pid) if pid and pid.isdigit() else None), threads
+
+
+@lru_cache(maxsize=1024)
+def threads_of_shape(text: str, main: int) -> tuple[Thread, ...]:
+    """Threads of one document whose numbers are blanked; `main` is the place of the main thread or -1."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableDump(f"not JSON: {error}") from error
+    if not isinstance(document, list) or not document:
+        raise UnreadableDump("py-spy JSON is a non-empty array of threads; got something else")
+    return tuple(thread_from(entry, place == main) for place, entry in enumerate(document))
+
+
+def thread_from(entry: Any, is_main: bool) -> Thread:
+    if not isinstance(entry, dict) or not isinstance(entry.get("frames"), list):
+        raise UnreadableDump("a py-spy thread is an object with 'frames'; got something else")
+    name = entry.get("thread_name")
+    active, gil = entry.get("active"), entry.get("owns_gil")
+    return Thread(
+        frames=tuple(frame_from(frame) for frame in entry["frames"]),
+        name=name if isinstance(name, str) else "MainThread" if is_main else None,
+        active=active if isinstance(active, bool) else None,
+        holds_gil=gil if isinstance(gil, bool) else None,
+    )
+
+
+def frame_from(entry: Any) -> Frame:
+    if not isinstance(entry, dict):
+        raise UnreadableDump("a py-spy frame is an object; got something else")
+    file = entry.get("short_filename") or entry.get("filename") or ""
+    line = entry.get("line")
+    return Frame(
+        function=str(entry.get("name", "")),
+        file=str(file),
+        line=line if isinstance(line, int) and 0 <= line < 10**9 else 0,
+        native=is_native_file(str(file)),
+    )
+
+
+def is_native_file(file: str) -> bool:
+    """Whether a location is compiled code: a library, a C++ source or nothing known."""
+    return not (file.endswith(PYTHON_FILES) or file.startswith("<"))
