@@ -7,14 +7,15 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from recorder.difference import Difference
+if TYPE_CHECKING:
+    from recorder.difference import Difference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +33,7 @@ def console(stderr: bool = False) -> Console:
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the command with one sentence on standard error; 2 is misuse, 1 a problem found."""
-    console(stderr=True).print(f"[red]error:[/red] {escaped(message)}")
+    console(stderr=True).print(f"[red]Error:[/red] {escaped(message)}")
     raise SystemExit(code)
 
 
@@ -114,7 +115,7 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def difference_table(title: str, differences: Sequence[Difference], limit: int = 20) -> Table:
+def difference_table(title: str, differences: "Sequence[Difference]", limit: int = 20) -> Table:
     """What differs, recorded beside replayed; at most `limit` rows and a line that counts the rest."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in ("what", "recorded", "now"):
@@ -128,6 +129,8 @@ def difference_table(title: str, differences: Sequence[Difference], limit: int =
     return table
 
 
-def facts_of(report: Any) -> dict[str, Any]:
-    """A report dataclass as the facts of its `--json` twin."""
-    return asdict(report)
+def with_progress(title: str, total: int, work: Callable[[Callable[[object], None]], R]) -> R:
+    """What `work(tick)` returns, under a progress bar on standard error that `tick` moves and that is gone at the end."""
+    with Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(title, total=total)
+        return work(lambda _: progress.advance(task))

@@ -12,6 +12,7 @@ from recorder.errors import (
 from recorder.format import MicroBatch, Outcome, Plan, RecordHeader
 from recorder.outcome import OutcomeObserver
 from recorder.reader import Record, RecordedStep, open_record
+from recorder.verify import Problem, VerifyReport, verify
 from recorder.writer import RecordWriter, commit_anchor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Outcome",
     "OutcomeObserver",
     "Plan",
+    "Problem",
     "Record",
     "RecordError",
     "RecordExists",
@@ -30,6 +32,8 @@ __all__ = [
     "RecordedStep",
     "StepNotRecorded",
     "UnknownFormat",
+    "VerifyReport",
     "commit_anchor",
     "open_record",
+    "verify",
 ]

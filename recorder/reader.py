@@ -138,7 +138,10 @@ class Record:
             )
         if not (folder / STEP_FILE).is_file():
             raise DamagedRecord(file, "is missing")
-        return RecordedStep(folder, parse_step(unseal((folder / STEP_FILE).read_bytes(), file), file))
+        manifest = parse_step(unseal((folder / STEP_FILE).read_bytes(), file), file)
+        if manifest.step != step:
+            raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
+        return RecordedStep(folder, manifest)
 
     def anchors(self) -> tuple[int, ...]:
         """Steps before which a complete checkpoint was taken."""

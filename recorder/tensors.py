@@ -187,11 +187,17 @@ def read_bytes(path: Path, file: str, offset: int, size_bytes: int) -> np.ndarra
     return buffer
 
 
-def read_tensor(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
-    """One tensor in the dtype that the trainer saw (bits for bfloat16), its checksum checked. Raises DamagedRecord."""
+def checked_bytes(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
+    """[size_bytes] uint8 of one tensor, its checksum checked. Raises DamagedRecord."""
     buffer = read_bytes(path, file, entry.offset, entry.size_bytes)
     if checksum(buffer) != entry.crc32c:
         raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}", name)
+    return buffer
+
+
+def read_tensor(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
+    """One tensor in the dtype that the trainer saw (bits for bfloat16). Raises DamagedRecord."""
+    buffer = checked_bytes(path, file, name, entry)
     array = buffer.view(NUMPY_TYPES[entry.stored]).reshape(entry.shape)
     return array.astype(NUMPY_TYPES[entry.dtype], copy=False)
 

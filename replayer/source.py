@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from areal_core.batch import scatter_tokens
+from areal_core.rollout.source import TrainedWeights
 from recorder import Record
 from recorder.format import TensorEntry
 from replayer.errors import WrongRankCount
@@ -36,11 +38,11 @@ class RecordedRollouts:
         mask = torch.from_numpy(np.arange(entry.padded_length) < lengths[:, None])
         tensors = {key: as_tensor(array, entry.tensors[key]) for key, array in arrays.items()}
         return {"attention_mask": mask} | {
-            key: padded(tensor, mask) if entry.tensors[key].axis == "token" else tensor
+            key: scatter_tokens(tensor, mask) if entry.tensors[key].axis == "token" else tensor
             for key, tensor in tensors.items()
         }
 
-    def update_weights(self, engine: Any, version: int) -> None:
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
         """Nothing: there is no engine that could want them."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,10 +60,3 @@ def as_tensor(array: np.ndarray, entry: TensorEntry) -> torch.Tensor:
     """The array as a tensor of the dtype that the trainer saw."""
     tensor = torch.from_numpy(array)
     return tensor.view(TORCH_ONLY[entry.dtype]) if entry.dtype in TORCH_ONLY else tensor
-
-
-def padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[tokens, ...] to [B, T, ...], zero where the mask [B, T] is false."""
-    result = flat.new_zeros(mask.shape + flat.shape[1:])
-    result[mask] = flat
-    return result

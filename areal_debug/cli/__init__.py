@@ -4,7 +4,7 @@ import importlib
 
 import click
 
-VERBS = {}
+VERBS = {"record": "record"}
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,94 @@
+"""One recorded row as a reader wants to see it: token by token, with text where a tokenizer is at hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from recorder.reader import RecordedStep
+
+MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 takes at most four bytes, and a byte-level token holds at least one
+
+
+@dataclass(frozen=True)
+class Token:
+    """`logprob` and `version` speak of trained tokens only. `text` may be empty: the token continues a character."""
+
+    id: int
+    text: str
+    trained: bool
+    logprob: float
+    version: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row of a step on a rank."""
+
+    step: int
+    rank: int
+    row: int
+    prompt_id: int
+    sample_id: int
+    reward: float
+    finish_reason: int
+    tokens: tuple[Token, ...]
+
+
+def read_samples(
+    step: RecordedStep, rank: int, rows: list[int], decode: Callable[[list[int]], str] | None
+) -> list[Sample]:
+    """The rows of a rank, token by token; without `decode` a token's text is its id in angle brackets."""
+    arrays = step.batch(rank)
+    bounds = arrays["cu_seqlens"]
+    samples = []
+    for row in rows:
+        part = slice(bounds[row], bounds[row + 1])
+        ids = arrays["input_ids"][part].tolist()
+        columns = zip(
+            ids,
+            token_texts(ids, decode),
+            arrays["loss_mask"][part].astype(bool).tolist(),
+            arrays["logprobs"][part].tolist(),
+            arrays["versions"][part].tolist(),
+            strict=True,
+        )
+        samples.append(
+            Sample(
+                step=step.manifest.step,
+                rank=rank,
+                row=row,
+                prompt_id=int(arrays["prompt_id"][row]),
+                sample_id=int(arrays["sample_id"][row]),
+                reward=float(arrays["rewards"][row]),
+                finish_reason=int(arrays["finish_reason"][row]),
+                tokens=tuple(Token(*column) for column in columns),
+            )
+        )
+    return samples
+
+
+def rows_of_prompt(step: RecordedStep, rank: int, prompt_id: int) -> list[int]:
+    """Rows of a rank that answer the prompt."""
+    return np.flatnonzero(step.batch(rank, ["prompt_id"])["prompt_id"] == prompt_id).tolist()
+
+
+def token_texts(ids: list[int], decode: Callable[[list[int]], str] | None) -> list[str]:
+    """One text a token; joined they are the decoded sequence.
+
+    Each token is decoded behind its predecessor, which keeps leading spaces; tokens that share a character are decoded
+    together and the text goes to the last of them.
+    """
+    if decode is None:
+        return [f"<{token}>" for token in ids]
+    texts: list[str] = []
+    begin = 0
+    for end in range(1, len(ids) + 1):
+        before = decode(ids[max(0, begin - 1) : begin]) if begin else ""
+        text = decode(ids[max(0, begin - 1) : end])[len(before) :]
+        if text.endswith("\ufffd") and end - begin < MAX_TOKENS_PER_CHARACTER and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text)
+        begin = end
+    return texts

@@ -1,0 +1,93 @@
+"""A small record with known contents, written by the real writer, for tests and benchmarks: ours and users'."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.format import FORMAT_VERSION, RecordHeader
+from recorder.writer import RecordWriter, write_header
+
+SCRIPTED_HEADER = RecordHeader(
+    format_version=FORMAT_VERSION,
+    created="2026-01-01T00:00:00+00:00",
+    world_size=1,
+    num_ranks=1,
+    allocation="fsdp:d1",
+    model={"path": "model", "files": {}},
+    tokenizer=None,
+    environment={"torch": {"build": "2.13.0"}, "code": {"commit": None, "dirty_sha256": None}},
+    config={"seed": 1, "actor": {"lr": 1e-6}},
+)
+
+
+def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2) -> dict[str, np.ndarray]:
+    """A padded batch with the keys and dtypes of ARCHITECTURE.md, one row a length; the same seed gives the same bits."""
+    rng = np.random.default_rng(seed)
+    num_rows, width = len(lengths), max(lengths, default=0)
+    position = np.arange(width)
+    mask = position < np.asarray(lengths, np.int64)[:, None]
+    trained = mask & (position >= prompt_length)
+    shape = (num_rows, width)
+    return {
+        "input_ids": np.where(mask, rng.integers(1, 500, shape), 0).astype(np.int32),
+        "attention_mask": mask,
+        "loss_mask": trained.astype(np.int32),
+        "logprobs": np.where(trained, -rng.exponential(1.0, shape), 0).astype(np.float32),
+        "versions": np.where(trained, seed, np.where(mask, -1, 0)).astype(np.int32),
+        "rewards": rng.integers(0, 2, num_rows).astype(np.float32),
+        "prompt_id": np.arange(num_rows, dtype=np.int64) // 2,
+        "sample_id": np.arange(num_rows, dtype=np.int32) % 2,
+        "finish_reason": np.zeros(num_rows, np.int32),
+    }
+
+
+def send_step(observer: Any, step: int, batch: dict[str, Any]) -> None:
+    """The events of one training step on one rank, with losses and checksums that follow from the step."""
+    num_rows = len(batch["rewards"])
+    observer("batch", step=step, version=step, batch=batch, rng={"torch_cpu": f"{step:016x}"})
+    observer(
+        "micro_batch",
+        step=step,
+        minibatch=0,
+        micro_batch=0,
+        rows=list(range(num_rows)),
+        num_tokens=int(batch["attention_mask"].sum()),
+        loss=0.5 + step,
+        weight=float(num_rows),
+    )
+    observer(
+        "step",
+        step=step,
+        version=step + 1,
+        plan={"learning_rate": 1e-6},
+        stats={"grad_norm": 1 / (step + 3), "clip_ratio": 0.0},
+        checksums={"layer.weight": f"{step:08x}"},
+    )
+
+
+def write_scripted_record(folder: Path, num_steps: int = 3, num_ranks: int = 1, num_rows: int = 4) -> None:
+    """A record of `num_steps` steps; rank r of step s holds `scripted_batch` of seed `100 s + r`."""
+    barrier = threading.Barrier(num_ranks)
+    lengths = [3 + (5 * row) % 7 for row in range(num_rows)]
+
+    def meet() -> None:
+        barrier.wait()
+
+    writers = [RecordWriter(folder, rank, num_ranks, meet) for rank in range(num_ranks)]
+    folder.mkdir(parents=True)
+    write_header(
+        folder, RecordHeader(**{**vars(SCRIPTED_HEADER), "num_ranks": num_ranks, "world_size": num_ranks})
+    )
+
+    def run(rank: int) -> None:
+        for step in range(num_steps):
+            send_step(writers[rank], step, scripted_batch(lengths, seed=100 * step + rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
