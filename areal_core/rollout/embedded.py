@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
+from areal_core.engine.replica import Replica
 from areal_core.rollout.generate import Completion, Forward, generate
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
@@ -124,34 +124,14 @@ def row_seed(seed: int, version: int, req: ModelRequest) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def replica_forward(model: PreTrainedModel) -> Forward:
-    """The forward pass of a plain Transformers model that each rank holds whole."""
-
-    def forward(
-        input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        return model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-
-    return forward
-
-
 class ReplicaPush:
-    """A `WeightPush` into a model of the same process: every rank copies every full tensor into its replica."""
+    """A `WeightPush` into the model that the engine samples with: every rank loads the full tensors into its own copy."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.parameters = dict(model.named_parameters())
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
 
-    @torch.no_grad()
     def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        for name, tensor in weights:
-            self.parameters[name].copy_(tensor)
+        self.replica.load(weights)
 
     def close(self) -> None:
         """Nothing to release."""
