@@ -52,8 +52,8 @@ def policy_loss(
     clip_mask = mask & (unclipped < clipped)
     dual_clip_mask = torch.zeros_like(mask)
     if c_clip is not None:
-        ceiling = advantages.sign() * c_clip * advantages  # c_clip |A|, which -A r exceeds only where A < 0
-        dual_clip_mask = mask & (ceiling < loss) & (advantages < 0)
+        ceiling = c_clip * advantages.abs()  # the loss exceeds this only where A < 0
+        dual_clip_mask = mask & (ceiling < loss)
         loss = torch.where(dual_clip_mask, ceiling, loss)
     if weights is not None:
         loss = loss * weights

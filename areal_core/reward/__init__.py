@@ -1,1 +1,6 @@
-"""Verifiable rewards, computed in a process pool with time-outs."""
+"""Rewards that can be verified, computed in processes that can be killed."""
+
+from areal_core.reward.functions import arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
+from areal_core.reward.pool import RewardPool
+
+__all__ = ["RewardPool", "arithmetic_reward_fn", "gsm8k_reward_fn", "load_reward_fn"]

@@ -1,0 +1,98 @@
+"""Which prompts a rank gets in a step, the same for every number of ranks, and exactly continuable."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from areal_core.errors import DatasetError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the global order of prompts depends on. The number of ranks is not part of it."""
+
+    num_rows: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+
+class PromptLoader:
+    """Hands out global batches of `batch_size` prompts, for ever, epoch after epoch; this rank's share of each.
+
+    Every epoch has its own permutation, drawn from `seed` and the number of the epoch alone. Rank r takes rows
+    r, r + world_size, ... of each global batch. `prompt_id` is the position in the run's global order: it names the
+    group, and never repeats.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Row],
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 1,
+        drop_last: bool = True,
+    ) -> None:
+        if batch_size > len(dataset):
+            raise DatasetError(
+                f"batch_size is {batch_size} and the dataset has {len(dataset)} rows; no batch could ever be filled"
+            )
+        if batch_size < 1 or batch_size % world_size:
+            raise DatasetError(
+                f"batch_size is {batch_size} and there are {world_size} ranks; it must be a multiple"
+            )
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.order = _Order(len(dataset), batch_size, shuffle, seed, drop_last)
+        self.num_batches = 0  # handed out since the run began
+        self._permutation: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the data."""
+        full, rest = divmod(self.order.num_rows, self.order.batch_size)
+        return full + (rest > 0 and not self.order.drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+        return self.num_batches // self.steps_per_epoch
+
+    def next_batch(self) -> list[tuple[int, Row]]:
+        """This rank's (prompt_id, row) pairs of the next global batch, in global order."""
+        epoch, batch = divmod(self.num_batches, self.steps_per_epoch)
+        start = batch * self.order.batch_size
+        end = min(start + self.order.batch_size, self.order.num_rows)
+        rows_per_epoch = min(self.steps_per_epoch * self.order.batch_size, self.order.num_rows)
+        permutation = self._permutation_of(epoch)
+        self.num_batches += 1
+        return [
+            (epoch * rows_per_epoch + position, self.dataset[permutation[position]])
+            for position in range(start + self.rank, end, self.world_size)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON types: where the loader stands, and what its order depends on. Equal on all ranks."""
+        return {"num_batches": self.num_batches, **asdict(self.order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises DatasetError if that run had another order."""
+        for name, ours in asdict(self.order).items():
+            if state[name] != ours:
+                raise DatasetError(
+                    f"the saved loader has {name} {state[name]} and this one {ours}; their orders differ"
+                )
+        self.num_batches = state["num_batches"]
+
+    def _permutation_of(self, epoch: int) -> list[int]:
+        if self._permutation[0] != epoch:
+            rows = list(range(self.order.num_rows))
+            if self.order.shuffle:
+                random.Random(f"{self.order.seed}/{epoch}").shuffle(rows)
+            self._permutation = (epoch, rows)
+        return self._permutation[1]

@@ -1,0 +1,105 @@
+"""Verifiable rewards, and how a reward function is found.
+
+A reward function is `f(prompt, completions, prompt_ids, completion_ids, **row) -> float`: two texts, their tokens, and
+the fields of the dataset's row.
+"""
+
+import importlib
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areal_core.errors import RewardError
+
+RewardFn = Callable[..., float]
+GSM8K_ANSWER = re.compile(r"####\s*(.+)")
+
+
+def gsm8k_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
+) -> float:
+    """1.0 if the completion's final answer equals the one after '####' in `answer` (or `answer` itself), else 0.0.
+
+    math_verify's own time-outs are off: they rest on signals, which work only in a main thread. The pool's are enough.
+    """
+    parse, verify, boxed_first = _math_verify()
+    gold = GSM8K_ANSWER.search(answer)
+    expected = (gold.group(1) if gold else answer).strip().replace(",", "")
+    parsed = parse(completions, boxed_first, parsing_timeout=None)
+    return float(
+        verify(
+            parse(f"\\boxed{{{expected}}}", parsing_timeout=None),
+            parsed,
+            float_rounding=6,
+            timeout_seconds=None,
+        )
+    )
+
+
+def arithmetic_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
+) -> float:
+    """1.0 if the completion is the number `answer` and nothing else, 0.0 otherwise."""
+    return float(completions.strip() == answer.strip())
+
+
+def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
+    """A callable as it is, or the one named by 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. Raises RewardError."""
+    if callable(reward_fn):
+        return reward_fn
+    place, separator, name = reward_fn.rpartition(":" if ":" in reward_fn else ".")
+    if not separator or not place or not name:
+        raise RewardError(f"reward function {reward_fn!r} is no name; expected 'package.module.function'")
+    try:
+        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as error:
+        raise RewardError(f"reward function {reward_fn!r}: {place} cannot be imported: {error}") from error
+    if name not in vars(module):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(
+            f"reward function {reward_fn!r}: {place} has no {name}; it has {', '.join(names) or 'none'}"
+        )
+    found = vars(module)[name]
+    if not callable(found):
+        raise RewardError(f"reward function {reward_fn!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def name_of_reward_fn(reward_fn: str | RewardFn) -> str:
+    """The name under which another process finds this function: the inverse of `load_reward_fn`. Raises RewardError."""
+    if isinstance(reward_fn, str):
+        return reward_fn
+    name, module = reward_fn.__qualname__, reward_fn.__module__
+    if "." in name or "<" in name:
+        raise RewardError(
+            f"reward function {name} of {module} is nested or a lambda; another process cannot find it: "
+            "define it at the top level of a module"
+        )
+    if module == "__main__":
+        return f"{Path(sys.modules['__main__'].__file__).resolve()}:{name}"
+    return f"{module}:{name}"
+
+
+@cache
+def _module_of_file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise RewardError(f"reward function: there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool], list[Any]]:
+    """Imported on first use: it takes two seconds, and the trainer never needs it."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its time-outs are off
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    return parse, verify, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

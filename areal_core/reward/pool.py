@@ -1,0 +1,171 @@
+"""Reward functions in processes of their own: a stuck one is killed, a dead one is replaced, a failing one is named.
+
+    await pool(...)  ->  queue of threads, one a worker  ->  pipe  ->  worker process (areal_core.reward.worker)
+                         waits for: a reply, the end of the process, or the time-out
+                         and then:  returns it, starts a new process, or kills the process
+
+A worker is a fresh interpreter that imports the reward function and nothing of the trainer, so it has no torch, no GPU
+memory and no fork of a threaded process.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import queue
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from areal_core.errors import RewardError
+from areal_core.reward.functions import RewardFn, name_of_reward_fn
+
+logger = logging.getLogger(__name__)
+
+
+class RewardPool:
+    """`await pool(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
+
+    Runs at most `num_workers` calls at once, each for at most `timeout_s` seconds; time spent waiting for a worker does
+    not count. A call that runs out of time gives `timeout_reward`, or raises if that is None. A worker that dies is
+    replaced and its call tried again, `max_retries` times. An exception of the reward function, and a result that is no
+    finite number, raise RewardError with the row.
+    """
+
+    def __init__(
+        self,
+        reward_fn: str | RewardFn,
+        timeout_s: float = 15.0,
+        num_workers: int | None = None,
+        max_retries: int = 3,
+        timeout_reward: float | None = 0.0,
+    ) -> None:
+        self.name = name_of_reward_fn(reward_fn)
+        self.timeout_s, self.max_retries, self.timeout_reward = timeout_s, max_retries, timeout_reward
+        self.num_timeouts = 0
+        num_workers = num_workers or max(1, (os.cpu_count() or 1) // 2)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(self.name, timeout_s) for _ in range(num_workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+    ) -> float:
+        return await asyncio.wrap_future(self.submit(prompt, completions, prompt_ids, completion_ids, **row))
+
+    def submit(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+    ) -> "Future[float]":
+        """The same call, for code without an event loop."""
+        return self._threads.submit(
+            self._run, (prompt, completions, list(prompt_ids), list(completion_ids)), row
+        )
+
+    def close(self) -> None:
+        """End the workers, also those that are at work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=True)
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:
+        about = f"prompt {arguments[0][:80]!r}, completion {arguments[1][:80]!r}, row fields {row!r:.200}"
+        try:
+            job = json.dumps([arguments, row]).encode()
+        except TypeError as error:
+            raise RewardError(f"{self.name}: the row cannot be sent as JSON ({error}): {about}") from None
+        worker = self._idle.get()
+        try:
+            return self._attempt(worker, job, about)
+        finally:
+            self._idle.put(worker)
+
+    def _attempt(self, worker: "_Worker", job: bytes, about: str) -> float:
+        for _ in range(self.max_retries + 1):
+            try:
+                reply = worker.call(job)
+            except (EOFError, OSError):
+                worker.kill()
+                continue
+            if reply is None:
+                worker.kill()
+                self.num_timeouts += 1
+                if self.timeout_reward is None:
+                    raise RewardError(f"{self.name} did not return within {self.timeout_s} s: {about}")
+                logger.warning(
+                    "%s did not return within %s s and gets %s: %s",
+                    self.name,
+                    self.timeout_s,
+                    self.timeout_reward,
+                    about,
+                )
+                return self.timeout_reward
+            return self._reward_of(json.loads(reply), about)
+        raise RewardError(f"{self.name}: its process died {self.max_retries + 1} times: {about}")
+
+    def _reward_of(self, reply: dict[str, Any], about: str) -> float:
+        if reply["error"]:
+            raise RewardError(f"{self.name} raised {reply['error']}: {about}\n{reply['traceback']}")
+        value = reply["value"]
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RewardError(f"{self.name} returned {reply['shown']}; expected a finite number: {about}")
+        return float(value)
+
+
+class _Worker:
+    """One worker process, started when it is first needed."""
+
+    def __init__(self, reward_name: str, timeout_s: float) -> None:
+        self.reward_name, self.timeout_s = reward_name, timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+
+    def call(self, job: bytes) -> bytes | None:
+        """The reply, or None if there was none in time. EOFError or OSError if the process died."""
+        if self.process is None:
+            self._start()
+        assert self.connection is not None
+        self.connection.send_bytes(job)
+        return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
+
+    def kill(self) -> None:
+        """End the process for good; the next call starts another."""
+        process, connection, self.process, self.connection = self.process, self.connection, None, None
+        if process is not None and connection is not None:
+            process.kill()
+            process.wait()
+            connection.close()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "areal_core.reward.worker",
+                str(theirs.fileno()),
+                self.reward_name,
+                str(self.timeout_s),
+            ],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self.connection = ours
+        ours.recv_bytes()  # the worker is ready: the time to import is not the time of the first call

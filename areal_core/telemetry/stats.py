@@ -1,0 +1,186 @@
+"""What a step measured: values per token or per sequence under a mask, scalars and timings, then one dict over all ranks.
+
+Each record is reduced at once, on its own device and without waiting for it, to count, sum, minimum and maximum. At the
+end of a step the ranks exchange these by name, as one small object, so a rank that has recorded nothing under some name
+cannot leave the others waiting in a collective.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+
+class Reduce(Enum):
+    """What becomes of a name's values."""
+
+    AVG_MIN_MAX = "avg_min_max"  # name/avg, name/min, name/max
+    AVG = "avg"  # name
+    SUM = "sum"  # name
+    SCALAR = "scalar"  # name: mean over calls and ranks; name__count: how many there were
+    TIMING = "timing"  # name: mean over calls and ranks
+
+
+@dataclass
+class Moments:
+    """Count, sum, minimum and maximum of everything recorded under one name."""
+
+    reduce: str
+    count: float
+    total: float
+    minimum: float
+    maximum: float
+
+    def joined(self, other: "Moments") -> "Moments":
+        return Moments(
+            self.reduce,
+            self.count + other.count,
+            self.total + other.total,
+            min(self.minimum, other.minimum),
+            max(self.maximum, other.maximum),
+        )
+
+
+Records = dict[str, Moments]
+
+
+class Stats:
+    """Collects one step. Scopes belong to the thread or task that opened them; records are not shared between threads."""
+
+    def __init__(self) -> None:
+        self._scope: ContextVar[str] = ContextVar("scope", default="")
+        self._masks: dict[str, Tensor] = {}
+        self._records: dict[str, list[tuple[Reduce, Tensor]]] = {}
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Put `name/` before every name recorded inside."""
+        token = self._scope.set(f"{self._scope.get()}{name}/")
+        try:
+            yield
+        finally:
+            self._scope.reset(token)
+
+    def denominator(self, **masks: Tensor) -> None:
+        """Boolean masks over which later statistics average. Each is reported as the number of its true elements."""
+        for name, mask in masks.items():
+            if mask.dtype != torch.bool:
+                raise ValueError(f"denominator {name!r} has dtype {mask.dtype}; expected torch.bool")
+            self._masks[self._scope.get() + name] = mask
+            self._record(name, Reduce.SUM, mask.detach(), torch.ones_like(mask))
+
+    def stat(self, denominator: str, reduce: Reduce = Reduce.AVG_MIN_MAX, **values: Tensor) -> None:
+        """Values in the shape of the mask `denominator`, which was given in this scope or one around it."""
+        mask = self._mask(denominator)
+        for name, value in values.items():
+            if value.shape != mask.shape:
+                raise ValueError(
+                    f"stat {name!r} has shape {list(value.shape)} and its denominator {denominator!r} "
+                    f"{list(mask.shape)}; they must be equal"
+                )
+            self._record(name, reduce, value.detach(), mask)
+
+    def scalar(self, **values: float | Tensor) -> None:
+        """Single numbers."""
+        for name, value in values.items():
+            number = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1)
+            self._record(name, Reduce.SCALAR, number, torch.ones_like(number, dtype=torch.bool))
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Record the seconds spent inside as `timeperf/name`, whatever the scope."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            four = _four_numbers(seconds, torch.ones(1, dtype=torch.bool))
+            self._records.setdefault(f"timeperf/{name}", []).append((Reduce.TIMING, four))
+
+    def export(self, gather: "Callable[[Records], list[Records]] | None" = None) -> dict[str, float]:
+        """Everything recorded since the last export, reduced over ranks and sorted by name; the collection starts anew.
+
+        Every rank must call this. `gather` returns the records of all ranks in rank order. Names without a single
+        element anywhere are left out.
+        """
+        records = {name: _joined(entries) for name, entries in self._records.items()}
+        self._records, self._masks = {}, {}
+        joined: Records = {}
+        for of_rank in (gather or gather_over_ranks)(records):
+            for name, moments in of_rank.items():
+                joined[name] = joined[name].joined(moments) if name in joined else moments
+        return {key: value for name in sorted(joined) for key, value in _reported(name, joined[name])}
+
+    def _mask(self, name: str) -> Tensor:
+        parts = self._scope.get().split("/")
+        for depth in range(len(parts) - 1, -1, -1):
+            full = "/".join([*parts[:depth], name])
+            if full in self._masks:
+                return self._masks[full]
+        raise ValueError(
+            f"there is no denominator {name!r} in scope {self._scope.get()!r}; there are {', '.join(self._masks) or 'none'}"
+        )
+
+    def _record(self, name: str, reduce: Reduce, values: Tensor, mask: Tensor) -> None:
+        self._records.setdefault(self._scope.get() + name, []).append((reduce, _four_numbers(values, mask)))
+
+
+def gather_over_ranks(records: Records) -> list[Records]:
+    """The records of every rank of the default group, in rank order; just ours without torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [records]
+    gathered: list[Records] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, records)
+    return gathered
+
+
+def _four_numbers(values: Tensor, mask: Tensor) -> Tensor:
+    """[4] float64 on the device of `values`: count, sum, minimum, maximum over the mask. No wait for the device."""
+    values = values.double()
+    inside = torch.where(mask, values, 0.0)
+    lowest = torch.where(mask, values, torch.inf).flatten()
+    highest = torch.where(mask, values, -torch.inf).flatten()
+    edge = values.new_full((1,), torch.inf)  # an empty tensor has no minimum of its own
+    return torch.stack(
+        [
+            mask.sum().double(),
+            inside.sum(),
+            torch.cat([lowest, edge]).amin(),
+            torch.cat([highest, -edge]).amax(),
+        ]
+    )
+
+
+def _joined(entries: list[tuple[Reduce, Tensor]]) -> Moments:
+    kinds = {reduce for reduce, _ in entries}
+    assert len(kinds) == 1, f"one name was recorded as {kinds}"
+    kind = kinds.pop()
+    moments = [Moments(kind.value, *four) for four in torch.stack([four for _, four in entries]).tolist()]
+    joined = moments[0]
+    for other in moments[1:]:
+        joined = joined.joined(other)
+    return joined
+
+
+def _reported(name: str, moments: Moments) -> Iterator[tuple[str, float]]:
+    kind = Reduce(moments.reduce)
+    if kind is Reduce.SUM:
+        yield name, moments.total
+        return
+    if moments.count == 0:
+        return
+    average = moments.total / moments.count
+    if kind is Reduce.AVG_MIN_MAX:
+        yield f"{name}/avg", average
+        yield f"{name}/max", moments.maximum
+        yield f"{name}/min", moments.minimum
+    else:
+        yield name, average
+    if kind is Reduce.SCALAR:
+        yield f"{name}__count", moments.count

@@ -1,0 +1,35 @@
+"""One line a step, for a person who watches."""
+
+from areal_core.telemetry.loggers import Stats
+
+# Column, names under which the trainers record it (the first that exists is shown), format.
+COLUMNS = (
+    ("reward", ("ppo_actor/task_reward/avg", "rollout/reward"), "{:.3f}"),
+    ("loss", ("ppo_actor/update/actor_loss/avg", "sft/loss/avg", "sft/loss"), "{:.4f}"),
+    ("grad_norm", ("ppo_actor/update/grad_norm", "sft/grad_norm"), "{:.3f}"),
+    ("lr", ("ppo_actor/update/lr", "sft/lr"), "{:.2e}"),
+    ("seq_len", ("ppo_actor/seq_len/avg", "sft/seq_len/avg"), "{:.0f}"),
+)
+NUM_TOKENS = ("ppo_actor/n_tokens", "sft/n_tokens")
+
+
+def step_summary(
+    step: int, stats: Stats, total_steps: int | None = None, seconds: float | None = None
+) -> str:
+    """`step 3/10  reward 0.250  loss -0.0120 ...`, steps counted from 1; what was not measured is left out.
+
+    `seconds` is the duration of the step, for the tokens per second.
+    """
+    parts = [f"step {step + 1}" + (f"/{total_steps}" if total_steps else "")]
+    for column, names, shape in COLUMNS:
+        value = first_of(stats, names)
+        if value is not None:
+            parts.append(f"{column} {shape.format(value)}")
+    num_tokens = first_of(stats, NUM_TOKENS)
+    if num_tokens is not None and seconds:
+        parts.append(f"{num_tokens / seconds:.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def first_of(stats: Stats, names: tuple[str, ...]) -> float | None:
+    return next((stats[name] for name in names if name in stats), None)
