@@ -19,14 +19,15 @@ class ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, softcap: float | None
     ) -> Tensor:
-        """hidden [tokens, dim], weight [vocab, dim], labels int64 [tokens] -> float32 [tokens, 2]."""
+        """hidden [1, tokens, dim], weight [vocab, dim], labels int64 [tokens] -> float32 [1, tokens, 2]."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.temperature, ctx.softcap = temperature, softcap
-        result = torch.empty(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
-        for chunk in _chunks(hidden.shape[0]):
-            log_p, _ = _log_softmax(hidden[chunk] @ weight.T, temperature, softcap)  # [chunk, vocab]
-            result[chunk, 0] = log_p.gather(1, labels[chunk, None])[:, 0]
-            result[chunk, 1] = _entropy(log_p)
+        # The leading dimension is the model's batch; a view made later would trip FSDP's hook on the output.
+        result = torch.empty(1, hidden.shape[1], 2, dtype=torch.float32, device=hidden.device)
+        for chunk in _chunks(hidden.shape[1]):
+            log_p, _ = _log_softmax(hidden[0, chunk] @ weight.T, temperature, softcap)  # [chunk, vocab]
+            result[0, chunk, 0] = log_p.gather(1, labels[chunk, None])[:, 0]
+            result[0, chunk, 1] = _entropy(log_p)
         return result
 
     @staticmethod
@@ -35,18 +36,18 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for chunk in _chunks(hidden.shape[0]):
-            log_p, softcap_slope = _log_softmax(hidden[chunk] @ weight.T, ctx.temperature, ctx.softcap)
+        for chunk in _chunks(hidden.shape[1]):
+            log_p, softcap_slope = _log_softmax(hidden[0, chunk] @ weight.T, ctx.temperature, ctx.softcap)
             p = log_p.exp()  # [chunk, vocab]
-            grad_logprob, grad_entropy = grad_result[chunk, 0:1], grad_result[chunk, 1:2]
+            grad_logprob, grad_entropy = grad_result[0, chunk, 0:1], grad_result[0, chunk, 1:2]
             grad_logits = p * (-grad_logprob - grad_entropy * (log_p + _entropy(log_p)[:, None]))
             grad_logits.scatter_add_(1, labels[chunk, None], grad_logprob)
             grad_logits /= ctx.temperature
             if softcap_slope is not None:
                 grad_logits *= softcap_slope
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[chunk]
+            grad_hidden[0, chunk] = grad_logits @ weight
+            grad_weight += grad_logits.T @ hidden[0, chunk]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -85,8 +86,7 @@ def take_labels_in_output_layer(model: torch.nn.Module) -> None:
         if self.labels is None:
             logits = plain_forward(hidden)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        pairs = ChunkedLogprobs.apply(hidden[0], self.weight, self.labels, self.temperature, softcap)
-        return pairs[None]
+        return ChunkedLogprobs.apply(hidden, self.weight, self.labels, self.temperature, softcap)
 
     layer.labels, layer.temperature = None, 1.0
     layer.forward = MethodType(forward, layer)

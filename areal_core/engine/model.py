@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
@@ -31,6 +32,7 @@ def load_model(
     Raises:
         ModelError: there is no readable model at `path`.
     """
+    transformers_logging.disable_progress_bar()  # one bar a rank a load would bury the run's own output
     try:
         config = AutoConfig.from_pretrained(path)
         if init_from_scratch:

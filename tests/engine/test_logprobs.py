@@ -6,11 +6,11 @@ from areal_core.engine import logprobs as L
 
 def naive(hidden, weight, labels, temperature, softcap):
     """The definition, in float64: all logits at once."""
-    logits = hidden.double() @ weight.double().T
+    logits = hidden[0].double() @ weight.double().T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits / temperature, -1)
-    return torch.stack([log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], dim=1)
+    return torch.stack([log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], dim=1)[None]
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -18,13 +18,13 @@ def naive(hidden, weight, labels, temperature, softcap):
 def test_chunked_logprobs_and_gradients_equal_the_definition(monkeypatch, temperature, softcap):
     monkeypatch.setattr(L, "CHUNK_TOKENS", 4)  # ten tokens: two whole chunks and a rest
     torch.manual_seed(1)
-    hidden = torch.randn(10, 6, requires_grad=True)
+    hidden = torch.randn(1, 10, 6, requires_grad=True)
     weight = torch.randn(23, 6, requires_grad=True)
     labels = torch.randint(23, (10,))
     got = L.ChunkedLogprobs.apply(hidden, weight, labels, temperature, softcap)
     want = naive(hidden, weight, labels, temperature, softcap)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
-    upstream = torch.randn(10, 2)
+    upstream = torch.randn(1, 10, 2)
     for g, w in zip(
         torch.autograd.grad(got, (hidden, weight), upstream),
         torch.autograd.grad(want, (hidden, weight), upstream.double()),
@@ -34,6 +34,8 @@ def test_chunked_logprobs_and_gradients_equal_the_definition(monkeypatch, temper
 
 
 def test_uniform_logits_give_log_of_vocabulary_size():
-    pairs = L.ChunkedLogprobs.apply(torch.zeros(3, 4), torch.ones(8, 4), torch.tensor([0, 3, 7]), 1.0, None)
-    torch.testing.assert_close(pairs[:, 0], torch.full((3,), -2.0794415))  # -ln 8
-    torch.testing.assert_close(pairs[:, 1], torch.full((3,), 2.0794415))
+    pairs = L.ChunkedLogprobs.apply(
+        torch.zeros(1, 3, 4), torch.ones(8, 4), torch.tensor([0, 3, 7]), 1.0, None
+    )
+    torch.testing.assert_close(pairs[0, :, 0], torch.full((3,), -2.0794415))  # -ln 8
+    torch.testing.assert_close(pairs[0, :, 1], torch.full((3,), 2.0794415))

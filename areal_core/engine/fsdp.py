@@ -1,0 +1,178 @@
+"""The train engine: a sharded model that scores batches and learns from them.
+
+It knows nothing of reinforcement learning: a loss is a function of logprobs, entropies and one packed micro-batch. The objective is
+the sum of that loss over all tokens of all ranks, divided by the sum of their weights, so it does not depend on how rows were divided.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
+from areal_core.engine.checksums import parameter_checksums
+from areal_core.engine.optimizer import clip_gradients
+from areal_core.engine.ranks import Ranks
+
+# (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens
+LossFunction = Callable[[Tensor, Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """One micro-batch of this rank: its rows in the batch given, its loss summed over tokens, and its weight."""
+
+    rows: list[int]
+    num_tokens: int
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One optimizer step. `loss` and `total_weight` are over all ranks; the micro-batches are this rank's."""
+
+    loss: float
+    total_weight: float
+    grad_norm: float
+    lr: float
+    update_successful: bool
+    micro_batches: list[MicroBatchResult]
+
+
+@dataclass
+class FSDPEngine:
+    """A sharded causal language model with, for training, its optimizer and schedule.
+
+    Args:
+        dtype: of compute and of the weights that `named_full_tensors` gives.
+        temperature: logits are divided by it; it must be the one that sampled the tokens.
+        max_tokens_per_mb: the most tokens of one micro-batch, None for no limit.
+        min_micro_batches: the fewest micro-batches that a batch is divided into.
+    """
+
+    model: PreTrainedModel
+    ranks: Ranks
+    dtype: torch.dtype
+    temperature: float = 1.0
+    max_tokens_per_mb: int | None = None
+    min_micro_batches: int = 1
+    optimizer: Optimizer | None = None
+    schedule: LRScheduler | None = None
+    gradient_clipping: float = 1.0
+
+    def divide(self, batch: Batch) -> list[list[int]]:
+        """Rows of each micro-batch, as many micro-batches on every rank; a collective."""
+        lengths = sequence_lengths(batch).tolist()
+        return split_rows(lengths, self.max_tokens_per_mb, self.min_micro_batches, self.ranks.maximum)
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Logprob of the next token at each position, float32 [B, T], 0 on padding; a collective."""
+        self.model.eval()
+        result = torch.zeros(batch["attention_mask"].shape, dtype=torch.float32)
+        for rows in self.divide(batch):
+            part = select_rows(batch, rows)
+            pairs = self._forward(part)
+            if rows:
+                width = part["attention_mask"].shape[1]
+                result[rows, :width] = scatter_tokens(pairs[:, 0].cpu(), part["attention_mask"])
+        return result
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFunction, weight_fn: Callable[[Batch], Tensor]
+    ) -> TrainResult:
+        """One optimizer step on a batch of next-token aligned rows; a collective.
+
+        Args:
+            batch: padded; every per-token key is given to `loss_fn` packed.
+            loss_fn: the loss, summed over the tokens of a packed micro-batch.
+            weight_fn: the weight of a batch, by which the sum of the loss is divided; usually its trained tokens.
+
+        Raises:
+            ValueError: the batch weighs nothing on all ranks, so there is nothing to learn from.
+        """
+        if self.optimizer is None or self.schedule is None:
+            raise ValueError(
+                "this engine has no optimizer: it can score, not train (actor.optimizer is not set)"
+            )
+        total_weight = float(self.ranks.sum(weight_fn(batch).double()))
+        if total_weight == 0:
+            raise ValueError("no token of the batch is trained on any rank: every loss_mask is 0")
+        self.model.train()
+        self.optimizer.zero_grad()
+        results = [
+            self._train_rows(batch, rows, loss_fn, weight_fn, total_weight) for rows in self.divide(batch)
+        ]
+        loss_sum = self.ranks.sum(torch.tensor(sum(r.loss for r in results), dtype=torch.float64))
+        lr = self.schedule.get_last_lr()[0]
+        grad_norm = clip_gradients(list(self.model.parameters()), self.gradient_clipping)
+        finite = grad_norm < float("inf")  # False for nan, too
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return TrainResult(float(loss_sum) / total_weight, total_weight, grad_norm, lr, finite, results)
+
+    def _train_rows(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        loss_fn: LossFunction,
+        weight_fn: Callable[[Batch], Tensor],
+        total_weight: float,
+    ) -> MicroBatchResult:
+        part = select_rows(batch, rows)
+        pairs = self._forward(part)
+        if not rows:
+            # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward that weighs nothing.
+            (pairs.sum() * 0.0).backward()
+            return MicroBatchResult([], 0, 0.0, 0.0)
+        flat = {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
+        loss = loss_fn(pairs[:, 0], pairs[:, 1], flat)
+        # FSDP averages gradients over ranks; times their number, that is a sum.
+        (loss * (self.ranks.world_size / total_weight)).backward()
+        num_tokens = int(part["attention_mask"].sum())
+        return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
+
+    def _forward(self, part: Batch) -> Tensor:
+        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]."""
+        if part["attention_mask"].shape[0] == 0:
+            part = {
+                "input_ids": torch.zeros(1, 1, dtype=torch.int32),
+                "attention_mask": torch.ones(1, 1, dtype=torch.bool),
+            }
+        lengths = sequence_lengths(part).tolist()
+        device = self.ranks.device
+        input_ids = pack(part)["input_ids"].to(device, torch.int64)
+        head = self.model.get_output_embeddings()
+        # The label of a sequence's last position is another sequence's first token; no mask trains on it.
+        head.labels, head.temperature = input_ids.roll(-1), self.temperature
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            sequence_lengths=lengths,
+        )
+        head.labels = None
+        return output.logits[0]
+
+    def step_schedule(self) -> None:
+        """Move the learning rate on; once a training step, however many minibatches that had."""
+        assert self.schedule is not None
+        self.schedule.step()
+
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, in the compute dtype; a collective: every rank iterates to the end."""
+        for name, parameter in self.model.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, full.detach().to(self.dtype)
+
+    def checksums(self) -> dict[str, str]:
+        """crc32c of every master weight; a collective."""
+        return parameter_checksums(self.model, self.ranks)

@@ -1,0 +1,55 @@
+"""A second copy of the model, whole on each rank, for the embedded engine to generate with.
+
+Ranks generate different numbers of tokens. Through FSDP's sharded modules each token would be a collective, and the ranks would
+wait for each other for ever; a replica generates without talking to anyone. It takes its weights as a server does: by a push.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from areal_core.engine.model import load_model
+
+
+class Replica:
+    """A causal language model in the compute dtype that gives next-token logits.
+
+    Args:
+        path: folder of the model, read for its config and first weights.
+        dtype: of weights and compute.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = load_model(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        self.device = device
+        self._parameters = dict(self.model.named_parameters())
+
+    @torch.no_grad()
+    def load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy weights in, by name."""
+        for name, tensor in named_tensors:
+            self._parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def __call__(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Logits of the token after the last one, [batch, vocab].
+
+        Args:
+            input_ids: int64 [batch, new tokens].
+            attention_mask: [batch, cached and new tokens], 0 on padding.
+            position_ids: int64 [batch, new tokens].
+            cache: keys and values so far; grows.
+        """
+        output = self.model(
+            input_ids=input_ids.to(self.device),
+            attention_mask=attention_mask.to(self.device),
+            position_ids=position_ids.to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

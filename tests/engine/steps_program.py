@@ -1,0 +1,79 @@
+"""Trains a few steps on fixed rows, divided over the ranks, and prints losses, gradient norms and checksums.
+
+Arguments: model folder, tokens per micro-batch, anchor folder to write after the first step ("" for none).
+"""
+
+import json
+import sys
+
+import torch
+
+from areal_core.engine.checkpoint import load_anchor, save_anchor
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model, shard_model
+from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+
+LENGTHS = [12, 5, 20, 9, 3]
+
+
+def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+    """Every world_size-th of five rows of different lengths, next-token aligned: with two ranks, three and two rows."""
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    trained = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None] - 1
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "loss_mask": trained.int()}
+    return {key: tensor[rank::world_size] for key, tensor in batch.items()}
+
+
+def make_engine(ranks: Ranks, model: str, max_tokens: int, dtype: torch.dtype = torch.float32) -> FSDPEngine:
+    sharded = shard_model(load_model(model), ranks.mesh, dtype=dtype)
+    optimizer = build_optimizer(
+        sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8
+    )
+    schedule = build_schedule(
+        optimizer, kind="linear", total_steps=10, warmup_proportion=0.0, min_lr_ratio=0.0
+    )
+    return FSDPEngine(
+        sharded, ranks, dtype, max_tokens_per_mb=max_tokens, optimizer=optimizer, schedule=schedule
+    )
+
+
+def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
+    """One step of maximum likelihood."""
+    result = engine.train_batch(
+        batch,
+        lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+    )
+    engine.step_schedule()
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "num_micro_batches": len(result.micro_batches),
+        "checksums": engine.checksums(),
+    }
+
+
+def main(model: str, max_tokens: int, anchor: str) -> None:
+    ranks = join_ranks("cpu")
+    engine = make_engine(ranks, model, max_tokens)
+    batch = rows(ranks.rank, ranks.world_size)
+    steps = [train_step(engine, batch)]
+    if anchor:
+        save_anchor(anchor, engine, {"steps_done": 1})
+    steps += [train_step(engine, batch) for _ in range(2)]
+    if anchor:
+        again = make_engine(ranks, model, max_tokens)
+        state = load_anchor(anchor, again)
+        resumed = [train_step(again, batch) for _ in range(2)]
+        steps = {"straight": steps, "state": state, "resumed": resumed}
+    if ranks.rank == 0:
+        print(json.dumps(steps))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

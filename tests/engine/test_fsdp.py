@@ -1,0 +1,119 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_core.engine.checkpoint import load_anchor, read_anchor, save_anchor, save_hf
+from areal_core.engine.errors import CheckpointError, ModelError
+from areal_core.engine.model import load_model, shard_model
+
+PROGRAM = Path(__file__).parent / "steps_program.py"
+spec = importlib.util.spec_from_file_location("steps_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(torchrun, tiny_model, tmp_path_factory):
+    """Three steps on two ranks, and the last two again from an anchor."""
+    return torchrun(PROGRAM, 2, tiny_model, 16 + 5, tmp_path_factory.mktemp("anchor") / "000001")
+
+
+def run_alone(ranks, model, max_tokens, steps=3):
+    engine = program.make_engine(ranks, str(model), max_tokens)
+    return [program.train_step(engine, program.rows()) for _ in range(steps)]
+
+
+def test_logprobs_equal_those_of_an_unpacked_forward(ranks, tiny_model):
+    batch = program.rows()
+    got = program.make_engine(ranks, str(tiny_model), 24).compute_logprobs(batch)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").double()
+    with torch.no_grad():
+        ids = batch["input_ids"].long()
+        logits = plain(input_ids=ids, attention_mask=batch["attention_mask"].long()).logits
+    want = torch.log_softmax(logits, -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    trained = batch["loss_mask"][:, :-1].bool()
+    torch.testing.assert_close(got[:, :-1][trained].double(), want[trained], rtol=0, atol=2e-6)
+
+
+def test_loss_and_gradient_do_not_depend_on_micro_batches(ranks, tiny_model):
+    whole, divided = run_alone(ranks, tiny_model, 1000), run_alone(ranks, tiny_model, 20)
+    assert [step["num_micro_batches"] for step in whole + divided] == [1, 1, 1, 3, 3, 3]
+    for one, many in zip(whole, divided, strict=True):
+        assert many["loss"] == pytest.approx(one["loss"], rel=2e-6)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_the_same_split_gives_the_same_bits(ranks, tiny_model):
+    assert run_alone(ranks, tiny_model, 20) == run_alone(ranks, tiny_model, 20)
+
+
+def test_two_ranks_with_unequal_rows_train_as_one_does(ranks, tiny_model, two_ranks):
+    # Rank 0 needs two micro-batches for its three rows, rank 1 one for its two: it runs an empty one beside it.
+    alone = run_alone(ranks, tiny_model, 1000)
+    for one, two in zip(alone, two_ranks["straight"], strict=True):
+        assert two["num_micro_batches"] == 2
+        assert two["lr"] == one["lr"]
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_training_goes_on_from_an_anchor_to_the_same_bits_on_two_ranks(two_ranks):
+    assert two_ranks["state"] == {"steps_done": 1}
+    assert two_ranks["resumed"] == two_ranks["straight"][1:]
+
+
+def test_checksums_do_not_depend_on_the_number_of_ranks(ranks, tiny_model, torchrun):
+    untrained = program.make_engine(ranks, str(tiny_model), 100).checksums()
+    file = Path(tiny_model).parent / "untrained.py"
+    file.write_text(
+        "import importlib.util, json, sys\n"
+        f"spec = importlib.util.spec_from_file_location('p', {str(PROGRAM)!r})\n"
+        "p = importlib.util.module_from_spec(spec); spec.loader.exec_module(p)\n"
+        "ranks = p.join_ranks('cpu'); c = p.make_engine(ranks, sys.argv[1], 100).checksums()\n"
+        "if ranks.rank == 0: print(json.dumps(c))\n"
+        "p.leave_ranks()\n"
+    )
+    assert torchrun(file, 2, tiny_model) == untrained
+
+
+def test_a_step_with_nothing_to_train_on_is_an_error(ranks, tiny_model):
+    batch = program.rows()
+    batch["loss_mask"].zero_()
+    with pytest.raises(ValueError, match="every loss_mask is 0"):
+        program.train_step(program.make_engine(ranks, str(tiny_model), 100), batch)
+
+
+def test_saved_hugging_face_folder_holds_the_trained_weights(ranks, tiny_model, tmp_path):
+    engine = program.make_engine(ranks, str(tiny_model), 100)
+    program.train_step(engine, program.rows())
+    save_hf(tmp_path, engine)
+    loaded = dict(load_model(str(tmp_path)).named_parameters())
+    trained = dict(engine.named_full_tensors())
+    assert loaded.keys() == trained.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_damaged_anchor_is_refused_by_name(ranks, tiny_model, tmp_path):
+    engine = program.make_engine(ranks, str(tiny_model), 100)
+    save_anchor(tmp_path / "000000", engine, {})
+    assert read_anchor(tmp_path / "000000")["has_optimizer"] is False
+    shard = next((tmp_path / "000000" / "tensors").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{shard.name} is missing or damaged"):
+        load_anchor(tmp_path / "000000", engine)
+
+
+def test_a_missing_model_is_one_clear_sentence(ranks):
+    with pytest.raises(ModelError, match=r"cannot load the model: '/no/such' is not a folder here"):
+        load_model("/no/such")
+
+
+def test_unknown_layer_class_is_named(ranks, tiny_model):
+    with pytest.raises(ModelError, match=r"\['NoLayer'\]"):
+        shard_model(load_model(str(tiny_model)), ranks.mesh, dtype=torch.float32, layer_classes=("NoLayer",))
