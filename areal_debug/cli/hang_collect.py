@@ -1,0 +1,171 @@
+"""`areal-debug hang collect`: stacks of every rank into one folder; and the live `areal-debug hang`."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.layout import Manifest, pack
+from hangdoctor.errors import HangInputError
+
+TAR_ENDINGS = (".tar.gz", ".tgz")
+
+
+@click.command()
+@click.option("--to", type=click.Path(path_type=Path), required=True, help="A new folder, or a .tar.gz file.")
+@click.option(
+    "--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be given several times."
+)
+@click.option("--match", default="", help="Regular expression that the ranks' command lines match.")
+@click.option(
+    "--samples",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 10),
+    help="How many dumps of each process.",
+)
+@click.option("--interval", default=3.0, show_default=True, help="Seconds between two dumps.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds that one dump may take.")
+@click.option(
+    "--native", is_flag=True, help="A second pass with C and C++ frames; pauses each process shortly."
+)
+@click.option("--slurm", metavar="JOB", help="Every node of this SLURM job, beside its own step.")
+@click.option(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    is_flag=False,
+    flag_value="auto",
+    help="Every node of a Ray cluster.",
+)
+@click.option("--ssh", metavar="HOSTS", help="These hosts, separated by commas.")
+@click.option(
+    "--k8s",
+    metavar="SELECTOR",
+    help="Every running pod with this label selector; prints each kubectl command.",
+)
+@click.option("--namespace", default="", help="Of the pods.")
+@click.option(
+    "--python", default="python3", show_default=True, help="The Python of the hosts, 3.11 or newer."
+)
+def collect(
+    to: Path,
+    pids: tuple[int, ...],
+    match: str,
+    samples: int,
+    interval: float,
+    timeout: float,
+    native: bool,
+    slurm: str | None,
+    ray_address: str | None,
+    ssh: str | None,
+    k8s: str | None,
+    namespace: str,
+    python: str,
+) -> None:
+    """Dump the stacks of every rank, and what lies around them, for `areal-debug hang diagnose`.
+
+    Without --pid or --match: every process of yours with a RANK in its environment. Nothing has to be prepared
+    in the job; needs py-spy here only, which is sent to the other hosts.
+    """
+    search = Search(pids, match, ("SLURM_JOB_ID", slurm) if slurm else None)
+    options = Options(samples, interval, timeout, native)
+
+    def gather(folder: Path) -> Manifest:
+        if ray_address:
+            from hangdoctor.collect.ray_nodes import collect_ray
+
+            return collect_ray(ray_address, search, folder, options)
+        if hosts := _hosts(slurm, ssh, k8s, namespace):
+            from hangdoctor.collect.remote import collect_hosts
+
+            return collect_hosts(hosts, _command(slurm, ssh, namespace), search, folder, options, python)
+        return collect_host(search, folder, options)
+
+    try:
+        manifest = _into(to, gather)
+    except HangInputError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    click.echo(_summary(manifest, to))
+
+
+def live(pids: tuple[int, ...], as_json: bool) -> int:
+    """Collect this host, diagnose, print. Gives the exit status of `hang diagnose`, 2 when nothing was found."""
+    from areal_debug.hang_render import show_diagnosis
+    from hangdoctor.diagnose import diagnose
+    from hangdoctor.parse.read import read_snapshot
+
+    with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
+        try:
+            collect_host(Search(pids), Path(folder), Options())
+            snapshot = read_snapshot((Path(folder),), None, {})
+        except HangInputError as error:
+            click.echo(f"Error: {error}", err=True)
+            return 2
+    return show_diagnosis(diagnose(snapshot), snapshot, as_json=as_json, html=None, markdown=None)
+
+
+def _hosts(slurm: str | None, ssh: str | None, k8s: str | None, namespace: str) -> list[str]:
+    from hangdoctor.collect import remote
+
+    if slurm:
+        return remote.slurm_hosts(slurm)
+    if ssh:
+        return [host.strip() for host in ssh.split(",") if host.strip()]
+    return remote.kubernetes_pods(k8s, namespace) if k8s else []
+
+
+def _command(slurm: str | None, ssh: str | None, namespace: str) -> Callable[[str, list[str]], list[str]]:
+    """How to run the collector on a host: a function of its name and of the collector's command."""
+    from hangdoctor.collect import remote
+
+    if slurm:
+        return lambda host, collector: remote.slurm_command(slurm, host, collector)
+    if ssh:
+        return remote.ssh_command
+
+    def kubectl(pod: str, collector: list[str]) -> list[str]:
+        command = remote.kubernetes_command(pod, namespace, collector)
+        click.echo(
+            " ".join([*command[: -len(collector)], collector[0], "-c COLLECTOR", *collector[3:]]), err=True
+        )
+        return command
+
+    return kubectl
+
+
+def _into(to: Path, gather: Callable[[Path], Manifest]) -> Manifest:
+    """Gather into a new folder, or into a tar by way of a temporary one; leave nothing half-made."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise HangInputError(f"{to} exists already: name a new folder or a new .tar.gz file")
+    if to.name.endswith(TAR_ENDINGS):
+        with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
+            manifest = gather(Path(folder))
+            to.write_bytes(pack(Path(folder)))
+        return manifest
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        return gather(to)
+    except HangInputError:
+        shutil.rmtree(to)
+        raise
+
+
+def _summary(manifest: Manifest, to: Path) -> str:
+    """One line a process that is not dumped, one line in all."""
+    ranks = [process for process in manifest.processes if process.role not in ("child", "launcher")]
+    dumped = sum(process.status == "dumped" for process in ranks)
+    lines = [
+        f"{process.name}: {process.status}: {process.detail}"
+        for process in ranks
+        if process.status != "dumped"
+    ]
+    lines += [f"host {host.host}: {host.status}: {host.detail}" for host in manifest.hosts if host.detail]
+    lines.append(f"{dumped} of {len(ranks)} ranks dumped into {to}. Next: areal-debug hang diagnose {to}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From processes to a folder: find the ranks of a job, dump their stacks a few times, keep the facts beside them."""

@@ -1,0 +1,277 @@
+"""Which processes are the ranks of one job, which are their children, and which ranks have no process.
+
+process table --(search)--> scope --(claims a rank, no ancestor claims the same)--> ranks
+                              \\--(below a rank)--> children          expected - found --> gone
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hangdoctor.collect.errors import NoRanksFound, SeveralJobs
+from hangdoctor.collect.identity import Identity, identify, is_launcher, ranks_of_host, spans_hosts
+from hangdoctor.collect.process import Process, ancestors, descendants
+
+MAX_CHILDREN = 64
+"""Per rank. A compile pool has as many workers as the host has cores; beyond this they all look alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Where to look: below pids, at command lines that match a regular expression, at processes that carry an
+    environment variable, or (all empty) at every process of this user that claims a rank."""
+
+    pids: tuple[int, ...] = ()
+    match: str = ""
+    variable: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        if self.pids:
+            return "at or below pid " + ", ".join(map(str, self.pids))
+        if self.match:
+            return f"with a command line that matches {self.match!r}"
+        if self.variable:
+            return f"started with {'='.join(self.variable)}"
+        return "of this user with RANK (or the rank of MPI or SLURM) in its environment"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One process to dump; `parent` is the name of the rank that a child belongs to."""
+
+    name: str
+    rank: int | None
+    role: str
+    process: Process
+    parent: str | None = None
+
+    @property
+    def pid(self) -> int:
+        """The pid of its process."""
+        return self.process.pid
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A rank that the world size promises and that has no process here; `status` is gone or not_collected."""
+
+    rank: int
+    status: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Every process of one job on this host: ranks, their children, the launcher; and the ranks without one."""
+
+    targets: tuple[Target, ...]
+    absent: tuple[Absent, ...]
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A process and what it claims to be."""
+
+    process: Process
+    identity: Identity
+
+
+def find_job(search: Search, table: dict[int, Process]) -> Job:
+    """The one job that `search` leads to.
+
+    Raises:
+        NoRanksFound: nothing there looks like a rank.
+        SeveralJobs: ranks of more than one rendezvous are there.
+    """
+    scope = _scope(search, table)
+    claims = _rank_claims(scope, table)
+    if any(
+        claim.process.pid in search.pids for claim in claims
+    ):  # one rank names its job: its peers say why it waits
+        jobs = {claim.identity.job for claim in claims}
+        claims = [claim for claim in _rank_claims(_own(table), table) if claim.identity.job in jobs] or claims
+    _refuse_several_jobs(claims)
+    servers = _servers(scope, claims, table) if search != Search() else []
+    if not claims and not servers:
+        claims = _unranked(search, scope, table)
+    ranks = _name_ranks(claims) + servers
+    launcher = _launcher(ranks, table)
+    children = [child for rank in ranks for child in _children(rank, ranks, table)]
+    world_size = max((claim.identity.world_size or 0 for claim in claims), default=0) or None
+    return Job((*ranks, *children, *launcher), tuple(_absent(ranks, world_size)), world_size)
+
+
+def _own(table: dict[int, Process]) -> list[int]:
+    return [process.pid for process in table.values() if process.uid == os.getuid()]
+
+
+def _scope(search: Search, table: dict[int, Process]) -> list[int]:
+    """Pids that may be of the job. Never this process, nor what called it."""
+    if search.pids:
+        seeds: Iterable[int] = search.pids
+    elif search.match:
+        pattern = re.compile(search.match)
+        seeds = [pid for pid, process in table.items() if pattern.search(" ".join(process.command))]
+    elif search.variable:
+        seeds = [pid for pid, process in table.items() if _carries(process, search.variable)]
+    else:
+        seeds = _own(table)
+    ours = {os.getpid(), *ancestors(os.getpid(), table)} - set(search.pids)
+    seeds = [pid for pid in seeds if pid in table and pid not in ours]
+    helpers = {os.getpid(), *descendants([os.getpid()], table)} if not search.pids else set()
+    return [pid for pid in dict.fromkeys([*seeds, *descendants(seeds, table)]) if pid not in helpers]
+
+
+def _carries(process: Process, variable: tuple[str, str]) -> bool:
+    name, value = variable
+    return (
+        process.environment is not None and name in process.environment and process.environment[name] == value
+    )
+
+
+def _claim(process: Process) -> Claim:
+    return Claim(process, identify(process.environment or {}, process.command))
+
+
+def _rank_claims(scope: list[int], table: dict[int, Process]) -> list[Claim]:
+    """Python processes that claim a rank which none of their ancestors claims, in order of rank."""
+    claims = {
+        pid: claim
+        for pid in scope
+        if table[pid].is_python and not is_launcher(table[pid].command)
+        for claim in [_claim(table[pid])]
+        if claim.identity.rank is not None
+    }
+    tops = [claim for pid, claim in claims.items() if not _inherited(pid, claims, table)]
+    strong = {claim.process.pid for claim in tops if not claim.identity.inferred}
+    return sorted(
+        (c for c in tops if not c.identity.inferred or not strong & set(descendants([c.process.pid], table))),
+        key=lambda claim: (claim.identity.rank, claim.process.pid),
+    )
+
+
+def _inherited(pid: int, claims: dict[int, Claim], table: dict[int, Process]) -> bool:
+    mine = claims[pid].identity
+    above = [claims[parent].identity for parent in ancestors(pid, table) if parent in claims]
+    return any(parent.rank == mine.rank and parent.job == mine.job for parent in above)
+
+
+def _refuse_several_jobs(claims: list[Claim]) -> None:
+    jobs: dict[str, list[Claim]] = defaultdict(list)
+    for claim in claims:
+        if claim.identity.role == "trainer":
+            jobs[claim.identity.job].append(claim)
+    if len(jobs) > 1:
+        lines = [
+            f"  {job or '(no rendezvous)'}: "
+            + ", ".join(f"rank {claim.identity.rank} is pid {claim.process.pid}" for claim in members[:4])
+            + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+            for job, members in jobs.items()
+        ]
+        raise SeveralJobs(
+            f"{len(jobs)} jobs run here; name one by `--pid` of any of its ranks:\n" + "\n".join(lines)
+        )
+
+
+def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -> list[Target]:
+    """Processes in the scope that have a role and no rank (inference servers, reward actors): topmost only, counted."""
+    ranked = {claim.process.pid for claim in claims}
+    roles = {
+        pid: _claim(table[pid]).identity.role for pid in scope if table[pid].is_python and pid not in ranked
+    }
+    served = {pid for pid, role in roles.items() if role != "trainer"}
+    counts: dict[str, int] = defaultdict(int)
+    targets = []
+    for pid in sorted(served):
+        if (served | ranked).isdisjoint(ancestors(pid, table)):
+            role = roles[pid]
+            targets.append(Target(f"{role}_rank_{counts[role]}", counts[role], role, table[pid]))
+            counts[role] += 1
+    return targets
+
+
+def _unranked(search: Search, scope: list[int], table: dict[int, Process]) -> list[Claim]:
+    """Named processes that claim no rank are numbered by pid, topmost Python processes only."""
+    python = {pid for pid in scope if table[pid].is_python}
+    tops = [pid for pid in sorted(python) if not python & set(ancestors(pid, table))]
+    if search == Search() or not tops:
+        raise NoRanksFound(_nothing_found(search, scope, table))
+    return [Claim(table[pid], Identity(index, None, "trainer", "")) for index, pid in enumerate(tops)]
+
+
+def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) -> str:
+    hidden = sum(process.environment is None for process in table.values())
+    if missing := [pid for pid in search.pids if pid not in table]:
+        return f"There is no process {', '.join(map(str, missing))} on this host. It may have ended: read its logs."
+    return (
+        f"No rank was found. Looked for a Python process {search}, among {len(table)} processes ({len(scope)} in reach"
+        + (f", {hidden} of other users not readable without root" if hidden else "")
+        + "). Name the job with --pid PID of a rank or of its launcher, or with --match REGEX of its command line."
+    )
+
+
+def _name_ranks(claims: list[Claim]) -> list[Target]:
+    """One target a rank; a second process that claims the same rank is left to be a child of nobody."""
+    named: dict[str, Target] = {}
+    for claim in claims:
+        prefix = "" if claim.identity.role == "trainer" else f"{claim.identity.role}_"
+        name = f"{prefix}rank_{claim.identity.rank}"
+        named.setdefault(
+            name,
+            Target(name, claim.identity.rank, claim.identity.role, claim.process),
+        )
+    return list(named.values())
+
+
+def _children(rank: Target, ranks: list[Target], table: dict[int, Process]) -> list[Target]:
+    """Processes below a rank that are not below another rank."""
+    others = {other.pid for other in ranks if other is not rank}
+    below = [
+        pid
+        for pid in descendants([rank.pid], table)
+        if pid not in others and not others & set(_between(pid, rank.pid, table)) and pid != os.getpid()
+    ]
+    return [
+        Target(f"{rank.name}_child_{index}", None, "child", table[pid], rank.name)
+        for index, pid in enumerate(below[:MAX_CHILDREN])
+    ]
+
+
+def _between(pid: int, top: int, table: dict[int, Process]) -> list[int]:
+    above = ancestors(pid, table)
+    return above[: above.index(top)]
+
+
+def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
+    """The nearest common launcher of the ranks, when it is a known one."""
+    for rank in ranks:
+        for pid in ancestors(rank.pid, table):
+            if table[pid].is_python and is_launcher(table[pid].command):
+                return [Target("launcher", None, "launcher", table[pid])]
+    return []
+
+
+def _absent(ranks: list[Target], world_size: int | None) -> list[Absent]:
+    """Trainer ranks that the world size promises and no process claims."""
+    trainers = [target for target in ranks if target.role == "trainer"]
+    environments = [target.process.environment or {} for target in trainers]
+    promised = set(range(world_size or 0))
+    local = _ranks_of_this_host(environments, promised)
+    return [
+        Absent(rank, "gone", "no process on this host claims this rank")
+        if rank in local
+        else Absent(rank, "not_collected", "it runs on another host, where nobody looked")
+        for rank in sorted(promised - {target.rank for target in trainers})
+    ]
+
+
+def _ranks_of_this_host(environments: list[dict[str, str]], promised: set[int]) -> set[int]:
+    """As torchrun says; else all of them, unless a scheduler says that there are other hosts."""
+    spans = [ranks_of_host(environment) for environment in environments]
+    known = [span for span in spans if span is not None]
+    if known:
+        return {rank for span in known for rank in span}
+    return set() if any(spans_hosts(environment) for environment in environments) else promised

@@ -1,0 +1,176 @@
+"""What lies around a process besides its stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS.
+
+Every function answers with text or bytes, or None when there is nothing: a collection never fails for want of these.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from hangdoctor.collect.process import PROC
+
+KEPT_VARIABLE = re.compile(
+    r"^(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_(?:NAME|RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+|"
+    r"SLURM_\w+|NCCL_\w+|TORCH_(?:NCCL|FR|DISTRIBUTED|INCLUDE|CPP_LOG)\w*|GLOO_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|"
+    r"OMP_NUM_THREADS)$"
+)
+LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|JWT", re.IGNORECASE)
+MAX_TAIL_BYTES = 256 << 10
+MAX_ERROR_FILE_BYTES = 4 << 20
+RAS_PORT = 28028
+QUICK_S = 5.0
+DUMP_WAIT_S = 10.0
+
+
+def selected_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that say how a job was started: an allow-list, and none whose name looks like a credential."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if KEPT_VARIABLE.match(name) and not LOOKS_SECRET.search(name)
+    }
+
+
+def log_tail(pid: int, num_lines: int) -> str | None:
+    """The last lines of the files that a process writes its stdout and stderr to; pipes and terminals have none."""
+    tails: dict[str, str] = {}
+    for descriptor in ("1", "2"):
+        link = PROC / str(pid) / "fd" / descriptor
+        try:
+            path = os.readlink(link)
+            if path not in tails and link.is_file():
+                tails[path] = _last_lines(link, num_lines)
+        except OSError:
+            continue
+    return "".join(tails.values()) or None
+
+
+def _last_lines(path: Path, num_lines: int) -> str:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    return "".join(lines[-num_lines:])
+
+
+def error_files(environment: dict[str, str]) -> dict[int, str]:
+    """Rank to torchelastic error file, for this rank and its neighbours on the host: the file of a rank that is
+    gone lies beside those of the living, as `.../attempt_0/LOCAL_RANK/error.json`."""
+    if "TORCHELASTIC_ERROR_FILE" not in environment:
+        return {}
+    own = Path(environment["TORCHELASTIC_ERROR_FILE"])
+    rank, local = environment.get("RANK", ""), environment.get("LOCAL_RANK", "")
+    if not (rank.isdigit() and local.isdigit() and own.parent.name == local):
+        return {}
+    found = {}
+    for path in own.parent.parent.glob(f"*/{own.name}"):
+        if path.parent.name.isdigit() and path.stat().st_size <= MAX_ERROR_FILE_BYTES:
+            found[int(rank) - int(local) + int(path.parent.name)] = path.read_text(errors="replace")
+    return found
+
+
+def flight_recorder_dump(rank: int, environment: dict[str, str], started: float) -> bytes | None:
+    """A rank's Flight Recorder dump: asked for through its pipe where it listens on one, else a file that it has
+    written since `started` (seconds since the epoch; older ones are of another run)."""
+    asked = time.time()
+    wanted = asked if _ring(rank, environment) else started
+    prefix = _first(environment, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    cache = Path(environment.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
+    prefixes = [prefix] if prefix else [str(cache / "torch/comm_lib_trace_rank_"), "/tmp/nccl_trace_rank_"]
+    deadline = asked + (DUMP_WAIT_S if wanted == asked else 0)
+    while True:
+        for candidate in prefixes:
+            if content := _settled(Path(f"{candidate}{rank}"), wanted):
+                return content
+        if time.time() >= deadline:
+            return None
+        time.sleep(0.1)
+
+
+def _ring(rank: int, environment: dict[str, str]) -> bool:
+    """Write to the pipe that makes a rank dump; false when nobody reads it."""
+    prefix = _first(environment, "TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    if not prefix:
+        return False
+    try:
+        descriptor = os.open(f"{prefix}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(descriptor, b"1\n")
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _settled(path: Path, since: float) -> bytes | None:
+    """The file's bytes once it was written after `since` (file times are coarse: 50 ms) and stops growing."""
+    try:
+        before = path.stat()
+        if before.st_mtime < since - 0.05 or before.st_size == 0:
+            return None
+        time.sleep(0.05)
+        return path.read_bytes() if path.stat().st_size == before.st_size else None
+    except OSError:
+        return None
+
+
+def _first(environment: dict[str, str], *names: str) -> str:
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def gpus() -> list[dict[str, object]] | None:
+    """Utilisation, power and pids of each GPU by nvidia-smi, in the shape of `gpu/K/HOST.json`."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    cards = _query("--query-gpu=uuid,index,utilization.gpu,power.draw")
+    apps = _query("--query-compute-apps=gpu_uuid,pid")
+    return [
+        {
+            "index": int(index),
+            "utilization_percent": _float(utilization),
+            "power_watts": _float(power),
+            "pids": [int(pid) for card, pid in apps if card == uuid],
+        }
+        for uuid, index, utilization, power in cards
+    ]
+
+
+def _query(query: str) -> list[list[str]]:
+    done = _quick(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    return [[cell.strip() for cell in line.split(",")] for line in (done or "").splitlines() if "," in line]
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # [N/A], [Unknown Error]
+        return None
+
+
+def nccl_ras() -> str | None:
+    """What NCCL's RAS service on this host says of every communicator, when one answers."""
+    if shutil.which("ncclras"):
+        return _quick(["ncclras", "-v"])
+    try:
+        with socket.create_connection(("localhost", RAS_PORT), timeout=1.0) as service:
+            service.settimeout(QUICK_S)
+            service.sendall(b"verbose status\n")
+            chunks = []
+            while chunk := service.recv(1 << 16):
+                chunks.append(chunk)
+    except OSError:
+        return None
+    return b"".join(chunks).decode(errors="replace") or None
+
+
+def _quick(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUICK_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout or None

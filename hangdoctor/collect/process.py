@@ -1,0 +1,158 @@
+"""Processes as /proc shows them: who started whom, what they run, how they wait. Linux only, standard library only."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process. `environment` is what it was started with, or None where /proc refuses to show it."""
+
+    pid: int
+    parent_pid: int
+    state: str
+    uid: int
+    command: tuple[str, ...]
+    executable: str
+    environment: dict[str, str] | None
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it runs a Python interpreter, as far as its executable tells (embedded ones do not tell)."""
+        return Path(self.executable).name.startswith(("python", "pypy"))
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The fields of /proc/PID/stat that we use. `cpu_s` is user plus system time of all threads."""
+
+    state: str
+    parent_pid: int
+    cpu_s: float
+    start_ticks: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """/proc/PID/stat, or None when the process is gone."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold spaces and parentheses
+    return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[19]))
+
+
+def read_process(pid: int) -> Process | None:
+    """One process, or None when it is gone."""
+    folder = PROC / str(pid)
+    stat = read_stat(pid)
+    if stat is None:
+        return None
+    try:
+        command = _split_zero((folder / "cmdline").read_bytes())
+        uid = folder.stat().st_uid
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Process(
+        pid, stat.parent_pid, stat.state, uid, command, _executable(folder, command), _environment(folder)
+    )
+
+
+def process_table() -> dict[int, Process]:
+    """Every process on this host, kernel threads left out."""
+    pids = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+    found = (read_process(pid) for pid in pids)
+    return {
+        process.pid: process
+        for process in found
+        if process is not None and (process.command or process.state == "Z")
+    }
+
+
+def descendants(pids: Iterable[int], table: dict[int, Process]) -> list[int]:
+    """The processes below `pids` (themselves left out), parents before their children."""
+    children: dict[int, list[int]] = {}
+    for process in table.values():
+        children.setdefault(process.parent_pid, []).append(process.pid)
+    waiting, found = list(pids), []
+    while waiting:
+        below = sorted(children.get(waiting.pop(0), []))
+        found += below
+        waiting += below
+    return found
+
+
+def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
+    """The parent of `pid`, its parent, and so on up to the first that is not in the table."""
+    found = []
+    while pid in table and table[pid].parent_pid in table:
+        pid = table[pid].parent_pid
+        found.append(pid)
+    return found
+
+
+def read_facts(pid: int) -> dict[str, object]:
+    """What `proc/K/NAME.json` holds of a process; every value is null when it is gone."""
+    stat = read_stat(pid)
+    status = _status_lines(pid)
+    return {
+        "state": stat.state if stat else None,
+        "wchan": _wchan(pid),
+        "parent_pid": stat.parent_pid if stat else None,
+        "cpu_s": stat.cpu_s if stat else None,
+        "voluntary_switches": _whole_number(status, "voluntary_ctxt_switches"),
+        "involuntary_switches": _whole_number(status, "nonvoluntary_ctxt_switches"),
+        "start_time": boot_time() + stat.start_ticks / CLOCK_TICKS if stat else None,
+    }
+
+
+def boot_time() -> float:
+    """When this machine started, seconds since the epoch."""
+    for line in (PROC / "stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    raise OSError("/proc/stat has no btime line")
+
+
+def _executable(folder: Path, command: tuple[str, ...]) -> str:
+    try:
+        return os.readlink(folder / "exe")
+    except OSError:  # of another user, or gone: its own word for it must do
+        return command[0] if command else ""
+
+
+def _environment(folder: Path) -> dict[str, str] | None:
+    try:
+        entries = _split_zero((folder / "environ").read_bytes())
+    except OSError:
+        return None
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _split_zero(raw: bytes) -> tuple[str, ...]:
+    return tuple(part.decode(errors="replace") for part in raw.split(b"\0") if part)
+
+
+def _status_lines(pid: int) -> dict[str, str]:
+    try:
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def _whole_number(status: dict[str, str], key: str) -> int | None:
+    return int(status[key]) if key in status else None
+
+
+def _wchan(pid: int) -> str | None:
+    try:
+        name = (PROC / str(pid) / "wchan").read_text()
+    except OSError:
+        return None
+    return None if name in ("", "0") else name

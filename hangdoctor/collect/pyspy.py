@@ -1,0 +1,84 @@
+"""One py-spy dump of one process, and what its exit code and words mean.
+
+Nonblocking first: a hung rank does not move, so torn reads are rare, while a py-spy that is killed in ptrace can
+leave its target stopped. py-spy answers 0, 1 or 2 only, so the cause is read from its words.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hangdoctor.collect.errors import PySpyMissing
+
+STARTING = "Failed to find python version"
+GONE = ("Failed to get process executable name", "No such process", "Check that the process is running")
+REFUSED = ("Permission Denied", "Operation not permitted", "EPERM", "os error 13")
+ATTEMPTS = 3
+RETRY_AFTER_S = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What came of one attempt: a status of the collection format, why, what py-spy printed and complained."""
+
+    status: str
+    detail: str
+    output: str
+    complaint: str
+
+
+def find_pyspy() -> str:
+    """The py-spy beside this interpreter, else the one on PATH.
+
+    Raises:
+        PySpyMissing: there is none.
+    """
+    beside = Path(sys.executable).with_name("py-spy")
+    for candidate in (str(beside), shutil.which("py-spy")):
+        if candidate and _run([candidate, "--version"], timeout_s=10).status == "dumped":
+            return candidate
+    raise PySpyMissing(
+        f"py-spy is neither beside {sys.executable} nor on PATH. Install it with `{sys.executable} -m pip install py-spy` "
+        "(in a read-only container: `PYTHONUSERBASE=/tmp/py-spy pip install --user py-spy`, then put /tmp/py-spy/bin on PATH)."
+    )
+
+
+def dump(pyspy: str, pid: int, timeout_s: float, native: bool = False) -> Dump:
+    """The stacks of one process: JSON, or text with native frames, which pauses the process for a moment."""
+    mode = ["--native"] if native else ["--nonblocking", "--json"]
+    for attempt in range(ATTEMPTS):
+        done = _run([pyspy, "dump", *mode, "--pid", str(pid)], timeout_s)
+        if done.status in ("dumped", "timed_out", "gone", "not_permitted"):
+            return done
+        if attempt + 1 < ATTEMPTS:  # a starting interpreter, or a torn read of one that moves
+            time.sleep(RETRY_AFTER_S)
+    return done
+
+
+def _run(command: list[str], timeout_s: float) -> Dump:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
+    except OSError as error:  # absent, or built for another processor
+        return Dump("not_python", f"{command[0]} does not run here: {error}", "", "")
+    except subprocess.TimeoutExpired:
+        return Dump("timed_out", f"py-spy did not finish in {timeout_s:g} s", "", "")
+    if done.returncode == 0:
+        return Dump("dumped", "", done.stdout, "")
+    return Dump(*_meaning(done.stderr), done.stdout, done.stderr)
+
+
+def _meaning(complaint: str) -> tuple[str, str]:
+    """The status and the reason that py-spy's words stand for."""
+    first = complaint.strip().splitlines()[0] if complaint.strip() else "py-spy failed without a word"
+    if any(words in complaint for words in REFUSED):
+        return "not_permitted", first
+    if any(words in complaint for words in GONE):
+        return "gone", "the process ended before it could be dumped"
+    if STARTING in complaint:
+        return "not_python", "no Python interpreter was found in it (or it has not come up yet)"
+    return "not_python", first

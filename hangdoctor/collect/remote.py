@@ -1,0 +1,215 @@
+"""Many hosts into one folder: each gets the collector through its stdin and streams its collection back.
+
+    bundle (this package and py-spy, a few MB) ──stdin──> python3 -c BOOTSTRAP on the host
+    one thread a host, a time-out each           <─stdout── tar.gz of its collection
+    all answers ──merge──> folder, with a status for every host and every expected rank
+
+Nothing has to be installed on the hosts but Python 3.11; nothing stays there.
+"""
+
+import io
+import shlex
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hangdoctor.collect.__main__ import NOTHING_TO_COLLECT, arguments_for
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.errors import HostsUnknown, NoRanksFound
+from hangdoctor.collect.host import Options
+from hangdoctor.collect.layout import HostEntry, Manifest, merge, unpack
+from hangdoctor.collect.pyspy import find_pyspy
+
+BOOTSTRAP = """
+import io, os, shutil, sys, tarfile, tempfile
+if sys.version_info < (3, 11):
+    sys.exit("hangdoctor needs Python 3.11 here, this is " + sys.version.split()[0] + "; name another with --python")
+folder = tempfile.mkdtemp(prefix="hangdoctor-")
+try:
+    tarfile.open(fileobj=io.BytesIO(sys.stdin.buffer.read()), mode="r:gz").extractall(folder)
+    sys.path.insert(0, folder)
+    os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + folder
+    from hangdoctor.collect.__main__ import main
+    sys.exit(main(sys.argv[1:]))
+finally:
+    shutil.rmtree(folder)
+"""
+HOSTS_AT_ONCE = 64
+UNREACHABLE_WORDS = ("permission denied", "not authorized", "forbidden")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a host sent back. `returncode` is None when it did not answer in time."""
+
+    host: str
+    returncode: int | None
+    stdout: bytes
+    stderr: str
+
+
+def build_bundle() -> bytes:
+    """The collector and py-spy as a gzipped tar: `hangdoctor/...` and `py-spy`."""
+    package = Path(__file__).parents[1]
+    sources = [package / "__init__.py", package / "errors.py", *sorted((package / "collect").glob("*.py"))]
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        for source in sources:
+            tar.add(source, arcname=str(source.relative_to(package.parent)))
+        tar.add(find_pyspy(), arcname="py-spy")
+    return packed.getvalue()
+
+
+def collector_command(python: str, search: Search, options: Options, host: str) -> list[str]:
+    """The command that, given the bundle on stdin, collects the host it runs on."""
+    return [python, "-c", BOOTSTRAP, *arguments_for(search, options), f"--host={host}"]
+
+
+def slurm_hosts(job: str) -> list[str]:
+    """The nodes of a running SLURM job.
+
+    Raises:
+        HostsUnknown: squeue does not know the job, or it has no nodes yet.
+    """
+    nodes = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%N"], f"SLURM job {job}")
+    return _ask(["scontrol", "show", "hostnames", nodes], f"the nodes of SLURM job {job}").split()
+
+
+def slurm_command(job: str, host: str, collector: list[str]) -> list[str]:
+    """srun beside the job's own step: --overlap and no GPUs, else it would wait behind the job for ever."""
+    return [
+        "srun",
+        "--overlap",
+        f"--jobid={job}",
+        f"--nodelist={host}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--gres=none",
+        *collector,
+    ]
+
+
+def ssh_command(host: str, collector: list[str]) -> list[str]:
+    """ssh without questions; the remote shell parses one string."""
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, shlex.join(collector)]
+
+
+def kubernetes_pods(selector: str, namespace: str) -> list[str]:
+    """The running pods that a label selector names.
+
+    Raises:
+        HostsUnknown: kubectl fails, or no pod matches.
+    """
+    command = [
+        "kubectl",
+        "get",
+        "pods",
+        f"--selector={selector}",
+        "--field-selector=status.phase=Running",
+        "--output=name",
+    ]
+    found = _ask([*command, *_namespace(namespace)], f"running pods with {selector!r}")
+    return [name.removeprefix("pod/") for name in found.split()]
+
+
+def kubernetes_command(pod: str, namespace: str, collector: list[str]) -> list[str]:
+    """kubectl exec with the bundle on stdin."""
+    return ["kubectl", "exec", "--stdin", pod, *_namespace(namespace), "--", *collector]
+
+
+def _namespace(namespace: str) -> list[str]:
+    return [f"--namespace={namespace}"] if namespace else []
+
+
+def _ask(command: list[str], what: str) -> str:
+    """The output of a scheduler's command, which must not be empty."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise HostsUnknown(f"{command[0]} is not on PATH here: run this where {command[0]} works") from None
+    if done.returncode or not done.stdout.strip():
+        said = done.stderr.strip() or "nothing found"
+        raise HostsUnknown(f"`{shlex.join(command)}` names no {what}: {said}")
+    return done.stdout.strip()
+
+
+def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> list[Answer]:
+    """Run one command a host, the bundle on its stdin, many at once."""
+    bundle = build_bundle()
+
+    def ask(item: tuple[str, list[str]]) -> Answer:
+        host, command = item
+        try:
+            done = subprocess.run(command, input=bundle, capture_output=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return Answer(host, None, b"", f"no answer in {timeout_s:g} s")
+        return Answer(host, done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+
+    with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
+        return list(pool.map(ask, commands.items()))
+
+
+def merge_answers(answers: list[Answer], folder: Path) -> Manifest:
+    """Lay all collections into `folder`.
+
+    Raises:
+        NoRanksFound: no host had a rank; says what each answered.
+    """
+    parts, others = [], []
+    with tempfile.TemporaryDirectory(prefix="hangdoctor-", dir=folder) as scratch:
+        for index, answer in enumerate(answers):
+            part = Path(scratch, str(index))
+            problem = _unpack_answer(answer, part)
+            if problem is None:
+                parts.append(part)
+            else:
+                others.append(problem)
+        if not parts:
+            told = "\n".join(f"  {host.host}: {host.status}: {host.detail}" for host in others)
+            raise NoRanksFound(f"No rank was collected from {len(answers)} hosts:\n{told}")
+        return merge(parts, others, folder)
+
+
+def _unpack_answer(answer: Answer, part: Path) -> HostEntry | None:
+    """None when the collection is laid out in `part`, else why there is none."""
+    if answer.returncode == 0:
+        try:
+            unpack(answer.stdout, part)
+        except ValueError as error:
+            return HostEntry(answer.host, "unreachable", str(error))
+        return None
+    reason = (
+        answer.stderr.strip().splitlines()[-1] if answer.stderr.strip() else f"exit code {answer.returncode}"
+    )
+    if answer.returncode is None:
+        return HostEntry(answer.host, "timed_out", reason)
+    if answer.returncode == NOTHING_TO_COLLECT:
+        return HostEntry(answer.host, "ok", answer.stderr.strip())
+    refused = any(words in answer.stderr.lower() for words in UNREACHABLE_WORDS)
+    return HostEntry(answer.host, "not_permitted" if refused else "unreachable", reason)
+
+
+def collect_hosts(
+    hosts: list[str],
+    command_for: Callable[[str, list[str]], list[str]],
+    search: Search,
+    folder: Path,
+    options: Options,
+    python: str,
+) -> Manifest:
+    """Collect every host by the command that `command_for(host, collector)` gives, into one folder.
+
+    Raises:
+        NoRanksFound: no host had a rank.
+    """
+    commands = {host: command_for(host, collector_command(python, search, options, host)) for host in hosts}
+    return merge_answers(ask_hosts(commands, time_limit_s(options)), folder)
+
+
+def time_limit_s(options: Options) -> float:
+    """How long one host may take: its samples, a slow start and a slow network."""
+    return 60 + options.num_samples * (options.interval_s + 4 * options.timeout_s)

@@ -1,0 +1,33 @@
+"""Rank 1 raised and sits in a post-mortem debugger that nobody looks at; its peers wait for it.
+
+label: partial_exception
+culprits: 1
+ranks: 2
+"""
+
+import pdb
+
+import torch
+import torch.distributed as dist
+from hang_point import here
+
+
+def forward(rank: int) -> torch.Tensor:
+    if rank == 1:
+        raise ValueError("label 7 is outside the vocabulary")
+    return torch.ones(4)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    try:
+        loss = forward(dist.get_rank())
+    except ValueError as error:
+        here()
+        pdb.post_mortem(error.__traceback__)
+    here()
+    dist.all_reduce(loss)
+
+
+main()

@@ -1,0 +1,30 @@
+"""A native extension on rank 1 blocks without giving up the GIL; its peers wait in the reduction.
+
+label: lock_deadlock
+culprits: 1
+ranks: 2
+"""
+
+import ctypes
+
+import torch
+import torch.distributed as dist
+from hang_point import here
+
+native = ctypes.PyDLL(None)  # PyDLL, unlike CDLL, keeps the GIL during the call
+
+
+def tokenize_natively() -> None:
+    native.pause()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    here()
+    if dist.get_rank() == 1:
+        tokenize_natively()
+    dist.all_reduce(torch.ones(4))
+
+
+main()

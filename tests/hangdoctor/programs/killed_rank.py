@@ -1,0 +1,31 @@
+"""Rank 2 was killed; rank 0 and rank 1 wait in the store for its word that the checkpoint is read.
+
+label: missing_rank
+culprits: 2
+ranks: 3
+"""
+
+import os
+import signal
+from datetime import timedelta
+
+import torch.distributed as dist
+from hang_point import here
+
+
+def wait_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> None:
+    store.set(f"read/{rank}", "yes")
+    store.wait([f"read/{peer}" for peer in range(world_size)], timedelta(hours=1))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.barrier()
+    here()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until_all_have_read(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size())
+
+
+main()

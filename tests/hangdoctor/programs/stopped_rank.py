@@ -1,0 +1,25 @@
+"""Rank 1 is stopped (SIGSTOP: a debugger, a job scheduler, a stray Ctrl-Z) and its peers wait for it.
+
+label: missing_rank
+culprits: 1
+ranks: 2
+"""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from hang_point import here
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    here()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(4))
+
+
+main()

@@ -1,0 +1,42 @@
+"""Rank 1 fails in its loss, swallows the error, and its cleanup meets a barrier while its peers reduce gradients.
+
+label: cleanup_deadlock
+culprits: 1
+ranks: 3
+"""
+
+import torch
+import torch.distributed as dist
+from hang_point import here
+
+
+def compute_loss(rank: int) -> torch.Tensor:
+    if rank == 1:
+        raise RuntimeError("out of memory")
+    return torch.ones(8)
+
+
+def train_step(rank: int) -> None:
+    loss = compute_loss(rank)
+    dist.all_reduce(loss)
+
+
+def cleanup() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.barrier()
+    here()
+    try:
+        train_step(rank)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}, leaving")
+    finally:
+        cleanup()
+
+
+main()

@@ -1,0 +1,169 @@
+"""Start a fault program for real, wait until it hangs, collect it, and end every process of it.
+
+A program says in its docstring what it is (`label`, `culprits`, `ranks`, `starts`, `launch`), so it is its own oracle.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hangdoctor.collect.process import descendants, process_table, read_stat
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+REACH_HANG_POINT_S = 120
+STILL_S = 0.5
+SETTLE_S = 6
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the docstring of a fault program says of it."""
+
+    path: Path
+    label: str
+    culprits: tuple[int, ...]
+    num_ranks: int
+    starts: tuple[int, ...]
+    launch: str
+
+
+def read_program(path: Path) -> Program:
+    """The program at `path`, as its docstring describes it."""
+    told = dict(re.findall(r"^(\w+): (.+)$", path.read_text(), re.MULTILINE))
+    num_ranks = int(told["ranks"])
+    return Program(
+        path,
+        told["label"],
+        tuple(int(rank) for rank in re.findall(r"\d+", told.get("culprits", ""))),
+        num_ranks,
+        tuple(int(rank) for rank in told.get("starts", " ".join(map(str, range(num_ranks)))).split()),
+        told.get("launch", "plain"),
+    )
+
+
+@dataclass(frozen=True)
+class RunningProgram:
+    """A started program: `pids` of its ranks (or of its launcher) as a user would name them."""
+
+    program: Program
+    pids: tuple[int, ...]
+    folder: Path
+
+
+def free_port() -> int:
+    """A port that the operating system says is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment_of(markers: Path, port: int, rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun would give a rank, as far as these programs use it."""
+    return os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HANG_POINT_DIR": str(markers),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def commands_of(program: Program, markers: Path) -> list[tuple[list[str], dict[str, str]]]:
+    """One command a rank, or one of a launcher, each with its environment."""
+    if program.launch == "plain":
+        port = free_port()
+        return [
+            ([sys.executable, str(program.path)], environment_of(markers, port, rank, program.num_ranks))
+            for rank in program.starts
+        ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={program.num_ranks}",
+    ]
+    command = [*torchrun, str(program.path)]
+    if program.launch == "network_namespace":
+        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+    environment = environment_of(markers, 0, 0, 1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del environment[name]
+    return [(command, environment)]
+
+
+@contextmanager
+def running(program: Program, folder: Path) -> Iterator[RunningProgram]:
+    """The program at its hang point, every rank of it; all its processes are killed afterwards."""
+    markers = folder / "markers"
+    markers.mkdir(parents=True)
+    started = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=(folder / f"{index}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for index, (command, environment) in enumerate(commands_of(program, markers))
+    ]
+    pids = tuple(process.pid for process in started)
+    try:
+        _wait_for_markers(program, markers, started, folder)
+        _wait_until_still(pids)
+        yield RunningProgram(program, pids, folder)
+    finally:
+        _kill_tree(pids)
+        for process in started:
+            process.wait()
+            process.stdin.close()
+
+
+def _wait_for_markers(program: Program, markers: Path, started: list[subprocess.Popen], folder: Path) -> None:
+    deadline = time.monotonic() + REACH_HANG_POINT_S
+    while len(list(markers.iterdir())) < len(program.starts):
+        ended = [process for process in started if process.poll() not in (None, -signal.SIGKILL)]
+        if ended or time.monotonic() > deadline:
+            logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+            pytest.fail(f"{program.path.name} did not reach its hang point:\n{logs[-4000:]}")
+        time.sleep(0.05)
+
+
+def _wait_until_still(pids: tuple[int, ...]) -> None:
+    """Until the processes use no CPU for a while, or clearly will not stop using it."""
+    deadline = time.monotonic() + SETTLE_S
+    still_since, before = time.monotonic(), -1.0
+    while time.monotonic() < deadline and time.monotonic() - still_since < STILL_S:
+        family = [*pids, *descendants(pids, process_table())]
+        now = sum(stat.cpu_s for stat in map(read_stat, family) if stat)
+        if now > before + 0.02:
+            still_since, before = time.monotonic(), now
+        time.sleep(0.1)
+
+
+def _kill_tree(pids: tuple[int, ...]) -> None:
+    """SIGKILL, launchers first, so that none restarts or reports what it started."""
+    for pid in [*pids, *descendants(pids, process_table())]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Call with a program's name inside `with`: the started program, at its hang point."""
+    return lambda name: running(read_program(PROGRAMS / f"{name}.py"), tmp_path)
