@@ -1,0 +1,140 @@
+"""Frames as the same text on every machine: qualified names cut to their last part, paths to what is below
+site-packages.
+
+py-spy 0.4.3 prints `Condition.wait`, older ones `wait`; one host has
+`/opt/venv/lib/python3.11/site-packages/torch/..`, another `torch/..`. Ranks are compared, and rules are
+matched, on what is left: last part of the name, end of the path, line.
+"""
+
+import re
+from functools import lru_cache
+
+from hangdoctor.model import Frame, Thread
+
+LIBRARY_ROOT = re.compile(
+    r"^.*/(?:site-packages|dist-packages)/|^.*/lib/python3\.\d+/|^.*/lib64/python3\.\d+/"
+)
+# What stands between a caller and the call it makes, and never waits by itself.
+WRAPPERS = {
+    ("wrapper", "torch/distributed/c10d_logger.py"),
+    ("wrapped_fn", "deepspeed/utils/nvtx.py"),
+    ("log_wrapper", "deepspeed/comm/comm.py"),
+    ("wrapper", "typing_extensions.py"),
+    ("_call_impl", "torch/nn/modules/module.py"),
+    ("_wrapped_call_impl", "torch/nn/modules/module.py"),
+    ("inner", "torch/nn/modules/module.py"),
+    ("decorate_context", "torch/utils/_contextlib.py"),
+    ("decorate_autocast", "torch/amp/autocast_mode.py"),
+    ("decorate_fwd", "torch/amp/autocast_mode.py"),
+    ("_fn", "torch/_dynamo/eval_frame.py"),
+    ("wrapper", "torch/optim/optimizer.py"),
+    ("inner", "contextlib.py"),
+    ("wrapper", "torch/distributed/elastic/multiprocessing/errors/__init__.py"),
+}
+# Standard library files are recognised by name where the dump has cut the path down to it.
+STANDARD = {
+    "threading.py", "queue.py", "socket.py", "ssl.py", "selectors.py", "subprocess.py", "contextlib.py", "runpy.py",
+    "typing_extensions.py", "pdb.py", "bdb.py", "cmd.py", "code.py", "codeop.py", "functools.py", "weakref.py",
+}  # fmt: skip
+STANDARD_FOLDERS = (
+    "asyncio/",
+    "concurrent/",
+    "multiprocessing/",
+    "importlib/",
+    "http/",
+    "urllib/",
+    "json/",
+    "logging/",
+)
+LIBRARIES = (
+    "torch/", "torchdata/", "transformers/", "accelerate/", "deepspeed/", "megatron/", "lightning/", "pytorch_lightning/",
+    "lightning_fabric/", "datasets/", "trl/", "peft/", "verl/", "sglang/", "vllm/", "ray/", "urllib3/", "requests/",
+    "httpx/", "httpcore/", "aiohttp/", "anyio/", "uvicorn/", "uvloop/", "starlette/", "fastapi/", "zmq/", "grpc/",
+    "openai/", "boto3/", "botocore/", "s3fs/", "fsspec/", "gcsfs/", "filelock/", "safetensors/", "triton/", "numpy/",
+    "wandb/", "mlflow/", "huggingface_hub/", "tenacity/", "backoff/", "retrying", "click/", "typer/", "hydra/", "fire/",
+    "torchtitan/", "psutil/", "redis/", "tqdm/",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def last_name(function: str) -> str:
+    """`DistributedDataParallel.forward` -> `forward`; `deco.<locals>.wrapper` -> `wrapper`; `<lambda>`
+    stays.
+    """
+    return function.rsplit(".", 1)[-1] if "." in function and "::" not in function else function
+
+
+@lru_cache(maxsize=65536)
+def short_file(file: str) -> str:
+    """A path from below site-packages or the standard library, else its last three parts."""
+    plain = file.replace("\\", "/")
+    cut = LIBRARY_ROOT.sub("", plain)
+    if cut != plain:
+        return cut
+    parts = plain.split("/")
+    for library in LIBRARIES:  # a checkout that is run from its source tree
+        name = library.rstrip("/")
+        if library.endswith("/") and name in parts[:-1] and len(parts) > 3:
+            return "/".join(parts[parts.index(name) :])
+    return "/".join(parts[-3:])
+
+
+@lru_cache(maxsize=65536)
+def is_library(file: str) -> bool:
+    """Whether a short path is somebody's library rather than the user's program."""
+    return (
+        file in STANDARD
+        or file.startswith(STANDARD_FOLDERS)
+        or file.startswith(LIBRARIES)
+        or file.startswith("<frozen")
+    )
+
+
+@lru_cache(maxsize=65536)
+def normal(frame: Frame) -> Frame:
+    """A frame with its short name and path; native frames keep their name without arguments."""
+    if frame.native:
+        return Frame(frame.function, frame.file.rsplit("/", 1)[-1], 0, True)
+    return Frame(last_name(frame.function), short_file(frame.file), frame.line)
+
+
+@lru_cache(maxsize=65536)
+def normal_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without wrappers, innermost first."""
+    short = (normal(frame) for frame in frames)
+    return tuple(frame for frame in short if (frame.function, frame.file) not in WRAPPERS)
+
+
+def python_only(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    return tuple(frame for frame in frames if not frame.native)
+
+
+def user_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The calls that the user's own program makes, innermost first: the place where a wait was asked for."""
+    return tuple(frame for frame in frames if not frame.native and not is_library(frame.file))
+
+
+def show(frame: Frame) -> str:
+    return (
+        f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
+    )
+
+
+def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
+    """The main thread: by name, else by what only it runs, else the only one; never by its place in the
+    dump.
+    """
+    for thread in threads:
+        if thread.name == "MainThread" and thread.frames:
+            return thread
+    for thread in threads:
+        outer = [frame.function for frame in thread.frames[-4:]]
+        if "<module>" in outer or "_run_module_as_main" in outer or "spawn_main" in outer:
+            return thread
+    # Unnamed threads that `threading` started end in _bootstrap; autograd's have no Python entry at all.
+    started = [
+        t
+        for t in threads
+        if t.frames and last_name(t.frames[-1].function) not in ("_bootstrap", "_bootstrap_inner")
+    ]
+    return started[-1] if started else next((t for t in threads if t.frames), None)

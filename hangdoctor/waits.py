@@ -1,0 +1,147 @@
+"""What a stack waits for: tables from (function, file) to a kind of wait, and to the phase of the job around
+it.
+
+A wait is *specific* (a collective, a data loader, an HTTP client: it says what must happen) or *generic* (a
+lock, a queue, a socket, a sleep: it only says how). The innermost specific wait decides; a generic one counts
+where nothing around it is specific. Phases (cleanup, init, checkpoint, data, error) are read off the whole
+stack.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hangdoctor.frames import is_library, normal_frames, python_only, user_frames
+from hangdoctor.model import Frame
+from hangdoctor.patterns import (
+    COLLECTIVE_FILES,
+    COLLECTIVES,
+    DOMAINS,
+    GENERIC,
+    NATIVE,
+    P2P,
+    PEER_KINDS,
+    PHASES,
+    SPECIFIC,
+    Pattern,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stance:
+    """Where one thread stands. `frame` shows the wait, `chain` is the user's call path to it, innermost
+    first.
+
+    `operation` is the outermost name of a collective, as the user called it; `domain` the parallel dimension
+    whose library calls it, or an empty text.
+    """
+
+    kind: str
+    operation: str
+    frame: Frame | None
+    chain: tuple[Frame, ...]
+    phases: frozenset[str] = frozenset()
+    domain: str = ""
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def waits_for_peers(self) -> bool:
+        return self.kind in PEER_KINDS
+
+
+@lru_cache(maxsize=65536)
+def specific_wait(function: str, file: str) -> tuple[str, str] | None:
+    """(kind, operation) where this frame alone says what is waited for."""
+    if file.endswith(COLLECTIVE_FILES):
+        name = function.lstrip("_")
+        if function in COLLECTIVES or name in COLLECTIVES:
+            return "collective", function
+        if function in P2P:
+            return "p2p", function
+    return first_match(SPECIFIC, function, file)
+
+
+@lru_cache(maxsize=65536)
+def generic_wait(function: str, file: str) -> tuple[str, str] | None:
+    return first_match(GENERIC, function, file)
+
+
+@lru_cache(maxsize=65536)
+def native_wait(function: str) -> tuple[str, str] | None:
+    return first_match(NATIVE, function[:300], "")
+
+
+def first_match(table: tuple[Pattern, ...], function: str, file: str) -> tuple[str, str] | None:
+    for row in table:
+        if compiled(row.function).fullmatch(function) and compiled(row.file).fullmatch(file):
+            return row.kind, row.operation
+    return None
+
+
+@lru_cache(maxsize=1024)
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+@lru_cache(maxsize=65536)
+def phases_of(function: str, file: str) -> frozenset[str]:
+    """Phases of the job that one frame stands for. `USER` in a table means: not in a library."""
+    place = "USER" if not is_library(file) else file
+    return frozenset(
+        phase
+        for phase, names, files in PHASES
+        if compiled(names).fullmatch(function)
+        and (compiled(files).fullmatch(place) or compiled(files).fullmatch(file))
+    )
+
+
+@lru_cache(maxsize=65536)
+def domain_of(file: str) -> str:
+    return next((name for name, pattern in DOMAINS if compiled(pattern).fullmatch(file)), "")
+
+
+@lru_cache(maxsize=65536)
+def stance_of(raw: tuple[Frame, ...]) -> Stance:
+    """Where a stack stands, from its frames alone."""
+    frames = normal_frames(raw)
+    python = python_only(frames)
+    phases = frozenset(phase for f in python for phase in phases_of(f.function, f.file))
+    domain = next((name for f in python if (name := domain_of(f.file))), "")
+    kind, operation, frame = wait_of(frames, python)
+    return Stance(kind, operation, frame, user_frames(frames), phases, domain, frames)
+
+
+def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
+    """The innermost specific wait, else the outermost generic one, else what the native frames say, else
+    running.
+    """
+    found = [(wait, f) for f in python if (wait := specific_wait(f.function, f.file))]
+    native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
+    if found:
+        (kind, operation), frame = found[0]
+        if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
+            return native[0][0][0], native[0][0][1], python[0] if python else frame
+        if kind in ("collective", "p2p"):
+            # The outermost collective of the same file is what the user called: all_gather_object, not its
+            # all_gather.
+            outer = [(w, f) for w, f in found if w[0] == kind and f.file == frame.file]
+            (kind, operation), frame = outer[-1]
+        return kind, operation, frame
+    generic = [(wait, f) for f in python if (wait := generic_wait(f.function, f.file))]
+    if generic and python and not outside_generic(python, generic[0][1]):
+        (kind, operation), frame = generic[0]
+        if kind in ("backward", "device") and native and native[0][0][0] == "collective":
+            (kind, operation) = native[0][0]
+        return kind, operation, frame
+    if native:
+        (kind, operation), _ = native[0]
+        return kind, operation, python[0] if python else native[0][1]
+    return "running", "", python[0] if python else (frames[0] if frames else None)
+
+
+def outside_generic(python: tuple[Frame, ...], frame: Frame) -> bool:
+    """Whether user code runs *inside* the generic frame: `Thread.run` calling the program is no wait of
+    threading.
+    """
+    inner = python[: python.index(frame)]
+    return any(not is_library(f.file) for f in inner)
