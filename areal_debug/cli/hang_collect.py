@@ -97,8 +97,9 @@ def collect(
 
 def live(pids: tuple[int, ...], as_json: bool) -> int:
     """Collect this host, diagnose, print. Gives the exit status of `hang diagnose`, 2 when nothing was found."""
-    from areal_debug.hang_render import show_diagnosis
     from hangdoctor.diagnose import diagnose
+
+    from areal_debug.hang_render import show_diagnosis
     from hangdoctor.parse.read import read_snapshot
 
     with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:

@@ -24,6 +24,7 @@ from hangdoctor.collect.layout import (
 )
 from hangdoctor.collect.permission import explain_refusal, look_at_access
 from hangdoctor.collect.process import process_table, read_facts, read_stat
+from hangdoctor.collect.source import source_lines
 
 PARALLEL_DUMPS = 4 * (os.cpu_count() or 1)
 
@@ -68,6 +69,7 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
                 dict(zip([target.name for target in job.targets], pool.map(one, job.targets), strict=True))
             )
             _keep(folder / f"gpu/{sample}/{options.host}.json", evidence.gpus())
+        list(pool.map(partial(_keep_source, folder=folder), job.targets))
         list(pool.map(partial(_surroundings, folder=folder, options=options), job.targets))
     ras = evidence.nccl_ras()
     if ras is not None:
@@ -107,6 +109,13 @@ def _second_pass(target: Target, tool: str, place: Path, options: Options) -> No
     write_text(
         place.with_name(f"{target.name}.{ending}"), done.output if done.status == "dumped" else done.complaint
     )
+
+
+def _keep_source(target: Target, folder: Path) -> None:
+    """The lines that its stacks point at, over all samples."""
+    dumps = sorted(folder.glob(f"samples/*/{target.name}.json"))
+    if dumps:
+        write_json(folder / f"source/{target.name}.json", source_lines(path.read_text() for path in dumps))
 
 
 def _surroundings(target: Target, folder: Path, options: Options) -> None:

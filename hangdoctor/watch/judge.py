@@ -1,0 +1,100 @@
+"""Slow or stuck, from signs of life alone: pure functions of what was seen and of the clock.
+
+signs ──follow──> tracks (when did each process last move?) ──judge──> starting | moving | quiet | partly_done
+"""
+
+from dataclasses import dataclass, replace
+
+from hangdoctor.watch.signs import Signs
+
+PAUSES_BEFORE_QUIET = 5
+"""A process is quiet when it has paused this many times longer than it ever did before."""
+LEAST_QUIET_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `quiet_s` fixes when silence is suspicious; None learns it from the job's own pauses.
+    `watchdog_s` is when NCCL (or the scheduler) will kill the job: we want to be there at half of it."""
+
+    quiet_s: float | None = None
+    watchdog_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One process over time: its last signs, when they last changed, and the longest pause between two changes."""
+
+    signs: Signs
+    moved_at: float
+    longest_pause_s: float = 0.0
+    num_moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`state` is starting, moving, quiet or partly_done; `names` are the processes it is about."""
+
+    state: str
+    names: tuple[str, ...]
+    silent_s: float
+    limit_s: float
+
+
+def follow(tracks: dict[str, Track], seen: list[Signs], now: float) -> dict[str, Track]:
+    """The tracks after one more look. A process that is no longer seen has ended."""
+    updated = {
+        name: replace(track, signs=replace(track.signs, alive=False)) for name, track in tracks.items()
+    }
+    for signs in seen:
+        before = tracks.get(signs.name)
+        if before is None:
+            updated[signs.name] = Track(signs, now)
+        elif signs.proof == before.signs.proof:
+            updated[signs.name] = replace(before, signs=signs)
+        else:
+            pause_s = max(before.longest_pause_s, now - before.moved_at if before.num_moves else 0.0)
+            updated[signs.name] = Track(signs, now, pause_s, before.num_moves + 1)
+    return updated
+
+
+def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
+    """What the tracks say of the job at `now`.
+
+    Beats are kept once a step by every process, so one that stops is enough; logs and CPU time are kept by some
+    only, so without beats all of them must be silent.
+    """
+    ended = tuple(name for name, track in tracks.items() if _has_ended(track))
+    working = {name: track for name, track in tracks.items() if not _has_ended(track)}
+    limit_s = quiet_limit_s(tracks, limits)
+    if not working:
+        return Judgement("moving", (), 0.0, limit_s)
+    beating = {name: track for name, track in working.items() if track.signs.beat_time is not None}
+    silence = {name: now - track.moved_at for name, track in (beating or working).items()}
+    silent_s = max(silence.values()) if beating else min(silence.values())
+    if silent_s > limit_s:
+        quiet = tuple(name for name, silent in silence.items() if silent > limit_s)
+        return Judgement("partly_done" if ended else "quiet", quiet, silent_s, limit_s)
+    started = any(track.num_moves for track in tracks.values())
+    return Judgement("moving" if started else "starting", (), silent_s, limit_s)
+
+
+def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
+    """How long a silence may last: as told, or a multiple of the longest pause between two beats so far, but in time
+    before the watchdog."""
+    if limits.quiet_s is not None:
+        return limits.quiet_s
+    beating = [track for track in tracks.values() if track.signs.beat_time is not None]
+    pauses = [track.longest_pause_s for track in beating if track.num_moves > 1]
+    learned = PAUSES_BEFORE_QUIET * max(pauses) if pauses else limits.watchdog_s
+    return min(max(learned, LEAST_QUIET_S), limits.watchdog_s / 2)
+
+
+def finished_without_steps(tracks: dict[str, Track]) -> bool:
+    """Whether processes that keep beats ended before any of them finished a step."""
+    steps = [track.signs.step for track in tracks.values() if track.signs.step is not None]
+    return bool(steps) and max(steps) == 0
+
+
+def _has_ended(track: Track) -> bool:
+    return track.signs.done or not track.signs.alive
