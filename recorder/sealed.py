@@ -16,6 +16,7 @@ from crc32c import crc32c
 from recorder.errors import DamagedRecord
 
 Json = Any
+NON_FINITE = ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
 SEAL_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
 SEAL = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
 
@@ -39,7 +40,7 @@ def plain(value: Json) -> Json:
 def restored(value: Json) -> Json:
     """The inverse of `plain`, up to tuples."""
     if isinstance(value, dict):
-        if set(value) == {"float"} and isinstance(value["float"], str):
+        if value in NON_FINITE:
             return float(value["float"])
         return {key: restored(item) for key, item in value.items()}
     return [restored(item) for item in value] if isinstance(value, list) else value

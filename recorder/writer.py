@@ -10,7 +10,7 @@ happened, so a process may die at any byte.
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,8 @@ class RecordWriter:
             # copies: the trainer is free to change its tensors afterwards
             self.batch = flatten(facts["batch"])
             self.plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
-        elif event == "step":
-            assert self.plan is not None
-            self.plan = Plan(self.plan.step, self.plan.version, self.plan.rng, facts["plan"])
+        elif event == "step" and self.plan is not None:
+            self.plan = replace(self.plan, details=facts["plan"])
         self.outcome(event, **facts)
 
     def start(self, **facts: Any) -> None:

@@ -1,0 +1,121 @@
+"""Whatever happens to the bytes of a record, `verify` finds it and names file and tensor."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recorder import DamagedRecord, commit_anchor, open_record, verify
+from recorder.testing import write_scripted_record
+
+
+def files_of(record: Path) -> list[Path]:
+    return sorted(path for path in record.rglob("*") if path.is_file())
+
+
+def regions_of(record: Path, file: Path) -> list[tuple[str | None, int, int]]:
+    """Each tensor (or None for a whole file) with the bytes, begin and end, whose change must be blamed on it."""
+    if file.suffix != ".safetensors":
+        return [(None, 0, file.stat().st_size)]
+    entry = open_record(record).step(int(file.parent.name)).manifest.batches[file.name]
+    tensors = [(name, t.offset, t.offset + t.size_bytes) for name, t in entry.tensors.items()]
+    return [("(header)", 0, 8), ("(header)", 8, entry.header_bytes), *tensors]
+
+
+def test_a_whole_record_is_intact(record_of_two_ranks):
+    report = verify(record_of_two_ranks)
+    assert report.problems == ()
+    assert (report.steps_ok, report.steps_missing) == ((0, 1, 2), ())
+
+
+def test_one_changed_bit_in_any_region_is_found_and_named(record_of_one_rank):
+    record, num_regions = record_of_one_rank, 0
+    for file in files_of(record):
+        original, name = file.read_bytes(), str(file.relative_to(record))
+        for tensor, begin, end in regions_of(record, file):
+            num_regions += 1
+            for position in {begin, end - 1, *range(begin, end, 7)}:
+                changed = bytearray(original)
+                changed[position] ^= 1 << position % 8
+                file.write_bytes(changed)
+                assert [(p.file, p.tensor) for p in verify(record).problems] == [(name, tensor)], position
+        file.write_bytes(original)
+    assert num_regions == 4 + 2 + 9  # JSON files, length and text of the safetensors header, tensors
+    assert verify(record).intact
+
+
+def test_a_file_cut_off_at_any_byte_is_found_and_named(record_of_one_rank):
+    record, rng = record_of_one_rank, random.Random(1)
+    for file in files_of(record):
+        original, name = file.read_bytes(), str(file.relative_to(record))
+        for size in {0, len(original) - 1, *rng.sample(range(len(original)), 25)}:
+            file.write_bytes(original[:size])
+            assert {problem.file for problem in verify(record).problems} == {name}, size
+        file.write_bytes(original)
+
+
+def test_bytes_after_the_end_of_a_file_are_found(record_of_one_rank):
+    for file in files_of(record_of_one_rank):
+        original = file.read_bytes()
+        file.write_bytes(original + b"\0")
+        assert {p.file for p in verify(record_of_one_rank).problems} == {
+            str(file.relative_to(record_of_one_rank))
+        }
+        file.write_bytes(original)
+
+
+def test_each_deleted_file_is_named(record_of_one_rank):
+    for file in files_of(record_of_one_rank):
+        original, name = file.read_bytes(), str(file.relative_to(record_of_one_rank))
+        file.unlink()
+        problems = verify(record_of_one_rank).problems
+        assert [(p.file, p.tensor) for p in problems] == [(name, None)]
+        assert problems[0].what.startswith("is missing")
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "steps/notes.txt", "steps/000001/extra.json", "steps/000002/a.tmp"]
+)
+def test_a_foreign_file_is_named(record_of_two_ranks, name):
+    (record_of_two_ranks / name).write_text("x")
+    report = verify(record_of_two_ranks)
+    assert [(p.file, p.what) for p in report.problems] == [(name, "is no part of the record")]
+
+
+def test_missing_steps_are_listed_and_the_others_stay_good(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=6)
+    shutil.rmtree(tmp_path / "record/steps/000002")
+    (tmp_path / "record/steps/000005/step.json").unlink()
+    report = verify(tmp_path / "record")
+    assert (report.steps_ok, report.steps_missing) == ((0, 1, 3, 4), (2, 5))
+    assert [problem.file for problem in report.problems] == ["steps/000002", "steps/000005/step.json"]
+
+
+def test_two_swapped_step_folders_are_found(record_of_two_ranks):
+    steps = record_of_two_ranks / "steps"
+    for old, new in (("000000", "swap"), ("000001", "000000"), ("swap", "000001")):
+        (steps / old).rename(steps / new)
+    problems = verify(record_of_two_ranks).problems
+    assert [problem.file for problem in problems] == ["steps/000000/step.json", "steps/000001/step.json"]
+    with pytest.raises(DamagedRecord, match="belongs to step 1: a folder was renamed"):
+        open_record(record_of_two_ranks).step(0)
+
+
+def test_an_anchor_is_checked_like_a_step(record_of_one_rank):
+    folder = record_of_one_rank / "anchors/000000"
+    (folder / "optimizer").mkdir(parents=True)
+    (folder / "model.distcp").write_bytes(b"weights")
+    (folder / "optimizer/0.distcp").write_bytes(b"moments")
+    assert open_record(record_of_one_rank).anchors() == ()
+    commit_anchor(folder, step=0)
+    record = open_record(record_of_one_rank)
+    assert record.anchors() == (0,)
+    assert record.anchor(0) == folder
+    assert verify(record_of_one_rank).intact
+    (folder / "optimizer/0.distcp").write_bytes(b"momentS")
+    assert [p.file for p in verify(record_of_one_rank).problems] == ["anchors/000000/optimizer/0.distcp"]
+    (folder / "optimizer/0.distcp").write_bytes(b"moment")
+    with pytest.raises(DamagedRecord, match=r"optimizer/0.distcp: is missing or has another size"):
+        record.anchor(0)

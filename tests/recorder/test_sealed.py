@@ -1,0 +1,70 @@
+"""Sealed JSON: what goes in comes out, and no bit of it can change unseen."""
+
+import json
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from recorder import DamagedRecord
+from recorder.sealed import checksum, commit_file, seal, unseal
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+documents = st.dictionaries(
+    st.text(),
+    st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10),
+    min_size=1,
+)
+
+
+def bits(value):
+    """Distinguishes 0.0 from -0.0 and True from 1, and equals NaN with NaN."""
+    return json.dumps(value)
+
+
+@given(documents)
+def test_a_document_comes_back_with_the_same_bits(document):
+    assume('{"float": ' not in bits(document))  # the one name that the format takes for itself
+    assert bits(unseal(seal(document), "x")) == bits(document)
+
+
+@given(documents, st.data())
+def test_one_changed_bit_is_found(document, data):
+    sealed = bytearray(seal(document))
+    position = data.draw(st.integers(0, 8 * len(sealed) - 1))
+    sealed[position // 8] ^= 1 << position % 8
+    with pytest.raises(DamagedRecord, match="x: "):
+        unseal(bytes(sealed), "x")
+
+
+@given(documents, st.data())
+def test_a_document_cut_off_anywhere_is_found(document, data):
+    sealed = seal(document)
+    with pytest.raises(DamagedRecord):
+        unseal(sealed[: data.draw(st.integers(0, len(sealed) - 1))], "x")
+
+
+def test_the_checksum_is_crc32c_as_rfc_3720_defines_it():
+    assert checksum(b"123456789") == "e3069283"
+    assert checksum(bytes(32)) == "8a9136aa"
+
+
+def test_a_sealed_file_is_ordinary_json_with_the_checksum_as_its_last_member():
+    assert seal({"step": 1, "loss": math.inf}).decode() == (
+        '{\n "step": 1,\n "loss": {\n  "float": "inf"\n },\n "crc32c": "2d0b7656"\n}\n'
+    )
+
+
+def test_a_change_that_parses_to_the_same_number_is_found():
+    sealed = seal({"lr": 1e-06})
+    changed = sealed.replace(b"1e-06", b"1E-06")
+    assert json.loads(changed)["lr"] == json.loads(sealed)["lr"]
+    with pytest.raises(DamagedRecord, match="do not match"):
+        unseal(changed, "x")
+
+
+def test_a_committed_file_replaces_the_old_one_and_leaves_no_temporary_file(tmp_path):
+    commit_file(tmp_path / "a.json", b"old")
+    commit_file(tmp_path / "a.json", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"new"}

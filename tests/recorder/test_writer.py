@@ -1,0 +1,216 @@
+"""The writer as an observer: what it stores, what it refuses, what it never touches."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from recorder import RecordError, RecordExists, RecordWriter, open_record
+from recorder.sealed import checksum
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from recorder.writer import write_header
+
+
+class Letters:
+    """A tokenizer whose ids are letters: 1 is `a`."""
+
+    def __init__(self, folder):
+        self.name_or_path = folder
+
+    def decode(self, ids):
+        return "".join(chr(96 + token) for token in ids)
+
+
+def start_facts(model_path, tokenizer=None, **changes):
+    facts = {
+        "config": {"seed": 1, "allocation_mode": "fsdp:d1"},
+        "rank": 0,
+        "world_size": 1,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "model_path": model_path,
+        "tokenizer": tokenizer,
+        "version": 0,
+    }
+    return facts | changes
+
+
+def writer_of_one_rank(folder, **options):
+    return RecordWriter(folder, 0, 1, lambda: None, **options)
+
+
+def literal_batch():
+    """Two rows, five tokens, in literal numbers."""
+    mask = np.array([[True, True, True], [True, True, False]])
+    return {
+        "attention_mask": mask,
+        "input_ids": np.array([[1, 2, 3], [4, 300, 0]], np.int32),
+        "loss_mask": np.array([[0, 1, 1], [0, 1, 0]], np.int32),
+        "logprobs": np.array([[0, -0.5, -1], [0, -2, 0]], np.float32),
+        "versions": np.array([[-1, 0, 0], [-1, 0, 0]], np.int32),
+        "rewards": np.array([1, 0], np.float32),
+        "prompt_id": np.array([7, 8], np.int64),
+        "sample_id": np.array([0, 0], np.int32),
+        "finish_reason": np.array([0, 1], np.int32),
+    }
+
+
+def test_the_format_has_not_changed(tmp_path):
+    """A change here changes the format: raise FORMAT_VERSION, keep the reader able to say so, and tell FORMAT.md."""
+    writer = writer_of_one_rank(tmp_path)
+    write_header(tmp_path, SCRIPTED_HEADER)
+    send_step(writer, 0, literal_batch())
+    files = {
+        str(path.relative_to(tmp_path)): checksum(path.read_bytes())
+        for path in tmp_path.rglob("*.*")
+        if path.is_file()
+    }
+    assert files == {
+        "record.json": "76844890",
+        "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
+        "steps/000000/outcome-00000-of-00001.json": "f7db1c87",
+        "steps/000000/plan-00000-of-00001.json": "889293d9",
+        "steps/000000/step.json": "32eef4ad",
+    }
+
+
+def test_a_run_is_recorded_through_its_events(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "notes.md"):
+        (model / name).write_text(name)
+    writer = writer_of_one_rank(tmp_path / "record")
+    writer("start", **start_facts(str(model), Letters(str(model))))
+    send_step(writer, 5, scripted_batch([3, 4]))
+    writer("weights", step=5, version=6, seconds=0.1)
+    writer("end", steps=1, error=None)
+    record = open_record(tmp_path / "record")
+    assert record.steps == (5,)
+    assert record.header.config == {"seed": 1, "allocation_mode": "fsdp:d1"}
+    assert (record.header.allocation, record.header.world_size, record.header.num_ranks) == ("fsdp:d1", 1, 1)
+    assert set(record.header.model["files"]) == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert record.header.model["files"]["config.json"] == {
+        "size_bytes": 11,
+        "crc32c": checksum(b"config.json"),
+    }
+    assert record.header.tokenizer == record.header.model
+    assert record.header.environment["torch"]["build"] == torch.__version__
+    assert not list((tmp_path / "record").rglob("*.tmp")) + list((tmp_path / "record").rglob("manifest-*"))
+
+
+def test_a_model_that_is_no_folder_is_recorded_by_name(tmp_path):
+    writer = writer_of_one_rank(tmp_path / "record")
+    writer("start", **start_facts("Qwen/Qwen3-0.6B"))
+    assert open_record(tmp_path / "record").header.model == {"path": "Qwen/Qwen3-0.6B", "files": {}}
+
+
+def test_the_trainer_may_change_its_tensors_after_the_batch_event(tmp_path):
+    batch = {key: torch.from_numpy(array) for key, array in scripted_batch([3, 4], seed=1).items()}
+    writer = writer_of_one_rank(tmp_path)
+    write_header(tmp_path, SCRIPTED_HEADER)
+
+    def spoil(event, **facts):
+        writer(event, **facts)
+        if event == "batch":
+            for tensor in batch.values():
+                tensor.zero_()
+
+    spoil("batch", step=0, version=0, batch=batch, rng={})
+    writer("step", step=0, version=1, plan={}, stats={}, checksums={})
+    expected = scripted_batch([3, 4], seed=1)
+    arrays = open_record(tmp_path).step(0).batch(0)
+    assert arrays["rewards"].tolist() == expected["rewards"].tolist()
+    assert arrays["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
+
+
+def test_text_holds_prompt_completion_and_reward(tmp_path):
+    writer = writer_of_one_rank(tmp_path, text=True)
+    writer("start", **start_facts("model", Letters("model")))
+    batch = literal_batch() | {"input_ids": np.array([[1, 2, 3], [4, 5, 0]], np.int32)}
+    send_step(writer, 0, batch)
+    assert open_record(tmp_path).step(0).text(0) == [
+        {"row": 0, "prompt": "a", "completion": "bc", "reward": 1.0},
+        {"row": 1, "prompt": "d", "completion": "e", "reward": 0.0},
+    ]
+    lines = (tmp_path / "steps/000000/text-00000-of-00001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in lines] == [0, 1]
+
+
+def test_two_ranks_commit_once_both_have_written(tmp_path):
+    entered, barrier = [], threading.Barrier(2)
+
+    def meet():
+        entered.append((tmp_path / "steps/000000/step.json").exists())
+        barrier.wait()
+
+    writers = [RecordWriter(tmp_path, rank, 2, meet) for rank in (0, 1)]
+    write_header(tmp_path, SCRIPTED_HEADER)
+    threads = [
+        threading.Thread(target=send_step, args=(writer, 0, scripted_batch([3, 4], seed=rank)))
+        for rank, writer in enumerate(writers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entered == [False, False]
+    step = open_record(tmp_path).step(0)
+    assert sorted(step.manifest.files) == [
+        f"{kind}-0000{rank}-of-00002.json" for kind in ("outcome", "plan") for rank in (0, 1)
+    ]
+    assert step.batch(1)["versions"].max() == 1
+
+
+def test_recording_into_a_record_is_refused_unless_asked(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    with pytest.raises(
+        RecordExists, match="already holds a record: choose another folder, or ask to overwrite"
+    ):
+        writer_of_one_rank(tmp_path / "record")
+    writer = writer_of_one_rank(tmp_path / "record", overwrite=True)
+    assert open_record(tmp_path / "record").steps == (0, 1, 2)  # nothing is lost before the run has started
+    writer("start", **start_facts("model"))
+    assert open_record(tmp_path / "record").steps == ()
+    send_step(writer, 0, scripted_batch([3]))
+    assert open_record(tmp_path / "record").steps == (0,)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("is_record", [False, True])
+def test_files_that_are_no_part_of_a_record_are_never_deleted(tmp_path, overwrite, is_record):
+    folder = tmp_path / "folder"
+    if is_record:
+        write_scripted_record(folder)
+    (folder / "steps").mkdir(parents=True, exist_ok=True)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(RecordExists):
+        writer_of_one_rank(folder, overwrite=overwrite)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "record").write_text("x")
+    with pytest.raises(RecordExists, match="is a file: give a folder"):
+        writer_of_one_rank(tmp_path / "record")
+
+
+def test_an_overwrite_killed_half_way_leaves_a_record_that_can_be_overwritten(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    (tmp_path / "record/steps/000001/step.json").unlink()
+    writer_of_one_rank(tmp_path / "record", overwrite=True)("start", **start_facts("model"))
+    assert open_record(tmp_path / "record").steps == ()
+
+
+def test_a_writer_with_other_ranks_than_the_run_is_refused(tmp_path):
+    facts = start_facts("model", data_parallel_rank=1, data_parallel_size=4)
+    with pytest.raises(RecordError, match="the run is data-parallel rank 1 of 4, its RecordWriter 0 of 1"):
+        writer_of_one_rank(tmp_path)("start", **facts)
+
+
+def test_a_step_without_its_batch_is_refused(tmp_path):
+    writer = writer_of_one_rank(tmp_path)
+    send_step(writer, 0, scripted_batch([3]))
+    with pytest.raises(RecordError, match="step 1 ended without a `batch` event"):
+        writer("step", step=1, version=2, plan={}, stats={}, checksums={})
