@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.kl import kl_estimate
+from areal_core.batch import FINISH_REASONS
 
-FINISHED_BY_LENGTH = 1  # finish_reason of a completion that was cut off
+CUT_OFF = FINISH_REASONS.index("length")
 
 
 @dataclass
@@ -42,7 +43,7 @@ def compute_advantages(
     gets no reward if `mask_no_eos_with_zero`, and its return goes on with the value after its last token.
     """
     mask = loss_mask.bool()
-    truncated = finish_reason == FINISHED_BY_LENGTH  # [B]
+    truncated = finish_reason == CUT_OFF  # [B]
     if mask_no_eos_with_zero:
         rewards = torch.where(truncated, 0.0, rewards)
     kl_rewards = torch.zeros_like(logprobs)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.checks import check_config
+from areal_core.config.option import REQUIRED
 from areal_core.errors import ConfigError
 
 C = TypeVar("C")
@@ -42,13 +43,13 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
     refuse_unknown_keys(tree, cls, source)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), tree)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if not missing:
+        missing = next(missing_options(OmegaConf.to_container(merged, resolve=False)), None)
+        if missing is None:
             return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{source}: {error.full_key or 'the file'}: {reason}") from None
-    raise ConfigError(f"{source}: {missing[0]} must be given: {help_of(cls, missing[0])}")
+    raise ConfigError(f"{source}: {missing} must be given: {help_of(cls, missing)}")
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -127,22 +128,35 @@ def parsed_value(source: str, text: str) -> Any:
         raise ConfigError(f"{source}: the value is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def refuse_unknown_keys(tree: dict[str, Any], cls: type, source: str) -> None:
-    """Raise ConfigError for the first key of `tree` that `cls` does not have, with the nearest one that it has."""
-    for prefix, key, owner in unknown_keys(tree, cls):
-        message = f"{source}: unknown option {prefix + key!r}"
-        nearest = nearest_option(prefix, key, owner, cls)
-        raise ConfigError(f"{message}; did you mean {nearest!r}?" if nearest else message)
-
-
-def unknown_keys(tree: dict[str, Any], cls: type, prefix: str = "") -> Iterator[tuple[str, str, type]]:
-    """Every (prefix, key, dataclass that lacks the key)."""
-    sections = sections_of(cls)
+def refuse_unknown_keys(
+    tree: dict[str, Any], cls: type, source: str, root: type | None = None, prefix: str = ""
+) -> None:
+    """Raise ConfigError for the first key of `tree` that `cls` lacks, naming the nearest one, and for a value in place of
+    a section."""
+    root, sections = root or cls, sections_of(cls)
     for key, value in tree.items():
+        name = f"{prefix}{key}"
         if key not in sections:
-            yield prefix, str(key), cls
-        elif sections[key] is not None and isinstance(value, dict):
-            yield from unknown_keys(value, sections[key], f"{prefix}{key}.")
+            nearest = nearest_option(prefix, str(key), cls, root)
+            hint = f"; did you mean {nearest!r}?" if nearest else ""
+            raise ConfigError(f"{source}: unknown option {name!r}{hint}")
+        nested = sections[key]
+        if nested is None or value is None or (isinstance(value, str) and "${" in value):
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{source}: {name} is {value!r}; expected a section with options such as {next(iter(sections_of(nested)))}"
+            )
+        refuse_unknown_keys(value, nested, source, root, f"{name}.")
+
+
+def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of required options that nobody gave."""
+    for key, value in tree.items():
+        if value == REQUIRED:
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from missing_options(value, f"{prefix}{key}.")
 
 
 def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None:

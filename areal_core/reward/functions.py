@@ -99,7 +99,9 @@ def _module_of_file(path: str) -> ModuleType:
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool], list[Any]]:
     """Imported on first use: it takes two seconds, and the trainer never needs it."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its time-outs are off
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns at every call that its time-outs are off
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     return parse, verify, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

@@ -26,6 +26,7 @@ from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn, name_of_reward_fn
 
 logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 120.0  # a reward function may import a large library
 
 
 class RewardPool:
@@ -48,6 +49,7 @@ class RewardPool:
         self.name = name_of_reward_fn(reward_fn)
         self.timeout_s, self.max_retries, self.timeout_reward = timeout_s, max_retries, timeout_reward
         self.num_timeouts = 0
+        self.closed = False
         num_workers = num_workers or max(1, (os.cpu_count() or 1) // 2)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -69,11 +71,14 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """End the workers, also those that are at work."""
+        """End the workers, also those that are at work; their calls raise RewardError."""
+        self.closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.kill()
+            worker.interrupt()
         self._threads.shutdown(wait=True)
+        for worker in self._workers:
+            worker.kill()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -101,6 +106,8 @@ class RewardPool:
                 reply = worker.call(job)
             except (EOFError, OSError):
                 worker.kill()
+                if self.closed:
+                    raise RewardError(f"{self.name}: the pool was closed: {about}") from None
                 continue
             if reply is None:
                 worker.kill()
@@ -143,6 +150,11 @@ class _Worker:
         self.connection.send_bytes(job)
         return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
 
+    def interrupt(self) -> None:
+        """End the process under a call that waits for it in another thread, which then gets EOFError."""
+        if self.process is not None:
+            self.process.kill()
+
     def kill(self) -> None:
         """End the process for good; the next call starts another."""
         process, connection, self.process, self.connection = self.process, self.connection, None, None
@@ -168,4 +180,8 @@ class _Worker:
         )
         theirs.close()
         self.connection = ours
-        ours.recv_bytes()  # the worker is ready: the time to import is not the time of the first call
+        # Importing the function must not count as time of its first call.
+        if not ours.poll(START_TIMEOUT_S):
+            self.kill()
+            raise RewardError(f"{self.reward_name} could not be imported within {START_TIMEOUT_S} s")
+        ours.recv_bytes()

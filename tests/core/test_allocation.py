@@ -1,0 +1,108 @@
+"""Every spelling of an allocation, and what is said about the wrong ones."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_core.allocation import (
+    Allocation,
+    Parallel,
+    allocation_from_backends,
+    parse_allocation,
+    resolve_allocation,
+)
+from areal_core.config import PPOConfig, SFTConfig
+from areal_core.errors import AllocationError
+
+
+def decoupled(servers: int, ranks: int) -> Allocation:
+    return Allocation(Parallel(servers), Parallel(ranks), "sglang", "fsdp", "decoupled")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sglang:d1+fsdp:d2", decoupled(1, 2)),
+        ("sglang.d4p1t1+d4p1t1", decoupled(4, 4)),
+        ("sglang:d4p1t1+d4p1t1", decoupled(4, 4)),
+        ("sglang[rollout]:d2+fsdp[actor]:d4", decoupled(2, 4)),
+        ("d4p1t1", Allocation(None, Parallel(4), None, "fsdp", "train_only")),
+        ("fsdp:d2", Allocation(None, Parallel(2), None, "fsdp", "train_only")),
+        ("sglang:d4", Allocation(Parallel(4), None, "sglang", None, "servers_only")),
+        ("sglang:d4t2+eval", Allocation(Parallel(4, 2), None, "sglang", None, "eval")),
+        ("sglang:d4+cpu", Allocation(Parallel(4), None, "sglang", None, "eval")),
+        ("embedded|fsdp:d2", Allocation(Parallel(2), Parallel(2), "embedded", "fsdp", "colocated")),
+        ("sglang:d2|fsdp:d2", Allocation(Parallel(2), Parallel(2), "sglang", "fsdp", "colocated")),
+    ],
+)
+def test_spelling_is_read(text, expected):
+    assert parse_allocation(text) == expected
+
+
+def test_world_size_multiplies_all_but_experts():
+    allocation = parse_allocation("sglang:d2t4p2+fsdp:d8t2c2")
+    assert allocation.rollout.world_size == 16
+    assert allocation.train.world_size == 32
+
+
+@given(st.sampled_from(["sglang:{}+fsdp:{}", "sglang:{}|fsdp:{}"]), st.integers(1, 64), st.integers(1, 64))
+def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
+    allocation = parse_allocation(shape.format(f"d{servers}", f"d{ranks}"))
+    assert parse_allocation(str(allocation)) == allocation
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "found the end at character 1"),
+        ("sglang:d4+", "found the end at character 11, expected sizes"),
+        ("sglang:x4", "found 'x4' at character 8, expected servers take d, t and p"),
+        ("sglang d4", "found ' ' at character 7, expected ':'"),
+        ("sglang:d0", "expected a size of 1 or more"),
+        ("sglang:d2d2", "'d' was given before"),
+        ("fsdp:d2p2", "p and e need Megatron"),
+        ("fsdp:d2+fsdp:d2", "found '+' at character 8, expected the end"),
+        ("embedded", "expected '|'"),
+        ("vllm:d2+fsdp:d2", "there is no vLLM client; use sglang"),
+        ("sglang:d2+megatron:d2", "megatron at character 11: there is no Megatron engine; use fsdp"),
+    ],
+)
+def test_wrong_allocation_is_refused_with_its_position(text, said):
+    with pytest.raises(AllocationError) as error:
+        parse_allocation(text)
+    assert said in str(error.value)
+
+
+@given(st.text(alphabet="sglangfdptce:.+|[]0123456789 ", max_size=24))
+def test_any_text_is_read_or_refused(text):
+    with contextlib.suppress(AllocationError):
+        assert parse_allocation(text).kind
+
+
+def test_separate_backends_join_to_one_allocation():
+    assert allocation_from_backends("sglang:d4", "fsdp:d2") == parse_allocation("sglang:d4+fsdp:d2")
+    assert allocation_from_backends("embedded", "fsdp:d2") == parse_allocation("embedded|fsdp:d2")
+    assert allocation_from_backends("", "fsdp:d2") == parse_allocation("fsdp:d2")
+    assert allocation_from_backends("sglang:d4", "") == parse_allocation("sglang:d4")
+
+
+def test_config_gives_its_allocation_in_either_spelling():
+    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
+    assert resolve_allocation(config) == decoupled(1, 2)
+    config.allocation_mode, config.rollout.backend, config.actor.backend = "", "sglang:d1", "fsdp:d2"
+    assert resolve_allocation(config) == decoupled(1, 2)
+    assert resolve_allocation(SFTConfig(allocation_mode="fsdp:d2")).train == Parallel(2)
+
+
+def test_two_spellings_that_disagree_are_refused():
+    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
+    config.rollout.backend, config.actor.backend = "sglang:d1", "fsdp:d4"
+    with pytest.raises(AllocationError, match=r"sglang:d1\+fsdp:d2.*fsdp:d4.*keep one"):
+        resolve_allocation(config)
+
+
+def test_no_allocation_at_all_is_refused_with_an_example():
+    with pytest.raises(AllocationError, match=r"all empty.*embedded"):
+        resolve_allocation(PPOConfig())

@@ -1,0 +1,301 @@
+"""A file and overrides become one typed object, or one clear sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_core.config import (
+    GRPOConfig,
+    PPOActorConfig,
+    PPOConfig,
+    SFTConfig,
+    config_from_dict,
+    config_to_dict,
+    load_expr_config,
+)
+from areal_core.config.checks import flat_values
+from areal_core.config.loading import all_options, help_of
+from areal_core.errors import ConfigError
+
+GRPO_0_5_1 = """
+experiment_name: math
+trial_name: first
+seed: 7
+async_training: true
+allocation_mode: sglang.d4p1t1+d4p1t1
+total_train_epochs: 2
+tokenizer_path: ${actor.path}
+cluster:
+  n_nodes: 1
+  n_gpus_per_node: 8
+  fileroot: /tmp/runs
+  name_resolve: {type: nfs, nfs_record_root: /tmp/names}
+gconfig: {n_samples: 4, max_new_tokens: 512, temperature: 0.9}
+rollout:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  max_concurrent_rollouts: 64
+  consumer_batch_size: ${train_dataset.batch_size}
+  max_head_offpolicyness: 2
+  schedule_policy: round_robin
+actor:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  path: some/model
+  dtype: bfloat16
+  gradient_checkpointing: true
+  mb_spec: {max_tokens_per_mb: 4096}
+  optimizer: {type: adam, lr: 2e-6, weight_decay: 0.02, lr_scheduler_type: constant}
+  group_size: ${gconfig.n_samples}
+  eps_clip: 0.4
+  temperature: ${gconfig.temperature}
+  reward_scaling: 10.0
+  reward_bias: -0.5
+  kl_ctl: 0.0
+  ppo_n_minibatches: 1
+  recompute_logprob: true
+  use_decoupled_loss: true
+  behav_imp_weight_cap: 5.0
+  dynamic_sampling: false
+  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
+  adv_norm: {mean_level: batch, std_level: batch}
+ref:
+  path: ${actor.path}
+  dtype: ${actor.dtype}
+  optimizer: null
+sglang: {model_path: "${actor.path}", random_seed: "${seed}", skip_tokenizer_init: true, mem_fraction_static: 0.8}
+train_dataset: {path: some/data, type: rl, batch_size: 16, shuffle: true, pin_memory: true, num_workers: 4, max_length: 256}
+valid_dataset: {path: some/data, type: rl, batch_size: 16}
+saver: {experiment_name: "${experiment_name}", trial_name: "${trial_name}", fileroot: "${cluster.fileroot}", freq_epochs: 1}
+recover: {mode: disabled, freq_secs: 3600}
+evaluator: {freq_epochs: 1}
+stats_logger:
+  fileroot: ${cluster.fileroot}
+  wandb: {mode: disabled}
+  swanlab: {mode: disabled}
+  tensorboard: {path: /tmp/board}
+launcher:
+  inference_server_cpus_per_gpu: 4
+  trainer_env_vars: A=1
+  slurm: {mount: "/a:/a"}
+"""
+
+GRPO_HEAD = (
+    GRPO_0_5_1.replace("allocation_mode: sglang.d4p1t1+d4p1t1\n", "enable_offload: false\nscheduler: {type: null}\n")
+    .replace("  schedule_policy: round_robin\n", "  routing_strategy: round_robin\n  dump_to_file: true\n  backend: sglang:d4p1t1\n")
+    .replace("  behav_imp_weight_cap: 5.0\n", "  rejection_sampling: {level: token, action: mask, metric: ratio, upper: 5.0}\n")
+    .replace(
+        "  path: some/model\n",
+        "  path: some/model\n  backend: fsdp:d4p1t1\n  max_new_tokens: ${gconfig.max_new_tokens}\n"
+        "  scheduling_spec:\n    - {task_type: worker, gpu: 1, cmd: python3 -m something}\n",
+    )
+    .replace("  optimizer: null\n", "  optimizer: null\n  scheduling_strategy: {type: colocation, target: actor}\n")
+    + "vllm: {max_model_len: 4096}\nperf_tracer: {enabled: false, session_tracer: {enabled: false}}\n"
+)  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_yaml(text: str) -> str:
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write_yaml
+
+
+def refused(arguments: list[str], cls: type = PPOConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_expr_config(arguments, cls)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("text", [GRPO_0_5_1, GRPO_HEAD], ids=["0.5.1", "head"])
+def test_both_upstream_spellings_of_a_grpo_run_load(write, text):
+    path = write(text)
+    config, where = load_expr_config(["train.py", "--config", path], GRPOConfig)
+    assert where == path
+    assert config.tokenizer_path == config.sglang.model_path == config.ref.path == "some/model"
+    assert config.actor.optimizer.lr == 2e-6
+    assert config.actor.reward_norm.group_size == config.gconfig.n_samples == 4
+    assert config.actor.temperature == 0.9
+    assert config.rollout.consumer_batch_size == 16
+    assert config.sglang.random_seed == 7
+    assert config.valid_dataset.split == "test"
+    assert config.valid_dataset.shuffle is False
+    assert config.actor.should_compute_prox_logp()
+
+
+def test_options_without_effect_are_named(write, caplog):
+    load_expr_config(["--config", write(GRPO_HEAD)], GRPOConfig)
+    for name in ("rollout.max_head_offpolicyness is 2", "rollout.dump_to_file is True", "vllm is given"):
+        assert name in caplog.text
+
+
+def test_overrides_set_add_and_delete(write):
+    path = write(GRPO_0_5_1)
+    overrides = [
+        "actor.optimizer.lr=1e-4",
+        "+debug.path=/tmp/record",
+        "~actor.eps_clip",
+        "gconfig.stop_token_ids=[1, 2]",
+        "sglang.attention_backend=null",
+        "train_dataset.dataset_kwargs={num_rows: 8}",
+        "trial_name=a=b",
+    ]
+    config, _ = load_expr_config(["--config", path, *overrides], GRPOConfig)
+    assert config.actor.optimizer.lr == 1e-4
+    assert config.debug.path == "/tmp/record"
+    assert config.actor.eps_clip == PPOActorConfig().eps_clip == 0.2
+    assert config.gconfig.stop_token_ids == [1, 2]
+    assert config.sglang.attention_backend is None
+    assert config.train_dataset.dataset_kwargs == {"num_rows": 8}
+    assert config.trial_name == "a=b"
+
+
+def test_override_takes_part_in_interpolation(write):
+    path = write(GRPO_0_5_1)
+    config, _ = load_expr_config(
+        ["--config", path, "actor.path=other/model", "gconfig.n_samples=8"], GRPOConfig
+    )
+    assert config.sglang.model_path == "other/model"
+    assert config.actor.reward_norm.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor.eps_clp=0.3", "unknown option 'actor.eps_clp'; did you mean 'actor.eps_clip'?"),
+        ("actr.eps_clip=0.3", "unknown option 'actr'; did you mean 'actor'?"),
+        ("~actor.eps_clp", "unknown option 'actor.eps_clp'; did you mean 'actor.eps_clip'?"),
+        ("actor.learning_rate=1", "unknown option 'actor.learning_rate'"),
+        ("actor.max_tokens_per_mb=1", "did you mean 'actor.mb_spec.max_tokens_per_mb'?"),
+        ("actor.behave_imp_weight_cap=5.0", "did you mean 'actor.behav_imp_weight_cap'?"),
+        ("debug.dump_rollout=true", "did you mean 'debug.dump_rollout_data'?"),
+    ],
+)
+def test_unknown_option_is_named_with_the_nearest_one(write, override, said):
+    message = refused(["--config", write(GRPO_0_5_1), override])
+    assert message.startswith(f"override {override!r}: ")
+    assert message.endswith(said)
+
+
+def test_unknown_key_in_a_file_names_the_file(write):
+    path = write(GRPO_0_5_1.replace("eps_clip:", "eps_clipp:"))
+    assert (
+        refused(["--config", path])
+        == f"{path}: unknown option 'actor.eps_clipp'; did you mean 'actor.eps_clip'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("seed: 7", "seed: soon"), ["seed", "soon"]),
+        (("lr: 2e-6", "lr: [1]"), ["actor.optimizer.lr"]),
+        (("sglang: {", "sglang: 3 #"), ["sglang is 3; expected a section"]),
+        (("sglang: {", "sglang: null #"), ["sglang"]),
+        (("mode: disabled, freq", "mode: {a: 1}, freq"), ["recover.mode"]),
+        (("experiment_name: math\n", ""), ["experiment_name must be given", "Name of the experiment"]),
+        (("path: some/data, type: rl, batch_size: 16, shuffle", "type: rl, batch_size: 16, shuffle"), ["train_dataset.path"]),
+        (("random_seed: \"${seed}\"", "random_seed: \"${sed}\""), ["sglang.random_seed", "sed"]),
+        (("seed: 7", "seed: 7\nseed: 8"), ["is not valid YAML", "seed"]),
+        (("seed: 7", "seed: [7"), ["is not valid YAML"]),
+    ],
+)  # fmt: skip
+def test_damaged_file_gives_one_sentence(write, change, said):
+    path = write(GRPO_0_5_1.replace(*change, 1))
+    message = refused(["--config", path])
+    assert message.startswith(path)
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path):
+    assert (
+        refused(["--config", f"{tmp_path}/none.yaml"])
+        == f"{tmp_path}/none.yaml cannot be read: No such file or directory"
+    )
+    assert "cannot be read: Is a directory" in refused(["--config", str(tmp_path)])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "holds a list" in refused(["--config", f"{tmp_path}/list.yaml"])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00a: 1")
+    assert "binary.yaml" in refused(["--config", f"{tmp_path}/binary.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["seed=1"], "no configuration given; add --config FILE.yaml"),
+        (["train.py"], "no configuration given"),
+        (["--config"], "no configuration given"),
+        (["--confg", "x.yaml"], "unknown argument '--confg'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said):
+    assert said in refused(arguments)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed", "expected option=value"),
+        ("=3", "expected option=value"),
+        ("seed.x=3", "seed is not a section but 7"),
+        ("seed=[1", "not valid YAML"),
+    ],
+)
+def test_wrong_override_is_refused(write, override, said):
+    message = refused(["--config", write(GRPO_0_5_1), override])
+    assert repr(override) in message
+    assert said in message
+
+
+def test_dict_round_trip_is_exact(write):
+    config, _ = load_expr_config(["--config", write(GRPO_HEAD)], GRPOConfig)
+    config.actor.optimizer.lr = 0.1 + 0.2
+    tree = json.loads(json.dumps(config_to_dict(config)))
+    assert config_from_dict(tree, GRPOConfig) == config
+    assert config_to_dict(config_from_dict(tree, GRPOConfig)) == tree
+
+
+def test_dict_from_elsewhere_is_checked_like_a_file():
+    with pytest.raises(ConfigError, match=r"record.json: unknown option 'sede'; did you mean 'seed'"):
+        config_from_dict({"sede": 1}, SFTConfig, source="record.json")
+
+
+def test_every_option_says_what_it_is():
+    for cls in (PPOConfig, SFTConfig):
+        assert [name for name in all_options(cls) if not help_of(cls, name)] == []
+
+
+def test_defaults_are_upstreams():
+    values = flat_values(PPOConfig(experiment_name="a", trial_name="b"))
+    expected = {
+        "gconfig.max_new_tokens": 16384, "gconfig.max_tokens": 32768, "gconfig.top_k": 100_000_000,
+        "actor.ppo_n_minibatches": 4, "actor.eps_clip": 0.2, "actor.reward_clip": 20.0, "actor.kl_ctl": 0.1,
+        "actor.discount": 1.0, "actor.gae_lambda": 1.0, "actor.weight_update_mode": "xccl", "actor.dtype": "bfloat16",
+        "actor.mb_spec.packing_algorithm": "ffd", "actor.attn_impl": "flash_attention_2",
+        "rollout.request_retries": 3, "rollout.setup_timeout": 300.0, "sglang.mem_fraction_static": 0.9,
+        "sglang.disable_radix_cache": True, "sglang.chunked_prefill_size": -1, "seed": 1, "total_train_epochs": 1,
+        "debug.dump_rollout_data": False, "debug.replay_rollout_data": False, "debug.path": "",
+        "debug.overwrite": False, "debug.record_text": True, "debug.save_initial_weights": False,
+        "deterministic": False, "device": "auto",
+    }  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_config_needs_no_torch():
+    code = "import sys, areal_core.config, areal_core.allocation; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,152 @@
+"""Options that must agree: each disagreement is one sentence with both names and both values."""
+
+import pytest
+
+from areal_core.config import (
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOConfig,
+    RejectionSamplingConfig,
+    SFTConfig,
+    TrainEngineConfig,
+    check_config,
+)
+from areal_core.errors import ConfigError
+
+
+def sound_config() -> PPOConfig:
+    config = PPOConfig(experiment_name="a", trial_name="b", allocation_mode="sglang:d1+fsdp:d2")
+    config.actor = PPOActorConfig(
+        path="model",
+        optimizer=OptimizerConfig(),
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=96),
+        kl_ctl=0.0,
+        ppo_n_minibatches=2,
+        reward_norm=NormConfig("group", std_level="group", group_size=4),
+    )
+    config.gconfig.n_samples, config.gconfig.max_new_tokens = 4, 64
+    config.train_dataset.path, config.train_dataset.type = "data", "rl"
+    config.train_dataset.batch_size, config.train_dataset.max_length = 8, 32
+    config.rollout.consumer_batch_size = 8
+    return config
+
+
+def changed(config, changes):
+    for name, value in changes.items():
+        *sections, leaf = name.split(".")
+        section = config
+        for part in sections:
+            section = getattr(section, part)
+        setattr(section, leaf, value)
+    return config
+
+
+def test_sound_config_passes_without_notes():
+    assert check_config(sound_config()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "names_and_values"),
+    [
+        ({"rollout.consumer_batch_size": 4}, ["rollout.consumer_batch_size is 4", "train_dataset.batch_size is 8"]),
+        ({"rollout.queue_size": 4}, ["rollout.queue_size is 4", "train_dataset.batch_size is 8"]),
+        ({"actor.reward_norm": NormConfig("group", group_size=2)}, ["actor.reward_norm.group_size is 2", "gconfig.n_samples is 4"]),
+        ({"actor.adv_norm": NormConfig(std_level="group")}, ["actor.adv_norm.group_size is 1", "gconfig.n_samples is 4"]),
+        ({"actor.group_size": 8}, ["actor.group_size is 8", "gconfig.n_samples is 4"]),
+        ({"gconfig.n_samples": 1, "actor.reward_norm": NormConfig("group")}, ["gconfig.n_samples is 1", "a group of one"]),
+        ({"gconfig.temperature": 0.5}, ["actor.temperature is 1.0", "gconfig.temperature is 0.5"]),
+        ({"gconfig.temperature": 0.0, "actor.temperature": 0.0}, ["above 0"]),
+        ({"allocation_mode": "sglang:d1+fsdp:d3"}, ["train_dataset.batch_size is 8", "d3"]),
+        ({"allocation_mode": "sglang:d1+fsdp:d2t2"}, ["d2t2", "only data parallelism"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2"}, ["same devices", "embedded|fsdp"]),
+        ({"actor.kl_ctl": 0.1}, ["actor.kl_ctl is 0.1", "ref is None"]),
+        ({"actor.mb_spec.max_tokens_per_mb": 95}, ["max_tokens_per_mb is 95", "max_length is 32", "max_new_tokens is 64", "96 tokens"]),
+        ({"sglang.context_length": 80}, ["sglang.context_length is 80", "96 tokens"]),
+        ({"gconfig.min_new_tokens": 65}, ["gconfig.min_new_tokens is 65", "gconfig.max_new_tokens is 64"]),
+        ({"debug.dump_rollout_data": True, "debug.replay_rollout_data": True, "debug.path": "x"},
+         ["debug.dump_rollout_data is True", "debug.replay_rollout_data is True"]),
+        ({"debug.replay_rollout_data": True}, ["debug.replay_rollout_data is True", "debug.path is ''"]),
+        ({"total_train_steps": 0}, ["total_train_steps is 0"]),
+        ({"actor.optimizer": None}, ["actor.optimizer is empty"]),
+        ({"actor.optimizer.eps": 0.0}, ["eps 0.0"]),
+        ({"actor.path": ""}, ["actor.path is empty"]),
+        ({"actor.ppo_n_minibatches": 17}, ["actor.ppo_n_minibatches is 17", "16 sequences"]),
+        ({"actor.overlong_reward_penalty": True, "actor.max_new_tokens": 64}, ["overlong_tokens is None", "penalty_factor is None"]),
+        ({"actor.overlong_reward_penalty": True, "actor.overlong_tokens": 16, "actor.overlong_penalty_factor": 1.0},
+         ["actor.max_new_tokens is 1024", "gconfig.max_new_tokens is 64"]),
+        ({"actor.c_clip": 0.9}, ["actor.c_clip is 0.9"]),
+        ({"actor.eps_clip": -0.1}, ["actor.eps_clip is -0.1"]),
+        ({"actor.rejection_sampling": RejectionSamplingConfig(), "actor.behav_imp_weight_cap": 5.0}, ["behav_imp_weight_cap is 5.0"]),
+        ({"actor.rejection_sampling": RejectionSamplingConfig(action="clamp", metric="kl_k2")}, ["'clamp'", "'kl_k2'"]),
+        ({"actor.rejection_sampling": RejectionSamplingConfig(upper=1.0)}, ["'ratio'", "upper is 1.0"]),
+        ({"actor.rejection_sampling": RejectionSamplingConfig(lower=6.0)}, ["lower is 6.0", "upper is 5.0"]),
+        ({"rollout.tokenizer_path": "x", "tokenizer_path": "y"}, ["rollout.tokenizer_path is 'x'", "tokenizer_path is 'y'"]),
+        ({"actor.kl_estimator": "k4"}, ["actor.kl_estimator is 'k4'", "'k1', 'k2', 'k3'"]),
+        ({"actor.reward_norm": NormConfig(mean_level="row")}, ["actor.reward_norm.mean_level is 'row'"]),
+        ({"device": "tpu"}, ["device is 'tpu'", "'auto', 'cpu', 'cuda'"]),
+    ],
+)  # fmt: skip
+def test_disagreement_is_named_with_both_values(changes, names_and_values):
+    with pytest.raises(ConfigError) as error:
+        check_config(changed(sound_config(), changes))
+    for part in names_and_values:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor.kl_ctl": 0.1, "ref": PPOActorConfig(path="model")},
+        {"gconfig.max_tokens": 96, "train_dataset.max_length": 64},
+        {"allocation_mode": "", "rollout.backend": "embedded", "actor.backend": "fsdp:d2"},
+        {"allocation_mode": "embedded|fsdp:d2", "sglang.context_length": 80},
+        {"actor.group_size": 4, "actor.rejection_sampling": RejectionSamplingConfig()},
+    ],
+)
+def test_options_that_agree_pass(changes):
+    check_config(changed(sound_config(), changes))
+
+
+def test_all_disagreements_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        check_config(changed(sound_config(), {"actor.kl_ctl": 0.1, "rollout.consumer_batch_size": 4}))
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor.use_lora": True}, "actor.use_lora is True"),
+        ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
+        (
+            {"actor.optimizer.type": "adam_bf16"},
+            "actor.optimizer.type is 'adam_bf16', which is not available: use adam",
+        ),
+        ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
+        ({"actor.m2_threshold": 0.04}, "actor.m2_threshold is 0.04"),
+        ({"dynamic_bs": True}, "dynamic_bs is True"),
+        ({"scheduler.type": "ray"}, "scheduler.type is 'ray'"),
+        ({"rollout.agent.agent_cls_path": "a.B"}, "rollout.agent.agent_cls_path is 'a.B'"),
+    ],
+)
+def test_option_without_its_feature_is_refused_by_name(changes, said):
+    with pytest.raises(ConfigError) as error:
+        check_config(changed(sound_config(), changes))
+    assert said in str(error.value)
+
+
+def test_option_that_cannot_change_training_is_only_noted():
+    notes = check_config(changed(sound_config(), {"saver.mode": "async", "evaluator.freq_steps": 5}))
+    assert [note.partition(" is ")[0] for note in notes] == ["evaluator.freq_steps", "saver.mode"]
+
+
+def test_supervised_run_is_checked_without_a_rollout():
+    config = SFTConfig(experiment_name="a", trial_name="b", allocation_mode="fsdp:d2")
+    config.actor = TrainEngineConfig(path="model", optimizer=OptimizerConfig())
+    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "data", "sft", 3
+    with pytest.raises(ConfigError, match=r"train_dataset.batch_size is 3 and the allocation trains on d2"):
+        check_config(config)
+    config.train_dataset.batch_size = 4
+    assert check_config(config) == []
