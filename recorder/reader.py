@@ -58,10 +58,7 @@ class RecordedStep:
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
         """One row of a rank: per-token [length, ...], per-row [...]."""
         _, entry = self.batch_entry(rank)
-        if not 0 <= row < entry.num_rows:
-            raise StepNotRecorded(
-                f"step {self.manifest.step}, rank {rank} has rows 0 to {entry.num_rows - 1}, not {row}"
-            )
+        self.check_row(rank, row)
         arrays = self.batch(rank)
         begin, end = arrays.pop("cu_seqlens")[row : row + 2]
         return {
@@ -90,6 +87,14 @@ class RecordedStep:
         """Name and entry of the rank's batch file."""
         name = self.rank_name("batch", rank, "safetensors")
         return name, self.manifest.batches[name]
+
+    def check_row(self, rank: int, row: int) -> None:
+        """Raises StepNotRecorded unless the rank has the row."""
+        _, entry = self.batch_entry(rank)
+        if not 0 <= row < entry.num_rows:
+            raise StepNotRecorded(
+                f"step {self.manifest.step}, rank {rank} has rows 0 to {entry.num_rows - 1}, not {row}"
+            )
 
     def rank_name(self, kind: str, rank: int, suffix: str) -> str:
         """The rank's file of a kind. Raises StepNotRecorded for a rank that did not record."""

@@ -43,6 +43,7 @@ def read_samples(
     bounds = arrays["cu_seqlens"]
     samples = []
     for row in rows:
+        step.check_row(rank, row)
         part = slice(bounds[row], bounds[row + 1])
         ids = arrays["input_ids"][part].tolist()
         columns = zip(

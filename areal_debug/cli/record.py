@@ -225,11 +225,6 @@ def select_samples(
                 f"step {step.manifest.step} has no row with prompt_id {prompt_id}: try another step"
             )
         return [sample for rank in ranks for sample in read_samples(step, rank, chosen[rank], decode)]
-    _, entry = step.batch_entry(rank)
-    if not 0 <= (row or 0) < entry.num_rows:
-        raise StepNotRecorded(
-            f"step {step.manifest.step}, rank {rank} has {entry.num_rows} rows, no row {row or 0}"
-        )
     return read_samples(step, rank, [row or 0], decode)
 
 

@@ -1,0 +1,82 @@
+"""The fingerprint names what can change bits, and nothing that should stay private."""
+
+import json
+import subprocess
+
+from recorder.difference import Difference, find_differences
+from recorder.environment import code_identity, diff_environment, environment, file_identity, folder_identity
+from recorder.sealed import checksum, seal, unseal
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_fingerprint_survives_a_record_and_equals_itself():
+    found = environment()
+    assert unseal(seal(found), "x") == found
+    assert diff_environment(found, environment()) == ()
+
+
+def test_only_named_variables_are_recorded(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-value")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    found = environment()
+    assert found["variables"]["OMP_NUM_THREADS"] == "7"
+    assert "secret-value" not in json.dumps(found)
+
+
+def test_a_changed_library_and_a_missing_variable_are_named(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    recorded = environment()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    current = environment()
+    current["libraries"]["torch"] = "9.9"
+    assert diff_environment(recorded, current) == (
+        Difference("libraries.torch", recorded["libraries"]["torch"], "9.9"),
+        Difference("variables.PYTHONHASHSEED", "0", None),
+    )
+
+
+def test_differences_are_found_at_every_depth():
+    left = {"a": 1, "b": {"c": [1, 2], "d": None}, "nan": float("nan")}
+    right = {"a": 1, "b": {"c": [1, 3], "d": 0}, "e": "new", "nan": float("nan")}
+    assert find_differences(left, right) == (
+        Difference("b.c.1", 2, 3),
+        Difference("b.d", None, 0),
+        Difference("e", None, "new"),
+    )
+
+
+def test_code_is_known_by_commit_and_by_what_differs_from_it(tmp_path):
+    assert code_identity(tmp_path) == {"commit": None, "dirty_sha256": None}
+    git(tmp_path, "init")
+    (tmp_path / "loop.py").write_text("lr = 1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    clean = code_identity(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty_sha256"] is None
+    (tmp_path / "loop.py").write_text("lr = 2")
+    changed = code_identity(tmp_path)
+    (tmp_path / "new.py").write_text("x")
+    with_new_file = code_identity(tmp_path)
+    assert changed["commit"] == with_new_file["commit"] == clean["commit"]
+    assert len({clean["dirty_sha256"], changed["dirty_sha256"], with_new_file["dirty_sha256"]}) == 3
+
+
+def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / "original").mkdir()
+    assert folder_identity(str(tmp_path)) == {
+        "path": str(tmp_path),
+        "files": {"model.safetensors": {"size_bytes": 4, "crc32c": checksum(b"1234")}},
+    }
+
+
+def test_a_large_file_has_the_checksum_of_its_whole(tmp_path):
+    data = bytes(range(256)) * (1 << 17)  # 32 MiB, two blocks
+    (tmp_path / "a").write_bytes(data)
+    assert file_identity(tmp_path / "a") == {"size_bytes": len(data), "crc32c": checksum(data)}

@@ -1,0 +1,216 @@
+"""`areal-debug record ls|show|verify` as a user meets it."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from areal_debug.cli import main
+from recorder import RecordWriter
+from recorder.environment import folder_identity
+from recorder.samples import token_texts
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from recorder.writer import write_header
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["record", *map(str, arguments)])
+
+
+@pytest.fixture
+def bytes_tokenizer(tmp_path):
+    """A tokenizer with one token a byte, so that `é` takes two."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    return tokenizer
+
+
+@pytest.fixture
+def record_of_text(tmp_path, bytes_tokenizer):
+    """One step with one row: prompt `2+2=`, completion ` café` with known logprobs."""
+    ids = bytes_tokenizer.encode("2+2= café").ids
+    batch = scripted_batch([len(ids)], prompt_length=4)
+    batch["input_ids"] = np.array([ids], np.int32)
+    batch["logprobs"] = np.array([[0] * 4 + [-0.01, -0.3, -1.0, -3.0, -6.0, -0.01]], np.float32)
+    model = folder_identity(str(tmp_path / "model"))
+    writer = RecordWriter(tmp_path / "record", 0, 1, lambda: None)
+    (tmp_path / "record").mkdir()
+    write_header(tmp_path / "record", replace(SCRIPTED_HEADER, model=model))
+    send_step(writer, 0, batch)
+    return tmp_path / "record"
+
+
+def test_ls_gives_one_line_a_step_and_names_the_unfinished(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3, num_ranks=2)
+    (tmp_path / "record/steps/000002/step.json").unlink()
+    result = run("ls", tmp_path / "record")
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.output.splitlines()]
+    assert lines[0][:2] == ["2", "steps,"]
+    assert ["0", "1", "8", "42"] in [line[:4] for line in lines]
+    assert "step 2 was not finished and is not part of the record" in result.output
+
+
+def test_ls_as_json_has_the_same_facts(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=2)
+    facts = json.loads(run("ls", tmp_path / "record", "--json").output)
+    rewards = [scripted_batch([3, 8, 6, 4], seed=100 * step)["rewards"].mean() for step in (0, 1)]
+    assert [step["mean_reward"] for step in facts["steps"]] == rewards
+    assert [step["num_tokens"] for step in facts["steps"]] == [21, 21]
+    assert facts["uncommitted"] == []
+    assert facts["header"]["config"] == {"seed": 1, "actor": {"lr": 1e-06}}
+
+
+def test_show_prints_the_decoded_text_plain_when_piped(record_of_text):
+    result = run("show", record_of_text)
+    assert result.exit_code == 0
+    assert "2+2= café" in result.output
+    assert "\x1b[" not in result.output
+    assert "6 of 10 tokens trained" in result.output
+
+
+def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal(record_of_text):
+    reader, terminal = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    command = [
+        sys.executable,
+        "-c",
+        "from areal_debug.cli import main; main()",
+        "record",
+        "show",
+        str(record_of_text),
+    ]
+    for no_color, coloured in ((None, True), ("1", False)):
+        extra = {"TERM": "xterm", **({"NO_COLOR": no_color} if no_color else {})}
+        subprocess.run(command, stdout=terminal, check=True, env=environment | extra)
+        output = os.read(reader, 65536).decode()
+        assert ("\x1b[32m \x1b[0m\x1b[36mc\x1b[0m" in output) == coloured  # 99 %: green, 74 %: cyan
+        assert ("\x1b[1;31m" in output) == coloured  # 0.2 %
+    os.close(reader)
+    os.close(terminal)
+
+
+def test_show_as_json_gives_every_token(record_of_text):
+    [sample] = json.loads(run("show", record_of_text, "--json").output)
+    assert [token["text"] for token in sample["tokens"]] == ["2", "+", "2", "=", " ", "c", "a", "f", "", "é"]
+    assert [token["trained"] for token in sample["tokens"]] == [False] * 4 + [True] * 6
+    assert sample["tokens"][7]["logprob"] == -3.0
+
+
+def test_show_by_token_gives_numbers_in_columns(record_of_text):
+    lines = [line.split() for line in run("show", record_of_text, "--tokens").output.splitlines()]
+    assert ["7", "no"] not in lines
+    assert [line[2:] for line in lines if line[:1] == ["7"]] == [["yes", "-3.000000", "0", '"f"']]
+
+
+def test_show_falls_back_to_ids_when_the_tokenizer_is_another_one(record_of_text, tmp_path, bytes_tokenizer):
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    result = run("show", record_of_text)
+    assert "tokenizer.json is not the one recorded: showing ids" in result.stderr
+    assert "".join(f"<{token}>" for token in bytes_tokenizer.encode("2+2= café").ids) in result.stdout
+
+
+def test_show_falls_back_to_the_recorded_text_when_the_tokenizer_is_gone(tmp_path):
+    class Words:
+        name_or_path = "gone"
+
+        def decode(self, ids):
+            return " ".join(f"w{token}" for token in ids)
+
+    writer = RecordWriter(tmp_path / "record", 0, 1, lambda: None, text=True)
+    writer.tokenizer = Words()
+    (tmp_path / "record").mkdir()
+    write_header(tmp_path / "record", SCRIPTED_HEADER)
+    batch = scripted_batch([4])
+    send_step(writer, 0, batch)
+    assert f"w{batch['input_ids'][0, 0]} w" in run("show", tmp_path / "record").output
+
+
+def test_show_finds_all_answers_to_a_prompt_on_every_rank(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=2, num_ranks=2)
+    samples = json.loads(run("show", tmp_path / "record", "--step", 1, "--prompt-id", 1, "--json").output)
+    assert [(s["step"], s["rank"], s["row"], s["sample_id"]) for s in samples] == [
+        (1, 0, 2, 0),
+        (1, 0, 3, 1),
+        (1, 1, 2, 0),
+        (1, 1, 3, 1),
+    ]
+
+
+def test_verify_says_intact_with_exit_0_and_names_damage_with_exit_1(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=2)
+    result = run("verify", tmp_path / "record")
+    assert (result.exit_code, result.output) == (0, "intact: every byte of 2 steps is as it was written\n")
+    file = tmp_path / "record/steps/000001/batch-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    result = run("verify", tmp_path / "record")
+    assert result.exit_code == 1
+    assert (
+        "steps/000001/batch-00000-of-00001.safetensors, tensor versions: bytes do not match" in result.output
+    )
+    report = json.loads(run("verify", tmp_path / "record", "--json").output)
+    assert (report["intact"], report["steps_ok"], report["steps_missing"]) == (False, [0], [])
+    assert report["problems"][0]["tensor"] == "versions"
+
+
+def test_reading_a_damaged_file_is_one_sentence_and_exit_1(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    (tmp_path / "record/steps/000000/step.json").write_text("{}")
+    result = run("show", tmp_path / "record")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("Error: steps/000000/step.json: does not end with its checksum (2 bytes)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("ls", "{folder}/nothing"), "nothing does not exist: give the folder that a run recorded into"),
+        (("verify", "{folder}/nothing"), "nothing does not exist: give the folder that a run recorded into"),
+        (("show", "{folder}"), "holds no record.json: give the folder that a run recorded into"),
+        (("verify", "{folder}"), "holds no record.json: give the folder that a run recorded into"),
+        (("show", "{folder}/record", "--step", "9"), "step 9 is not recorded in"),
+        (("show", "{folder}/record", "--rank", "1"), "step 1 has ranks 0 to 0, not 1"),
+        (("show", "{folder}/record", "--sample", "4"), "step 1, rank 0 has rows 0 to 3, not 4"),
+        (("show", "{folder}/record", "--sample", "-1"), "step 1, rank 0 has rows 0 to 3, not -1"),
+        (("show", "{folder}/record", "--prompt-id", "77"), "step 1 has no row with prompt_id 77"),
+        (("show", "{folder}/record", "--sample", "0", "--prompt-id", "0"), "exclude each other"),
+        (("show", "{folder}/record", "--stepp", "1"), "Did you mean"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_2(tmp_path, arguments, sentence):
+    write_scripted_record(tmp_path / "record", num_steps=2)
+    result = run(*(argument.format(folder=tmp_path) for argument in arguments))
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stdout == ""
+
+
+def test_show_of_a_record_without_steps_says_so(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    shutil.rmtree(tmp_path / "record/steps")
+    result = run("show", tmp_path / "record")
+    assert (result.exit_code, "holds no committed step" in result.stderr) == (2, True)
+
+
+def test_token_texts_join_to_the_decoded_text(bytes_tokenizer):
+    text = "naïve 猫 🙂!"
+    ids = bytes_tokenizer.encode(text).ids
+    texts = token_texts(ids, bytes_tokenizer.decode)
+    assert len(texts) == len(ids) == len(text.encode())
+    assert "".join(texts) == text
+    assert texts[-5:] == ["", "", "", "🙂", "!"]
