@@ -1,0 +1,327 @@
+"""Losses on packed tokens: numbers worked by hand, numpy in float64, and gradients."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.dpo_loss import dpo_loss
+from areal_core.algorithm.m2po import second_moment_mask
+from areal_core.algorithm.policy_loss import policy_loss
+from areal_core.algorithm.proximal import loglinear_proximal_logprobs
+from areal_core.algorithm.rejection import behaviour_weights
+from areal_core.algorithm.reward_model_loss import reward_model_loss
+from areal_core.algorithm.sapo_loss import sapo_loss
+from areal_core.algorithm.sft_loss import sft_loss
+from areal_core.algorithm.value_loss import value_loss
+
+ONE = torch.tensor([0, 4], dtype=torch.int32)  # one sequence of four tokens
+TWO = torch.tensor([0, 2, 4], dtype=torch.int32)  # two of two
+
+
+def log(*ratios: float) -> torch.Tensor:
+    return torch.tensor(ratios).log()
+
+
+def test_clip_bites_only_on_the_side_that_would_gain():
+    # A = 1: ratio 1.5 gains at most 1.2, ratio 0.5 counts as it is; A = -1: 1.5 counts in full, 0.5 at least 0.8.
+    loss, stats = policy_loss(
+        log(1.5, 0.5, 1.5, 0.5),
+        torch.zeros(4),
+        torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        torch.ones(4),
+        ONE,
+        eps_clip=0.2,
+    )
+    torch.testing.assert_close(stats["loss"], torch.tensor([-1.2, -0.5, 1.5, 0.8]))
+    torch.testing.assert_close(loss, torch.tensor(0.6))
+    assert stats["clip_mask"].tolist() == [True, False, False, True]
+    torch.testing.assert_close(stats["importance_weight"], torch.tensor([1.5, 0.5, 1.5, 0.5]))
+
+
+def test_clip_higher_moves_only_the_upper_bound():
+    arguments = (
+        log(1.25, 0.75, 1.4, 1.0),
+        torch.zeros(4),
+        torch.tensor([1.0, -1.0, 1.0, 1.0]),
+        torch.ones(4),
+        ONE,
+    )
+    _, stats = policy_loss(*arguments, eps_clip=0.2, eps_clip_higher=0.28)
+    torch.testing.assert_close(stats["loss"], torch.tensor([-1.25, 0.8, -1.28, -1.0]))
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    arguments = (
+        log(10.0, 2.0, 10.0, 1.0),
+        torch.zeros(4),
+        torch.tensor([-1.0, -1.0, 1.0, -2.0]),
+        torch.ones(4),
+        ONE,
+    )
+    _, stats = policy_loss(*arguments, eps_clip=0.2, c_clip=3.0)
+    torch.testing.assert_close(stats["loss"], torch.tensor([3.0, 2.0, -1.2, 2.0]))
+    assert stats["dual_clip_mask"].tolist() == [True, False, False, False]
+
+
+def test_sequence_level_takes_the_geometric_mean_of_each_sequence():
+    # Sequence 0: ratios 2 and 0.5, mean log 0 -> 1. Sequence 1: second token masked, ratio 1.1.
+    mask, advantages = torch.tensor([1, 1, 1, 0]), torch.tensor([1.0, 3.0, 2.0, 9.0])
+    loss, stats = policy_loss(
+        log(2.0, 0.5, 1.1, 7.0), torch.zeros(4), advantages, mask, TWO, eps_clip=0.2, level="sequence"
+    )
+    torch.testing.assert_close(stats["importance_weight"], torch.tensor([1.0, 1.0, 1.1, 0.0]))
+    torch.testing.assert_close(stats["loss"], torch.tensor([-2.0, -2.0, -2.2, 0.0]))  # mean advantage 2
+    torch.testing.assert_close(loss, torch.tensor(-6.2))
+
+
+def test_at_the_start_the_gradient_is_that_of_plain_policy_gradient():
+    old, advantages = log(0.3, 0.2, 0.9, 0.4), torch.tensor([1.0, -2.0, 0.5, 3.0])
+    for level in ("token", "sequence"):
+        logprobs = old.clone().requires_grad_()
+        loss, _ = policy_loss(logprobs, old, advantages, torch.tensor([1, 1, 1, 0]), TWO, level=level)
+        loss.backward()
+        expected = [-1.0, 2.0, -0.5, 0.0] if level == "token" else [0.5, 0.5, -0.5, 0.0]
+        torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
+
+
+def test_masked_tokens_touch_neither_loss_nor_gradient():
+    logprobs = torch.tensor([-1.0, 300.0, float("inf"), -2.0], requires_grad=True)
+    loss, _ = policy_loss(
+        logprobs, torch.tensor([-1.0, -300.0, 0.0, -2.0]), torch.ones(4), torch.tensor([1, 0, 0, 1]), ONE
+    )
+    loss.backward()
+    assert loss.item() == -2.0
+    assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, -1.0]
+
+
+def test_empty_mask_still_has_a_backward():
+    logprobs = torch.zeros(4, requires_grad=True)
+    for loss in (
+        policy_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4), ONE)[0],
+        policy_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4), ONE, level="sequence")[0],
+        sft_loss(logprobs, torch.zeros(4))[0],
+        sapo_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4))[0],
+        value_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4))[0],
+    ):
+        logprobs.grad = None
+        loss.backward()
+        assert loss.item() == 0.0
+        assert logprobs.grad.tolist() == [0.0] * 4
+
+
+def packed(seed: int, lengths: list[int]):
+    random = np.random.default_rng(seed)
+    num_tokens = sum(lengths)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    logprobs, old, advantages = random.normal(-1, 0.4, (3, num_tokens))
+    mask = random.random(num_tokens) < 0.7
+    return logprobs, old, advantages, mask, cu_seqlens
+
+
+def policy_loss_by_numpy(logprobs, prox, advantages, mask, cu_seqlens, low, high, c_clip, level, weights):
+    total = 0.0
+    for start, end in itertools.pairwise(cu_seqlens):
+        chosen = [i for i in range(start, end) if mask[i]]
+        for i in chosen:
+            log_ratio, a = logprobs[i] - prox[i], advantages[i]
+            if level == "sequence":
+                log_ratio = np.mean([logprobs[j] - prox[j] for j in chosen])
+                a = np.mean([advantages[j] for j in chosen])
+            r = math.exp(log_ratio)
+            loss = max(-a * r, -a * min(max(r, 1 - low), 1 + high))
+            if c_clip is not None and a < 0:
+                loss = min(loss, -a * c_clip)
+            total += loss * weights[i]
+    return total
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("c_clip", [None, 1.3])
+def test_policy_loss_equals_numpy(level, c_clip):
+    arrays = packed(2, [5, 1, 9, 3])
+    weights = np.random.default_rng(1).random(18)
+    expected = policy_loss_by_numpy(*arrays, 0.2, 0.3, c_clip, level, weights)
+    loss, _ = policy_loss(
+        *map(torch.from_numpy, arrays), eps_clip=0.2, eps_clip_higher=0.3, c_clip=c_clip, level=level,
+        weights=torch.from_numpy(weights),
+    )  # fmt: skip
+    np.testing.assert_allclose(loss.item(), expected, rtol=1e-10)
+
+
+def test_loss_does_not_depend_on_how_sequences_are_packed():
+    logprobs, old, advantages, mask, cu = packed(4, [5, 4])
+    whole = policy_loss(*map(torch.from_numpy, (logprobs, old, advantages, mask, cu)), level="sequence")[0]
+    parts = 0.0
+    for start, end in ((0, 5), (5, 9)):
+        arrays = [a[start:end] for a in (logprobs, old, advantages, mask)]
+        parts += policy_loss(
+            *map(torch.from_numpy, arrays), torch.tensor([0, end - start]), level="sequence"
+        )[0]
+    torch.testing.assert_close(whole, parts)
+
+
+def test_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="'row' is unknown"):
+        policy_loss(torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.ones(4), ONE, level="row")
+
+
+def weights_of(ratios, mask=(1, 1, 1, 1), cu_seqlens=ONE, **options):
+    kept, weights, filtered = behaviour_weights(
+        log(*ratios), torch.zeros(4), torch.tensor(mask), cu_seqlens, **options
+    )
+    return kept.tolist(), [round(w, 5) for w in weights.tolist()], filtered.tolist()
+
+
+def test_without_bounds_every_token_keeps_its_ratio():
+    assert weights_of((0.5, 1.0, 8.0, 2.0), (1, 1, 1, 0)) == (
+        [True, True, True, False],
+        [0.5, 1.0, 8.0, 0.0],
+        [False] * 4,
+    )
+
+
+def test_token_mask_drops_and_token_clamp_limits():
+    ratios = (0.1, 1.0, 8.0, 2.0)
+    assert weights_of(ratios, upper=5.0, lower=0.5) == (
+        [False, True, False, True], [0.0, 1.0, 0.0, 2.0], [True, False, True, False],
+    )  # fmt: skip
+    assert weights_of(ratios, upper=5.0, lower=0.5, action="clamp") == (
+        [True] * 4, [0.5, 1.0, 5.0, 2.0], [True, False, True, False],
+    )  # fmt: skip
+
+
+def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
+    # sqrt(2 * 8) = 4 and sqrt(1 * 0.25) = 0.5
+    ratios = (2.0, 8.0, 1.0, 0.25)
+    assert weights_of(ratios, cu_seqlens=TWO, level="sequence")[1] == [4.0, 4.0, 0.5, 0.5]
+    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0)[0] == [False, False, True, True]
+    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0, action="clamp")[1] == [
+        3.0,
+        3.0,
+        0.5,
+        0.5,
+    ]
+    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", agg="max", upper=3.0)[0] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", agg="sum")[1] == [16.0, 16.0, 0.25, 0.25]
+
+
+def test_kl_metric_drops_by_divergence_and_weighs_by_ratio():
+    # k2 = log(ratio)^2 / 2: log(4)^2 / 2 = 0.96, log(2)^2 / 2 = 0.24
+    kept, weights, _ = weights_of((4.0, 2.0, 0.25, 1.0), metric="kl_k2", upper=0.5)
+    assert kept == [False, True, False, True]
+    assert weights == [0.0, 2.0, 0.0, 1.0]
+    # k3 = 1 / r - 1 + log r: 3 - log 4 = 1.61 at a quarter, 1/4 - 1 + log 4 = 0.64 at four
+    assert weights_of((4.0, 2.0, 0.25, 1.0), metric="kl_k3", upper=1.0)[0] == [True, True, False, True]
+
+
+def test_non_finite_logprobs_count_as_equal_policies():
+    behaviour = torch.tensor([float("nan"), -float("inf"), 0.0, 0.0])
+    kept, weights, _ = behaviour_weights(torch.zeros(4), behaviour, torch.ones(4), ONE, upper=5.0)
+    assert kept.tolist() == [True] * 4
+    assert weights.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("agg", ["mean", "sum", "max"])
+@pytest.mark.parametrize("metric", ["ratio", "kl_k1", "kl_k2", "kl_k3"])
+def test_sequence_rejection_equals_numpy(metric, agg):
+    prox, old, _, mask, cu_seqlens = packed(8, [6, 2, 11])
+    expected = np.zeros(19, dtype=bool)
+    for start, end in itertools.pairwise(cu_seqlens):
+        rows = np.arange(start, end)[mask[start:end]]
+        d = prox[rows] - old[rows]
+        per_token = {"ratio": d, "kl_k1": d, "kl_k2": d**2 / 2, "kl_k3": np.exp(-d) - 1 + d}[metric]
+        joined = {"mean": np.mean, "sum": np.sum, "max": np.max}[agg](per_token)
+        measured = math.exp(joined) if metric == "ratio" else joined
+        expected[rows] = 0.05 <= measured <= 1.02
+    kept, _, _ = behaviour_weights(
+        *map(torch.from_numpy, (prox, old, mask, cu_seqlens)), level="sequence", metric=metric, agg=agg, upper=1.02, lower=0.05
+    )  # fmt: skip
+    assert kept.tolist() == expected.tolist()
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_not():
+    # V 3 from 0, clipped to 0.5, return 1: 0.5 * 4 = 2 against 0.5 * 0.25; V 3, return 4: 0.5 against 0.5 * 12.25
+    loss, stats = value_loss(
+        torch.tensor([3.0, 3.0, 9.0]),
+        torch.zeros(3),
+        torch.tensor([1.0, 4.0, 0.0]),
+        torch.tensor([1, 1, 0]),
+        eps_clip=0.5,
+    )
+    assert stats["loss"].tolist() == [2.0, 6.125, 0.0]
+    assert loss.item() == 8.125
+    assert stats["clip_mask"].tolist() == [False, True, False]
+
+
+def test_sft_loss_sums_over_trainable_tokens():
+    loss, stats = sft_loss(torch.tensor([-1.0, -2.0, -float("inf")]), torch.tensor([1, 1, 0]))
+    assert loss.item() == 3.0
+    assert stats["loss"].tolist() == [1.0, 2.0, 0.0]
+
+
+def test_sapo_gate_by_hand_and_its_gradient_at_the_start():
+    # r = 1: sigmoid(0) * 4 / tau = 2 / tau
+    logprobs = torch.zeros(2, requires_grad=True)
+    loss, stats = sapo_loss(
+        logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2), tau_pos=1.0, tau_neg=2.0
+    )
+    assert stats["loss"].tolist() == [-2.0, 1.0]
+    loss.backward()
+    assert logprobs.grad.tolist() == [-1.0, 1.0]  # that of -A r
+
+
+def test_sapo_equals_numpy():
+    logprobs, old, advantages, mask, _ = packed(9, [12])
+    ratio, tau = np.exp(logprobs - old), np.where(advantages > 0, 1.0, 1.05)
+    expected = (-advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1))))[mask].sum()
+    loss, _ = sapo_loss(*map(torch.from_numpy, (logprobs, old, advantages, mask)))
+    np.testing.assert_allclose(loss.item(), expected, rtol=1e-6)
+
+
+def test_m2po_drops_the_largest_until_the_mean_is_small():
+    # squares 0.01, 0.04, 1, 0.09: mean of all 0.285, without the 1: 0.0467
+    prox = torch.tensor([0.1, -0.2, 1.0, 0.3, 5.0])
+    mask = torch.tensor([1, 1, 1, 1, 0])
+    zeros = torch.zeros(5)
+    assert second_moment_mask(prox, zeros, mask, 0.05).tolist() == [True, True, False, True, False]
+    assert second_moment_mask(prox, zeros, mask, 0.04).tolist() == [True, True, False, False, False]
+    assert second_moment_mask(prox, zeros, mask, 9.0).tolist() == [True, True, True, True, False]
+    assert second_moment_mask(prox, zeros, mask, 0.0).tolist() == [True, False, False, False, False]
+    assert second_moment_mask(prox, zeros, zeros, 0.04).tolist() == [False] * 5
+
+
+def test_loglinear_proximal_lies_between_by_age():
+    # current version 5, proximal 4: sampled at 3 -> half way, at 1 -> 3/4, at 4 -> behaviour, prompt -> behaviour
+    logprobs, behaviour = torch.full((4,), -2.0), torch.full((4,), -1.0)
+    got = loglinear_proximal_logprobs(logprobs, behaviour, torch.tensor([3, 1, 4, -1]), 5)
+    torch.testing.assert_close(got, torch.tensor([-1.5, -1.75, -1.0, -1.0]))
+    newer = loglinear_proximal_logprobs(logprobs, behaviour, torch.tensor([5, 6, 0, 0]), 5)
+    torch.testing.assert_close(newer, torch.tensor([-1.0, -1.0, -1.8, -1.8]))
+
+
+def test_dpo_by_hand():
+    # chosen +1, rejected -1 against the reference: z = 2, beta 0.5 -> -log sigmoid(1)
+    logprobs, reference = torch.tensor([-1.0, -1.0, -3.0, -2.0]), torch.tensor([-1.5, -1.5, -2.0, -2.0])
+    loss, stats = dpo_loss(logprobs, reference, torch.ones(4), TWO, beta=0.5)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert stats["reward_margin"].tolist() == [1.0]
+    assert stats["reward_accuracy"].tolist() == [1.0]
+    # ipo, per token: 0.5 - (-0.5) = 1, target 1 / (2 * 0.5) = 1
+    assert dpo_loss(logprobs, reference, torch.ones(4), TWO, beta=0.5, loss_type="ipo")[0].item() == 0.0
+    with pytest.raises(ValueError, match="'hinge' is unknown"):
+        dpo_loss(logprobs, reference, torch.ones(4), TWO, loss_type="hinge")
+
+
+def test_reward_model_compares_last_tokens():
+    loss, stats = reward_model_loss(torch.tensor([9.0, 2.0, 9.0, 1.0]), TWO)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert (stats["pos_score"].tolist(), stats["neg_score"].tolist()) == ([2.0], [1.0])
+    assert stats["correct_ratio"].tolist() == [1.0]

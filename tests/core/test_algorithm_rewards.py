@@ -1,0 +1,222 @@
+"""Alignment, reward shaping, KL and normalisation, against numbers worked by hand and against numpy in float64."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.kl import kl_estimate
+from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
+from areal_core.algorithm.rewards import overlong_penalty, shape_rewards
+
+
+def test_mask_logprobs_and_versions_move_together():
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8]]),
+        "loss_mask": torch.tensor([[0, 0, 1, 1]], dtype=torch.int32),
+        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.25]]),
+        "versions": torch.tensor([[-1, -1, 3, 4]], dtype=torch.int32),
+    }
+    aligned = to_next_token(batch)
+    assert aligned["loss_mask"].tolist() == [[0, 1, 1, 0]]
+    assert aligned["logprobs"].tolist() == [[0.0, -0.5, -0.25, 0.0]]
+    assert aligned["versions"].tolist() == [[-1, 3, 4, -1]]
+    assert aligned["input_ids"] is batch["input_ids"]
+    assert aligned["loss_mask"].dtype == aligned["versions"].dtype == torch.int32
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1]]
+
+
+def test_first_token_of_a_row_does_not_wrap_to_its_end():
+    row = torch.tensor([[1, 1, 1]], dtype=torch.int32)
+    aligned = to_next_token({"loss_mask": row, "logprobs": row.float(), "versions": row})
+    assert aligned["loss_mask"].tolist() == [[1, 1, 0]]
+
+
+def test_rewards_are_biased_then_scaled_then_clipped():
+    # (1 - 0.5) * 10 = 5, (0 - 0.5) * 10 = -5, (9 - 0.5) * 10 = 85 -> 20
+    shaped = shape_rewards(torch.tensor([1.0, 0.0, 9.0]), bias=-0.5, scaling=10.0, clip=20.0)
+    assert shaped.tolist() == [5.0, -5.0, 20.0]
+
+
+def test_overlong_penalty_grows_from_the_zone_to_the_limit():
+    # limit 100, zone 20: nothing up to 80, half at 90, all at 100
+    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), 100, 20, 0.5)
+    assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", [0.5, -0.5]), ("k2", [0.125, 0.125]), ("k3", [0.1065306597, 0.1487212707])],
+)
+def test_kl_estimators_at_half_a_nat(estimator, expected):
+    got = kl_estimate(torch.tensor([-1.0, -1.5]), torch.tensor([-1.5, -1.0]), estimator)
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_kl_estimate_is_clamped_and_its_name_checked():
+    far = torch.tensor([50.0]), torch.tensor([0.0])
+    assert kl_estimate(*far, "k1").tolist() == [10.0]
+    assert kl_estimate(far[1], far[0], "k1").tolist() == [-10.0]
+    with pytest.raises(ValueError, match="'k4' is unknown"):
+        kl_estimate(*far, "k4")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_equal_numpy(estimator):
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.randn(2, 3, 7, generator=generator).double()
+    d = p.numpy() - q.numpy()
+    expected = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator]
+    np.testing.assert_allclose(kl_estimate(p, q, estimator).numpy(), np.clip(expected, -10, 10), rtol=1e-12)
+
+
+def test_group_normalisation_by_hand():
+    # group 7: mean 1/4, deviations 3/4 -1/4 -1/4 -1/4, sum of squares 3/4, unbiased std sqrt(1/4) = 0.5
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([7, 7, 7, 7])
+    got = normalize_groups(rewards, groups, eps=0.0)
+    torch.testing.assert_close(got, torch.tensor([1.5, -0.5, -0.5, -0.5]))
+    assert got.dtype == torch.float32
+    # leave one out: the baseline of the 1 is 0, that of each 0 is 1/3
+    got = normalize_groups(rewards, groups, std_level=None, leave_one_out=True)
+    torch.testing.assert_close(got, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
+    # biased: std = sqrt(3/16)
+    got = normalize_groups(rewards, groups, unbiased=False, eps=0.0)
+    torch.testing.assert_close(got[0], torch.tensor(0.75 / (3 / 16) ** 0.5))
+
+
+def test_groups_are_named_and_not_guessed_from_position():
+    rewards = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])
+    interleaved = torch.tensor([9, 2, 9, 2, 2])
+    got = normalize_groups(rewards, interleaved, std_level=None)
+    assert got.tolist() == [0.5, 1.0, -0.5, -1.0, 0.0]  # means: 0.5 and 3
+
+
+def test_a_partial_group_leaves_the_others_alone():
+    full = normalize_groups(torch.tensor([1.0, 0, 1, 0, 5, 1, 1, 1]), torch.tensor([0] * 4 + [1] * 4))
+    partial = normalize_groups(torch.tensor([1.0, 0, 1, 5, 1, 1, 1]), torch.tensor([0] * 3 + [1] * 4))
+    assert partial[3:].tolist() == full[4:].tolist()
+    assert partial[:3].sum().abs() < 1e-6
+
+
+@pytest.mark.parametrize("mean_level", ["group", "batch", None])
+@pytest.mark.parametrize("std_level", ["group", None])
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_a_constant_group_never_blows_up(mean_level, std_level, unbiased, leave_one_out):
+    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 0.7]), torch.tensor([0, 0, 0, 1])
+    got = normalize_groups(
+        rewards,
+        groups,
+        mean_level=mean_level,
+        std_level=std_level,
+        unbiased=unbiased,
+        leave_one_out=leave_one_out,
+    )
+    assert got.abs().max() <= 1.0
+    if mean_level == "group" or std_level == "group":
+        assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def normalised_by_numpy(x, groups, mean_level, std_level, leave_one_out, unbiased, eps):
+    out = np.zeros(len(x))
+    for i in range(len(x)):
+        sets = {"batch": np.arange(len(x)), "group": np.flatnonzero(groups == groups[i])}
+        mean = 0.0
+        if mean_level is not None:
+            rows = sets[mean_level]
+            rows = rows[rows != i] if leave_one_out else rows
+            mean = x[rows].mean()
+        out[i] = x[i] - mean
+        if std_level is not None:
+            out[i] /= x[sets[std_level]].std(ddof=int(unbiased)) + eps
+    return out
+
+
+@pytest.mark.parametrize("mean_level", ["group", "batch", None])
+@pytest.mark.parametrize("std_level", ["group", "batch", None])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_normalisation_equals_numpy(mean_level, std_level, leave_one_out, unbiased):
+    random = np.random.default_rng(5)
+    x, groups = (
+        random.normal(3.0, 2.0, 23).astype(np.float32),
+        random.permutation([0] * 5 + [1] * 2 + [8] * 16),
+    )
+    arguments = (mean_level, std_level, leave_one_out, unbiased, 1e-5)
+    got = normalize_groups(
+        torch.from_numpy(x), torch.from_numpy(groups), mean_level=mean_level, std_level=std_level,
+        leave_one_out=leave_one_out, unbiased=unbiased,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        got.numpy(), normalised_by_numpy(x.astype(float), groups, *arguments), rtol=1e-5
+    )
+
+
+def test_token_normalisation_counts_only_masked_tokens():
+    values = torch.tensor([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    got = normalize_tokens(values, mask, eps=0.0)  # mean 3, unbiased std 2
+    assert got.tolist() == [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def test_token_normalisation_by_group_equals_numpy():
+    random = np.random.default_rng(6)
+    values, mask = random.normal(size=(6, 9)).astype(np.float32), random.random((6, 9)) < 0.6
+    rows = np.array([4, 4, 2, 4, 2, 2])
+    got = normalize_tokens(
+        torch.from_numpy(values), torch.from_numpy(mask), group_ids=torch.from_numpy(rows), mean_level="group", std_level="group"
+    )  # fmt: skip
+    expected = np.zeros_like(values, dtype=float)
+    tokens = np.broadcast_to(rows[:, None], mask.shape)[mask]
+    expected[mask] = normalised_by_numpy(
+        values[mask].astype(float), tokens, "group", "group", False, True, 1e-5
+    )
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+class ThreadRanks:
+    """`sum_over_ranks` for threads that play ranks: each call waits for the other ranks, as a collective does."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks, timeout=10)
+        self.slots: list = [None] * num_ranks
+
+    def run(self, function, arguments):
+        results = [None] * len(arguments)
+
+        def rank(index):
+            def sum_over_ranks(values):
+                self.slots[index] = values
+                self.barrier.wait()
+                total = torch.stack(self.slots).sum(0)
+                self.barrier.wait()
+                return total
+
+            results[index] = function(*arguments[index], sum_over_ranks=sum_over_ranks)
+
+        threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(arguments))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert all(result is not None for result in results), "a rank did not come back"
+        return results
+
+
+def test_ranks_together_give_what_one_rank_gives():
+    generator = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(4, 6, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
+    alone = normalize_tokens(values, mask)
+    parts = ThreadRanks(2).run(normalize_tokens, [(values[:3], mask[:3]), (values[3:], mask[3:])])
+    torch.testing.assert_close(torch.cat(parts), alone, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rank_with_an_empty_mask_reaches_every_sum():
+    values = torch.tensor([[1.0, 3.0, 5.0]])
+    full, empty = ThreadRanks(2).run(
+        normalize_tokens, [(values, torch.ones(1, 3)), (torch.zeros(2, 4), torch.zeros(2, 4))]
+    )
+    torch.testing.assert_close(full, torch.tensor([[-1.0, 0.0, 1.0]]), rtol=1e-4, atol=1e-6)
+    assert empty.tolist() == torch.zeros(2, 4).tolist()
