@@ -1,0 +1,120 @@
+"""Recorded rollouts give the trainer exactly what it saw."""
+
+import pytest
+import torch
+
+from areal_core.rollout.source import RolloutSource
+from recorder import DamagedRecord, RecordWriter, StepNotRecorded, open_record
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from recorder.writer import write_header
+from replayer.errors import ReplayError, WrongRankCount
+from replayer.source import RecordedRollouts
+
+
+def as_tensors(batch):
+    return {key: torch.from_numpy(array) for key, array in batch.items()}
+
+
+def assert_same_bits(left, right):
+    assert set(left) == set(right)
+    for key in left:
+        assert left[key].dtype == right[key].dtype, key
+        assert left[key].shape == right[key].shape, key
+        assert left[key].numpy(force=True).tobytes() == right[key].numpy(force=True).tobytes(), key
+
+
+def record_batch(folder, batch):
+    writer = RecordWriter(folder, 0, 1, lambda: None)
+    folder.mkdir()
+    write_header(folder, SCRIPTED_HEADER)
+    send_step(writer, 0, batch)
+    return open_record(folder)
+
+
+def test_each_rank_gets_its_own_batch_of_each_step_bit_for_bit(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3, num_ranks=2)
+    record = open_record(tmp_path / "record")
+    for rank in (0, 1):
+        source: RolloutSource = RecordedRollouts(record, rank, 2)
+        for step in (0, 1, 2, 1):
+            expected = as_tensors(scripted_batch([3, 8, 6, 4], seed=100 * step + rank))
+            assert_same_bits(source.next_batch(step, version=step), expected)
+
+
+def test_padding_wider_than_the_longest_row_is_given_back(tmp_path):
+    batch = as_tensors(scripted_batch([3, 5]))
+    wide = {k: torch.nn.functional.pad(t, (0, 4)) if t.dim() == 2 else t for k, t in batch.items()}
+    source = RecordedRollouts(record_batch(tmp_path / "record", wide), 0, 1)
+    assert_same_bits(source.next_batch(0, 0), wide)
+
+
+def test_special_floats_keep_their_bits(tmp_path):
+    batch = as_tensors(scripted_batch([3, 5]))
+    batch["rewards"] = torch.tensor([-0.0, float("nan")])
+    batch["logprobs"][1, :3] = torch.tensor([float("-inf"), 1e-45, float("nan")])
+    source = RecordedRollouts(record_batch(tmp_path / "record", batch), 0, 1)
+    assert_same_bits(source.next_batch(0, 0), batch)
+
+
+def test_bfloat16_comes_back_as_bfloat16(tmp_path):
+    batch = as_tensors(scripted_batch([3, 5]))
+    batch["logprobs"] = batch["logprobs"].bfloat16()
+    back = RecordedRollouts(record_batch(tmp_path / "record", batch), 0, 1).next_batch(0, 0)
+    assert back["logprobs"].dtype == torch.bfloat16
+    assert torch.equal(back["logprobs"].view(torch.int16), batch["logprobs"].view(torch.int16))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 2, 0], [1, 1]])
+def test_ranks_without_rows_and_rows_without_tokens_come_back(tmp_path, lengths):
+    batch = as_tensors(scripted_batch(lengths))
+    assert_same_bits(RecordedRollouts(record_batch(tmp_path / "record", batch), 0, 1).next_batch(0, 0), batch)
+
+
+def test_the_trainer_may_write_into_what_it_got(tmp_path):
+    record = record_batch(tmp_path / "record", as_tensors(scripted_batch([3, 5])))
+    source = RecordedRollouts(record, 0, 1)
+    for tensor in source.next_batch(0, 0).values():
+        tensor.zero_()
+    assert_same_bits(source.next_batch(0, 0), as_tensors(scripted_batch([3, 5])))
+
+
+def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
+    record = record_batch(tmp_path / "record", scripted_batch([3, 5]))
+    source = RecordedRollouts(record, 0, 1)
+    name = "batch-00000-of-00001.safetensors"
+    file = tmp_path / "record/steps/000000" / name
+    original, entry = file.read_bytes(), record.step(0).manifest.batches[name]
+    places = {tensor: place.offset for tensor, place in entry.tensors.items()} | {"(header)": 9}
+    for tensor, position in places.items():
+        changed = bytearray(original)
+        changed[position] ^= 16
+        file.write_bytes(changed)
+        with pytest.raises(DamagedRecord) as caught:
+            source.next_batch(0, 0)
+        assert (caught.value.file, caught.value.tensor) == (f"steps/000000/{name}", tensor)
+    assert len(places) == 10
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1, num_ranks=2)
+    with pytest.raises(
+        WrongRankCount, match="recorded with 2 data-parallel ranks, replayed with 4: run it with 2"
+    ):
+        RecordedRollouts(open_record(tmp_path / "record"), 0, 4)
+    assert issubclass(WrongRankCount, ReplayError)
+
+
+def test_a_step_beyond_the_record_is_refused(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=2)
+    source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
+    with pytest.raises(StepNotRecorded, match=r"step 2 is not recorded in .*: it holds steps 0 to 1"):
+        source.next_batch(2, 2)
+
+
+def test_there_is_no_engine_to_push_weights_to(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
+    source.update_weights(engine=None, version=1)
+    source.load_state_dict(source.state_dict())
+    source.close()
+    assert source.next_batch(0, 0)["rewards"].shape == (4,)
