@@ -22,7 +22,7 @@ ROLES = ("engine", "reference", "reward", "proxy")
 SERVER_ROLES = (
     ("engine", ENGINE),
     ("reward", re.compile(r"reward|verifier")),
-    ("reference", re.compile(r"\bref(?:erence)?(?:_|\b)")),
+    ("reference", re.compile(r"(?:\b|_)ref(?:erence)?(?:_|\b)")),
     ("proxy", re.compile(r"proxy|router")),
     ("engine", re.compile(r"\bengine|inference_server|rollout_server")),
 )

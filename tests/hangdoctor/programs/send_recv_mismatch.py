@@ -1,4 +1,4 @@
-"""The sender cuts the sequence into 2 chunks and the receiver expects 4: both end in recv.
+"""The sender cuts its 8 activations into 2 chunks and the receiver expects 16, in 4: both end in recv.
 
 label: p2p_shape_mismatch
 culprits: 0 1
@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from hang_point import here
 
-SEQUENCE = torch.ones(8)
+CHUNK = torch.ones(4)
 
 
-def send_activations(num_chunks: int) -> None:
-    for chunk in SEQUENCE.chunk(num_chunks):
-        dist.send(chunk.contiguous(), dst=1)
+def send_activations(length: int) -> None:
+    for _ in range(length // len(CHUNK)):
+        dist.send(CHUNK, dst=1)
 
 
-def receive_activations(num_chunks: int) -> None:
-    for chunk in SEQUENCE.chunk(num_chunks):
-        dist.recv(torch.empty_like(chunk).repeat(2)[: 8 // num_chunks + 2], src=0)
+def receive_activations(length: int) -> None:
+    for _ in range(length // len(CHUNK)):
+        dist.recv(CHUNK, src=0)
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
     dist.barrier()
     here()
     if dist.get_rank() == 0:
-        send_activations(num_chunks=2)
-        dist.recv(SEQUENCE, src=1)
+        send_activations(length=8)
+        dist.recv(CHUNK, src=1)
     else:
-        receive_activations(num_chunks=4)
-        dist.send(SEQUENCE, dst=0)
+        receive_activations(length=16)
+        dist.send(CHUNK, dst=0)
 
 
 main()

@@ -12,15 +12,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.host import Options, collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
+from hangdoctor.diagnose import diagnose
+from hangdoctor.model import Diagnosis
+from hangdoctor.parse.read import read_snapshot
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 REACH_HANG_POINT_S = 120
+PROGRAMS_AT_ONCE = 2
 STILL_S = 0.5
 SETTLE_S = 6
 
@@ -166,4 +173,30 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
 @pytest.fixture
 def hanging(tmp_path):
     """Call with a program's name inside `with`: the started program, at its hang point."""
-    return lambda name: running(read_program(PROGRAMS / f"{name}.py"), tmp_path)
+    return lambda name, **changes: running(
+        replace(read_program(PROGRAMS / f"{name}.py"), **changes), tmp_path / "run"
+    )
+
+
+def diagnose_program(program: Program, folder: Path) -> Diagnosis:
+    """Run a program until it hangs, collect it through the real py-spy, and diagnose the collection."""
+    collection = folder / "collection"
+    with running(program, folder / "run") as hung:
+        collect_host(Search(hung.pids), collection, Options(interval_s=1.0))
+    return diagnose(read_snapshot((collection,), None, {}))
+
+
+@pytest.fixture(scope="session")
+def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """Program name to its future diagnosis, for every program that this session asks for, two at a time."""
+    names = [
+        item.callspec.params["program"] for item in request.session.items if "diagnoses" in item.fixturenames
+    ]
+    pool = ThreadPoolExecutor(PROGRAMS_AT_ONCE)
+    yield {
+        name: pool.submit(
+            diagnose_program, read_program(PROGRAMS / f"{name}.py"), tmp_path_factory.mktemp(name)
+        )
+        for name in names
+    }
+    pool.shutdown(cancel_futures=True)

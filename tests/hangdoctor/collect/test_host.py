@@ -1,0 +1,207 @@
+"""One host collected for real: small processes that claim ranks, and the folder that comes of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.hang_collect import collect
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.layout import read_manifest, unpack
+
+QUICK = Options(interval_s=0.2, timeout_s=20, host="here")
+RANK = """
+import os, sys, time
+def wait_for_peers():
+    if os.environ["RANK"] == "0" and os.fork() == 0:
+        load_data()
+    print("step 41", "step 42", sep="\\n", flush=True)
+    open(sys.argv[1] + "/ready-" + os.environ["RANK"], "w").close()
+    time.sleep(600)
+def load_data():
+    open(sys.argv[1] + "/ready-child", "w").close()
+    time.sleep(600)
+wait_for_peers()
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two ranks of three, rank 0 with a child, in the environment that torchrun gives."""
+    program = tmp_path / "train.py"
+    program.write_text(RANK)
+    attempt = tmp_path / "attempt_0"
+    for local in ("0", "2"):
+        (attempt / local).mkdir(parents=True)
+    (attempt / "2/error.json").write_text('{"message": "out of memory"}')
+    ranks = []
+    for rank in (0, 1):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(os.getpid()),
+            "NCCL_DEBUG": "INFO",
+            "NCCL_AUTH_TOKEN": "do not tell",
+            "WANDB_API_KEY": "do not tell",
+            "TORCHELASTIC_ERROR_FILE": str(attempt / str(rank) / "error.json"),
+            "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_"),
+            "TORCH_FR_DEBUG_INFO_PIPE_FILE": str(tmp_path / "pipe_"),
+        }
+        with (tmp_path / f"{rank}.log").open("w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(program), str(tmp_path)],
+                    env=environment,
+                    stdout=log,
+                    start_new_session=True,
+                )
+            )
+    while len(list(tmp_path.glob("ready-*"))) < 3:
+        assert [rank.poll() for rank in ranks] == [None, None]
+        time.sleep(0.02)
+    yield ranks
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+
+
+def search_for(job):
+    return Search(pids=(job[0].pid, job[1].pid))
+
+
+def statuses(folder):
+    return {process.name: process.status for process in read_manifest(folder).processes}
+
+
+def test_every_process_is_dumped_and_every_expected_rank_has_a_status(job, tmp_path):
+    manifest = collect_host(search_for(job), tmp_path / "out", QUICK)
+    assert manifest == read_manifest(tmp_path / "out")
+    assert statuses(tmp_path / "out") == {
+        "rank_0": "dumped",
+        "rank_1": "dumped",
+        "rank_0_child_0": "dumped",
+        "rank_2": "gone",
+    }
+    for sample in (0, 1):
+        for name, function in (("rank_1", "wait_for_peers"), ("rank_0_child_0", "load_data")):
+            [thread] = json.loads((tmp_path / f"out/samples/{sample}/{name}.json").read_text())
+            assert thread["frames"][0]["name"] == function
+    facts = json.loads((tmp_path / "out/proc/1/rank_0_child_0.json").read_text())
+    assert (facts["state"], facts["parent_pid"]) == ("S", job[0].pid)
+    assert abs(facts["start_time"] - time.time()) < 120
+
+
+def test_what_lies_around_the_ranks_is_kept_and_no_credential(job, tmp_path):
+    collect_host(search_for(job), tmp_path / "out", QUICK)
+    out = tmp_path / "out"
+    assert (out / "logs/rank_1.log").read_text() == "step 41\nstep 42\n"
+    assert json.loads((out / "errors/rank_2.json").read_text()) == {"message": "out of memory"}
+    environment = json.loads((out / "env/rank_1.json").read_text())
+    assert (environment["RANK"], environment["NCCL_DEBUG"]) == ("1", "INFO")
+    assert not any("do not tell" in path.read_text() for path in out.rglob("*.json"))
+    source = json.loads((out / "source/rank_1.json").read_text())
+    assert source[f"{tmp_path}/train.py:8"] == "time.sleep(600)"
+
+
+def test_flight_recorder_is_asked_through_its_pipe(job, tmp_path):
+    pipe = tmp_path / "pipe_1.pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def answer():
+        while not os.read(reader, 10):
+            time.sleep(0.01)
+        (tmp_path / "fr_1").write_bytes(b"a new dump")
+
+    (tmp_path / "fr_1").write_bytes(b"an old dump")
+    os.utime(tmp_path / "fr_1", (0, 0))
+    rank = threading.Thread(target=answer)
+    rank.start()
+    collect_host(search_for(job), tmp_path / "out", QUICK)
+    rank.join()
+    os.close(reader)
+    assert (tmp_path / "out/fr/rank_1.pickle").read_bytes() == b"a new dump"
+    assert not (tmp_path / "out/fr/rank_0.pickle").exists()
+
+
+def test_stopped_rank_is_dumped_and_called_stopped(job, tmp_path):
+    os.kill(job[1].pid, signal.SIGSTOP)
+    collect_host(search_for(job), tmp_path / "out", QUICK)
+    assert statuses(tmp_path / "out")["rank_1"] == "stopped"
+    assert (tmp_path / "out/samples/1/rank_1.json").exists()
+
+
+def test_rank_that_dies_between_two_samples_keeps_its_first_dump(job, tmp_path):
+    def kill_after_first_dump():
+        while not (tmp_path / "out/samples/0/rank_1.json").exists():
+            time.sleep(0.01)
+        job[1].kill()
+
+    killer = threading.Thread(target=kill_after_first_dump)
+    killer.start()
+    collect_host(search_for(job), tmp_path / "out", Options(interval_s=1.0, host="here"))
+    killer.join()
+    entry = next(p for p in read_manifest(tmp_path / "out").processes if p.name == "rank_1")
+    assert (entry.status, entry.detail) == ("dumped", f"pid {job[1].pid} ended before sample 1")
+    assert not (tmp_path / "out/samples/1/rank_1.json").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become a user who may not look")
+def test_refused_collector_says_exactly_what_to_do(job, tmp_path):
+    os.chmod(tmp_path, 0o755)
+    done = subprocess.run(
+        [
+            *(
+                "setpriv",
+                "--reuid=65534",
+                "--regid=65534",
+                "--clear-groups",
+                "--inh-caps=-all",
+                "--bounding-set=-all",
+            ),
+            *(sys.executable, "-m", "hangdoctor.collect", f"--pid={job[1].pid}", "--samples=1"),
+        ],
+        capture_output=True,
+        check=True,
+    )
+    unpack(done.stdout, tmp_path / "out")
+    [entry] = read_manifest(tmp_path / "out").processes
+    assert (entry.name, entry.status) == ("rank_0", "not_permitted")
+    assert "belongs to uid 0 and this command runs as uid 65534" in entry.detail
+    assert "areal-debug hang watch -- COMMAND" in entry.detail
+
+
+def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
+    tar = tmp_path / "out.tar.gz"
+    arguments = ["--pid", str(job[0].pid), "--to", str(tar), "--interval", "0.1"]
+    done = CliRunner().invoke(collect, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        "rank_2: gone: no process on this host claims this rank",
+        f"2 of 3 ranks dumped into {tar}. Next: areal-debug hang diagnose {tar}",
+    ]
+    unpack(tar.read_bytes(), tmp_path / "out")
+    assert statuses(tmp_path / "out")["rank_0"] == "dumped"
+    again = CliRunner().invoke(collect, arguments)
+    assert (again.exit_code, again.output) == (
+        2,
+        f"Error: {tar} exists already: name a new folder or a new .tar.gz file\n",
+    )
+
+
+def test_command_that_finds_nothing_leaves_nothing(tmp_path):
+    done = CliRunner().invoke(collect, ["--match", "no such program runs", "--to", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert done.output.startswith(
+        "Error: No rank was found. Looked for a Python process with a command line that matches"
+    )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,81 @@
+"""Which rank a process claims to be, from literal environments and command lines."""
+
+import pytest
+
+from hangdoctor.collect.identity import Identity, identify, is_launcher, ranks_of_host, spans_hosts
+
+TORCHRUN = {
+    "RANK": "9",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "8",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "command", "expected"),
+    [
+        (TORCHRUN, ("python", "train.py"), Identity(9, 16, "trainer", "node-0:29500")),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"},
+            ("python", "train.py"),
+            Identity(3, 4, "trainer", "77", inferred=True),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+            ("python", "train.py"),
+            Identity(2, 4, "trainer", ""),
+        ),
+        ({}, ("python", "train.py", "--rank", "5"), Identity(5, None, "trainer", "")),
+        ({}, ("python", "train.py", "--global-rank=6"), Identity(6, None, "trainer", "")),
+        ({}, ("python", "train.py", "--local_rank=6"), Identity(None, None, "trainer", "")),
+        ({"RANK": "not a number"}, ("python", "train.py"), Identity(None, None, "trainer", "")),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            ("python", "train_reward_model.py"),
+            Identity(0, 2, "trainer", ""),
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "ROLE_NAME": "reference"},
+            ("python", "score.py"),
+            Identity(0, 2, "reference", ""),
+        ),
+        ({}, ("sglang::scheduler_TP0",), Identity(None, None, "engine", "")),
+        ({}, ("python", "-m", "sglang.launch_server", "--port", "1"), Identity(None, None, "engine", "")),
+        ({}, ("VLLM::EngineCore",), Identity(None, None, "engine", "")),
+        ({}, ("python", "/app/reward_server.py"), Identity(None, None, "reward", "")),
+        ({}, ("python", "serve_ref_model.py"), Identity(None, None, "reference", "")),
+        ({}, ("ray::RewardWorker.score",), Identity(None, None, "reward", "")),
+    ],
+)
+def test_claim_is_read_from_environment_and_command(environment, command, expected):
+    assert identify(environment, command) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("python", "/venv/bin/torchrun", "train.py"), True),
+        (("python", "-m", "torch.distributed.run", "train.py"), True),
+        (("python", "/venv/bin/accelerate", "launch", "train.py"), True),
+        (("python", "train.py", "--backend", "x", "torchrun"), False),
+    ],
+)
+def test_launchers_are_known(command, expected):
+    assert is_launcher(command) is expected
+
+
+def test_torchrun_says_which_ranks_are_on_this_host():
+    assert ranks_of_host(TORCHRUN) == range(8, 16)
+    assert ranks_of_host({"RANK": "9", "LOCAL_RANK": "1"}) is None
+
+
+def test_scheduler_says_whether_there_are_other_hosts():
+    assert spans_hosts({"SLURM_NNODES": "2"})
+    assert not spans_hosts({"SLURM_NNODES": "1"})
+    assert not spans_hosts({})

@@ -1,0 +1,134 @@
+"""Collections of several hosts laid into one."""
+
+import io
+import json
+import tarfile
+
+import pytest
+
+from hangdoctor.collect.layout import (
+    HostEntry,
+    Manifest,
+    ProcessEntry,
+    merge,
+    pack,
+    read_manifest,
+    unpack,
+    write_manifest,
+    write_text,
+)
+
+
+def entry(name, rank=None, role="trainer", status="dumped", host="a", parent=None, detail=""):
+    pid = None if status in ("gone", "not_collected") else 1
+    return ProcessEntry(name, rank, role, host, pid, parent, status, detail, "python train.py")
+
+
+def collection(folder, host, *processes, world_size=4):
+    for process in processes:
+        if process.pid:
+            write_text(folder / f"samples/0/{process.name}.json", f"{host} {process.name}")
+    write_manifest(folder, Manifest(7.0, world_size, (HostEntry(host),), (8.0, 9.0), processes))
+    return folder
+
+
+def test_every_host_keeps_its_files_under_names_of_its_own(tmp_path):
+    a = collection(
+        tmp_path / "a",
+        "a",
+        entry("rank_0", 0),
+        entry("engine_rank_0", 0, "engine"),
+        entry("engine_rank_0_child_0", None, "child", parent="engine_rank_0"),
+        entry("launcher", role="launcher"),
+        entry("rank_1", 1, status="not_collected"),
+    )
+    b = collection(
+        tmp_path / "b",
+        "b",
+        entry("rank_1", 1, host="b"),
+        entry("engine_rank_0", 0, "engine", host="b"),
+        entry("engine_rank_0_child_0", None, "child", host="b", parent="engine_rank_0"),
+        entry("launcher", role="launcher", host="b"),
+        entry("rank_0", 0, status="not_collected", host="b"),
+    )
+    merged = merge([a, b], [], tmp_path / "all")
+    assert merged == read_manifest(tmp_path / "all")
+    assert [(process.name, process.rank, process.parent, process.host) for process in merged.processes] == [
+        ("rank_0", 0, None, "a"),
+        ("engine_rank_0", 0, None, "a"),
+        ("engine_rank_0_child_0", None, "engine_rank_0", "a"),
+        ("launcher", None, None, "a"),
+        ("rank_1", 1, None, "b"),
+        ("engine_rank_1", 1, None, "b"),
+        ("engine_rank_1_child_0", None, "engine_rank_1", "b"),
+        ("launcher_1", None, None, "b"),
+    ]
+    samples = {path.name: path.read_text() for path in (tmp_path / "all/samples/0").iterdir()}
+    assert samples["engine_rank_1_child_0.json"] == "b engine_rank_0_child_0"
+    assert samples["engine_rank_0.json"] == "a engine_rank_0"
+    assert len(samples) == 8
+
+
+def test_rank_that_no_host_has_is_gone_when_all_hosts_answered(tmp_path):
+    a = collection(tmp_path / "a", "a", entry("rank_0", 0), entry("rank_3", 3, status="not_collected"))
+    merged = merge([a], [], tmp_path / "all")
+    assert (merged.processes[-1].name, merged.processes[-1].status) == ("rank_3", "gone")
+
+
+def test_rank_of_a_host_that_did_not_answer_stays_unknown(tmp_path):
+    a = collection(tmp_path / "a", "a", entry("rank_0", 0), entry("rank_3", 3, status="not_collected"))
+    merged = merge([a], [HostEntry("b", "unreachable", "no route")], tmp_path / "all")
+    assert (merged.processes[-1].status, merged.processes[-1].detail) == (
+        "not_collected",
+        "not found on the hosts that answered; b did not",
+    )
+    assert merged.hosts == (HostEntry("a"), HostEntry("b", "unreachable", "no route"))
+
+
+def test_manifest_on_disk_has_the_documented_shape(tmp_path):
+    collection(tmp_path, "a", entry("rank_0", 0), world_size=1)
+    assert json.loads((tmp_path / "collection.json").read_text()) == {
+        "format": "hangdoctor-collection",
+        "version": 1,
+        "created": 7.0,
+        "world_size": 1,
+        "hosts": [{"host": "a", "status": "ok", "detail": ""}],
+        "samples": [{"time": 8.0}, {"time": 9.0}],
+        "processes": [
+            {
+                "name": "rank_0",
+                "rank": 0,
+                "role": "trainer",
+                "host": "a",
+                "pid": 1,
+                "parent": None,
+                "status": "dumped",
+                "detail": "",
+                "command": "python train.py",
+            }
+        ],
+    }
+
+
+def test_packed_collection_unpacks_to_the_same_files(tmp_path):
+    a = collection(tmp_path / "a", "a", entry("rank_0", 0))
+    unpack(pack(a), tmp_path / "b")
+    assert (tmp_path / "b/samples/0/rank_0.json").read_text() == "a rank_0"
+    assert read_manifest(tmp_path / "b") == read_manifest(a)
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped"])
+def test_answer_cannot_write_outside_its_folder(tmp_path, name):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(ValueError, match="not a plain file inside"):
+        unpack(packed.getvalue(), tmp_path / "in")
+
+
+def test_answer_that_was_cut_off_is_refused(tmp_path):
+    a = collection(tmp_path / "a", "a", entry("rank_0", 0))
+    with pytest.raises(ValueError, match="no tar"):
+        unpack(pack(a)[:100], tmp_path / "b")
+    with pytest.raises(ValueError, match=r"no tar.*Traceback"):
+        unpack(b"Traceback (most recent call last):", tmp_path / "b")

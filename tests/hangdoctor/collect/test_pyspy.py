@@ -1,0 +1,97 @@
+"""What py-spy's exit codes and words mean, with real targets where they can be had and scripted py-spys where not."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hangdoctor.collect import pyspy
+from hangdoctor.collect.errors import PySpyMissing
+
+
+@pytest.fixture
+def target():
+    """A real Python process that sleeps in a function named `wait_here`."""
+    code = "import time\ndef wait_here():\n    print(flush=True)\n    time.sleep(600)\nwait_here()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def script(tmp_path, body):
+    """A py-spy of our own, for answers that a real one cannot be made to give."""
+    path = tmp_path / "py-spy"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_living_python_is_dumped_as_json(target):
+    done = pyspy.dump(pyspy.find_pyspy(), target.pid, timeout_s=10)
+    assert (done.status, done.detail) == ("dumped", "")
+    assert '"name": "wait_here"' in done.output
+
+
+def test_stopped_python_is_dumped_without_waking_it(target):
+    os.kill(target.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WNOWAIT)
+    done = pyspy.dump(pyspy.find_pyspy(), target.pid, timeout_s=10)
+    assert (done.status, '"name": "wait_here"' in done.output) == ("dumped", True)
+
+
+def test_native_pass_gives_text_with_c_frames(target):
+    done = pyspy.dump(pyspy.find_pyspy(), target.pid, timeout_s=20, native=True)
+    assert done.status == "dumped"
+    assert "clock_nanosleep" in done.output
+
+
+def test_process_that_ended_is_gone(target):
+    target.kill()
+    target.wait()
+    assert pyspy.dump(pyspy.find_pyspy(), target.pid, timeout_s=10).status == "gone"
+
+
+def test_program_without_an_interpreter_is_not_python():
+    process = subprocess.Popen(["sleep", "600"])
+    done = pyspy.dump(pyspy.find_pyspy(), process.pid, timeout_s=10)
+    process.kill()
+    process.wait()
+    assert (done.status, done.detail) == (
+        "not_python",
+        "no Python interpreter was found in it (or it has not come up yet)",
+    )
+
+
+def test_starting_interpreter_is_tried_again(tmp_path):
+    body = f"""if [ -e {tmp_path}/tried ]; then echo '[]'; exit 0; fi
+touch {tmp_path}/tried; echo 'Error: Failed to find python version from target process' >&2; exit 1"""
+    done = pyspy.dump(script(tmp_path, body), 1, timeout_s=10)
+    assert (done.status, done.output) == ("dumped", "[]\n")
+
+
+def test_refusal_is_told_from_other_failures(tmp_path):
+    tool = script(
+        tmp_path, 'echo "Permission Denied: Try running again with elevated permissions" >&2; exit 1'
+    )
+    done = pyspy.dump(tool, 1, timeout_s=10)
+    assert done.status == "not_permitted"
+    assert done.complaint.startswith("Permission Denied")
+
+
+def test_py_spy_that_hangs_itself_is_given_up(tmp_path):
+    done = pyspy.dump(script(tmp_path, "exec sleep 600"), 1, timeout_s=0.2)
+    assert (done.status, done.detail) == ("timed_out", "py-spy did not finish in 0.2 s")
+
+
+def test_missing_py_spy_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PySpyMissing, match=r"-m pip install py-spy.*PYTHONUSERBASE"):
+        pyspy.find_pyspy()
+    script(tmp_path, "echo py-spy 0.4.3")
+    assert pyspy.find_pyspy() == str(tmp_path / "py-spy")

@@ -1,0 +1,115 @@
+"""Many hosts in one folder, through stand-ins for ssh and kubectl that run the collector on this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.hang_collect import collect
+from hangdoctor.collect.errors import HostsUnknown
+from hangdoctor.collect.layout import read_manifest
+from hangdoctor.collect.remote import Answer, merge_answers, slurm_command, slurm_hosts
+
+SSH = """#!/bin/sh
+# ssh -o BatchMode=yes -o ConnectTimeout=10 HOST COMMAND: HOST `down` does not answer, the others are this machine.
+[ "$5" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
+[ "$5" = closed ] && { echo "me@closed: Permission denied (publickey)." >&2; exit 255; }
+exec sh -c "$6"
+"""
+KUBECTL = """#!/bin/sh
+echo "$@" | cut -c -70 >>"$0.calls"
+if [ "$1" = get ]; then echo pod/trainer-0; exit 0; fi
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """A process that claims to be rank 0 of 2; gives the folder that goes first on PATH."""
+    code = "import time; print(flush=True); time.sleep(600)"
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "SLURM_NNODES": "2", "MASTER_PORT": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, f"named {tmp_path}"], env=environment, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def put_on_path(tmp_path, monkeypatch, name, text):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder / name
+
+
+def run_collect(tmp_path, *arguments):
+    search = ["--match", f"named {tmp_path}", "--samples", "1", "--python", sys.executable]
+    return CliRunner().invoke(collect, ["--to", str(tmp_path / "out"), *search, *arguments])
+
+
+def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, monkeypatch):
+    put_on_path(tmp_path, monkeypatch, "ssh", SSH)
+    done = run_collect(tmp_path, "--ssh", "node-1, down,closed")
+    assert done.exit_code == 0, done.output
+    manifest = read_manifest(tmp_path / "out")
+    assert [(host.host, host.status, host.detail) for host in manifest.hosts] == [
+        ("node-1", "ok", ""),
+        ("down", "unreachable", "ssh: connect to host down port 22: No route to host"),
+        ("closed", "not_permitted", "me@closed: Permission denied (publickey)."),
+    ]
+    assert [(p.name, p.host, p.pid, p.status) for p in manifest.processes] == [
+        ("rank_0", "node-1", rank.pid, "dumped"),
+        ("rank_1", "", None, "not_collected"),
+    ]
+    assert "host down: unreachable" in done.output
+    assert (tmp_path / "out/samples/0/rank_0.json").exists()
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("hangdoctor-")]
+
+
+def test_kubernetes_commands_are_printed_and_run(rank, tmp_path, monkeypatch):
+    kubectl = put_on_path(tmp_path, monkeypatch, "kubectl", KUBECTL)
+    done = run_collect(tmp_path, "--k8s", "job=train", "--namespace", "rl")
+    assert done.exit_code == 0, done.output
+    assert (
+        f"kubectl exec --stdin trainer-0 --namespace=rl -- {sys.executable} -c COLLECTOR --match=named"
+        in done.stderr
+    )
+    calls = (kubectl.parent / "kubectl.calls").read_text().splitlines()
+    assert calls[0] == "get pods --selector=job=train --field-selector=status.phase=Running --"
+    assert [p.host for p in read_manifest(tmp_path / "out").processes if p.pid] == ["trainer-0"]
+
+
+def test_no_host_with_a_rank_says_what_each_answered(tmp_path, monkeypatch):
+    put_on_path(tmp_path, monkeypatch, "ssh", SSH)
+    done = run_collect(tmp_path, "--ssh", "node-1,down")
+    assert done.exit_code == 2
+    assert "Error: No rank was collected from 2 hosts:" in done.output
+    assert "node-1: ok: No rank was found. Looked for a Python process with a command line" in done.output
+    assert "down: unreachable: ssh: connect" in done.output
+
+
+def test_host_that_does_not_answer_in_time_is_named(tmp_path):
+    with pytest.raises(ValueError, match="slow: timed_out: no answer in 5 s"):
+        merge_answers([Answer("slow", None, b"", "no answer in 5 s")], tmp_path)
+
+
+def test_srun_shares_the_job_and_takes_no_gpu_from_it():
+    command = slurm_command("42", "node-7", ["python3", "-c", "x"])
+    assert command[:7] == [
+        *("srun", "--overlap", "--jobid=42", "--nodelist=node-7", "--nodes=1", "--ntasks=1", "--gres=none")
+    ]
+
+
+def test_missing_scheduler_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostsUnknown, match="squeue is not on PATH here"):
+        slurm_hosts("42")
