@@ -1,7 +1,8 @@
 """What can be wrong with a replay. Errors of the record itself are those of `recorder.errors`.
 
 ReplayError (ValueError)
-└── WrongRankCount    recorded with another number of data-parallel ranks
+├── WrongRankCount    recorded with another number of data-parallel ranks
+└── WrongModel        not the weights that the recorded run started from
 """
 
 
@@ -16,3 +17,7 @@ class WrongRankCount(ReplayError):
         super().__init__(
             f"recorded with {recorded} data-parallel ranks, replayed with {running}: run it with {recorded}"
         )
+
+
+class WrongModel(ReplayError):
+    """The folder does not hold the files that the recorded run started from."""

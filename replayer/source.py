@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from areal_core.batch import scatter_tokens
+from areal_core.engine.determinism import set_rng_state
 from areal_core.rollout.source import TrainedWeights
 from recorder import Record
 from recorder.format import TensorEntry
@@ -27,11 +28,14 @@ class RecordedRollouts:
         self.record, self.rank = record, data_parallel_rank
 
     def next_batch(self, step: int, version: int) -> dict[str, torch.Tensor]:
-        """The padded batch of a step, on the CPU; `version` is the trainer's and changes nothing.
+        """The padded batch of a step, on the CPU; sets the RNG states with which the trainer went on from it.
+
+        `version` is the trainer's and changes nothing.
 
         Raises StepNotRecorded, and DamagedRecord with file and tensor when bytes are not the ones written.
         """
         recorded = self.record.step(step)
+        set_rng_state(recorded.plan(self.rank).rng)
         _, entry = recorded.batch_entry(self.rank)
         arrays = recorded.batch(self.rank)
         lengths = np.diff(arrays.pop("cu_seqlens"))

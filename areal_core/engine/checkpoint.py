@@ -1,12 +1,12 @@
-"""Two kinds of checkpoint: a Hugging Face folder for use, and an anchor from which training goes on to the same bits.
+"""Two kinds of checkpoint: a Hugging Face folder for use, and one from which training goes on to the same bits.
 
 ```
-ANCHOR/
+FOLDER/
   tensors/shard-*.safetensors   what each rank holds of weights and optimizer states, float32
-  anchor.json                   schedule, RNG states of each rank, whatever the loop adds, crc32c of every file; written last
+  checkpoint.json                   schedule, RNG states of each rank, whatever the loop adds, crc32c of every file; written last
 ```
 
-An anchor is written beside its place and renamed into it, so that a folder of that name is a whole one. torch's distributed
+The latter is written beside its place and renamed into it, so that a folder of that name is a whole one. torch's distributed
 checkpoint does the sharding and resharding; its safetensors form is used because the usual one holds a pickle.
 """
 
@@ -30,7 +30,7 @@ from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.errors import CheckpointError
 from areal_core.engine.fsdp import FSDPEngine
 
-ANCHOR_FORMAT = 1
+CHECKPOINT_FORMAT = 1
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -44,8 +44,8 @@ def save_hf(folder: str | Path, engine: FSDPEngine, tokenizer: PreTrainedTokeniz
     engine.ranks.barrier()
 
 
-def save_anchor(folder: str | Path, engine: FSDPEngine, state: dict[str, Any]) -> None:
-    """Write an anchor; a collective.
+def save_checkpoint(folder: str | Path, engine: FSDPEngine, state: dict[str, Any]) -> None:
+    """Write a checkpoint that `load_checkpoint` goes on from; a collective.
 
     Args:
         state: what the loop needs besides, as JSON types.
@@ -64,32 +64,32 @@ def save_anchor(folder: str | Path, engine: FSDPEngine, state: dict[str, Any]) -
     )
     if engine.ranks.rank == 0:
         content = {
-            "format": ANCHOR_FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "has_optimizer": bool(optimizer),
             "schedule": engine.schedule.state_dict() if engine.schedule else None,
             "rng": rng_states,
             "state": state,
             "files": {file.name: _file_checksum(file) for file in sorted((partial / "tensors").iterdir())},
         }
-        _write_durably(partial / "anchor.json", json.dumps(content, indent=1))
+        _write_durably(partial / "checkpoint.json", json.dumps(content, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     engine.ranks.barrier()
 
 
-def load_anchor(folder: str | Path, engine: FSDPEngine) -> dict[str, Any]:
+def load_checkpoint(folder: str | Path, engine: FSDPEngine) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and RNG states; a collective.
 
     Returns:
         The `state` that was saved.
 
     Raises:
-        CheckpointError: the anchor is missing, damaged, of another format, or of another number of ranks.
+        CheckpointError: the checkpoint is missing, damaged, of another format, or of another number of ranks.
     """
-    content = read_anchor(folder)
+    content = read_checkpoint(folder)
     if len(content["rng"]) != engine.ranks.world_size:
         raise CheckpointError(
-            f"anchor {folder} was written by {len(content['rng'])} ranks, this run has {engine.ranks.world_size}: "
+            f"checkpoint {folder} was written by {len(content['rng'])} ranks, this run has {engine.ranks.world_size}: "
             f"start with --nproc {len(content['rng'])}"
         )
     optimizer = _optimizer_state(engine) if content["has_optimizer"] else {}
@@ -107,30 +107,30 @@ def load_anchor(folder: str | Path, engine: FSDPEngine) -> dict[str, Any]:
     return content["state"]
 
 
-def read_anchor(folder: str | Path) -> dict[str, Any]:
-    """Read anchor.json and check every file that it names.
+def read_checkpoint(folder: str | Path) -> dict[str, Any]:
+    """Read checkpoint.json and check every file that it names.
 
     Raises:
-        CheckpointError: the anchor is missing, damaged or of another format.
+        CheckpointError: the checkpoint is missing, damaged or of another format.
     """
-    file = Path(folder) / "anchor.json"
+    file = Path(folder) / "checkpoint.json"
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} holds no anchor.json: it is not an anchor, or its writing was cut off"
+            f"{folder} holds no checkpoint.json: it is no checkpoint, or its writing was cut off"
         )
     try:
         content = json.loads(file.read_text())
         seen, files = content["format"], content["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}): use another anchor") from error
-    if seen != ANCHOR_FORMAT:
+        raise CheckpointError(f"{file} is damaged ({error}): use another one") from error
+    if seen != CHECKPOINT_FORMAT:
         raise CheckpointError(
-            f"{file} has format {seen}, this version reads {ANCHOR_FORMAT}: update areal-debug"
+            f"{file} has format {seen}, this version reads {CHECKPOINT_FORMAT}: update areal-debug"
         )
     for name, checksum in files.items():
         path = Path(folder) / "tensors" / name
         if not path.is_file() or _file_checksum(path) != checksum:
-            raise CheckpointError(f"{path} is missing or damaged: use another anchor")
+            raise CheckpointError(f"{path} is missing or damaged: use another one")
     return content
 
 

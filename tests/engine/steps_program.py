@@ -1,6 +1,6 @@
 """Trains a few steps on fixed rows, divided over the ranks, and prints losses, gradient norms and checksums.
 
-Arguments: model folder, tokens per micro-batch, anchor folder to write after the first step ("" for none).
+Arguments: model folder, tokens per micro-batch, checkpoint folder to write after the first step ("" for none).
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from areal_core.engine.checkpoint import load_anchor, save_anchor
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model, shard_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
@@ -56,17 +56,17 @@ def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
     }
 
 
-def main(model: str, max_tokens: int, anchor: str) -> None:
+def main(model: str, max_tokens: int, checkpoint: str) -> None:
     ranks = join_ranks("cpu")
     engine = make_engine(ranks, model, max_tokens)
     batch = rows(ranks.rank, ranks.world_size)
     steps = [train_step(engine, batch)]
-    if anchor:
-        save_anchor(anchor, engine, {"steps_done": 1})
+    if checkpoint:
+        save_checkpoint(checkpoint, engine, {"steps_done": 1})
     steps += [train_step(engine, batch) for _ in range(2)]
-    if anchor:
+    if checkpoint:
         again = make_engine(ranks, model, max_tokens)
-        state = load_anchor(anchor, again)
+        state = load_checkpoint(checkpoint, again)
         resumed = [train_step(again, batch) for _ in range(2)]
         steps = {"straight": steps, "state": state, "resumed": resumed}
     if ranks.rank == 0:

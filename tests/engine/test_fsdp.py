@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.engine.checkpoint import load_anchor, read_anchor, save_anchor, save_hf
+from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, save_hf
 from areal_core.engine.errors import CheckpointError, ModelError
 from areal_core.engine.model import load_model, shard_model
 
@@ -17,8 +17,8 @@ spec.loader.exec_module(program)
 
 @pytest.fixture(scope="module")
 def two_ranks(torchrun, tiny_model, tmp_path_factory):
-    """Three steps on two ranks, and the last two again from an anchor."""
-    return torchrun(PROGRAM, 2, tiny_model, 16 + 5, tmp_path_factory.mktemp("anchor") / "000001")
+    """Three steps on two ranks, and the last two again from a checkpoint."""
+    return torchrun(PROGRAM, 2, tiny_model, 16 + 5, tmp_path_factory.mktemp("checkpoint") / "000001")
 
 
 def run_alone(ranks, model, max_tokens, steps=3):
@@ -60,7 +60,7 @@ def test_two_ranks_with_unequal_rows_train_as_one_does(ranks, tiny_model, two_ra
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
-def test_training_goes_on_from_an_anchor_to_the_same_bits_on_two_ranks(two_ranks):
+def test_training_goes_on_from_a_checkpoint_to_the_same_bits_on_two_ranks(two_ranks):
     assert two_ranks["state"] == {"steps_done": 1}
     assert two_ranks["resumed"] == two_ranks["straight"][1:]
 
@@ -97,16 +97,16 @@ def test_saved_hugging_face_folder_holds_the_trained_weights(ranks, tiny_model, 
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_a_damaged_anchor_is_refused_by_name(ranks, tiny_model, tmp_path):
+def test_a_damaged_checkpoint_is_refused_by_name(ranks, tiny_model, tmp_path):
     engine = program.make_engine(ranks, str(tiny_model), 100)
-    save_anchor(tmp_path / "000000", engine, {})
-    assert read_anchor(tmp_path / "000000")["has_optimizer"] is False
+    save_checkpoint(tmp_path / "000000", engine, {})
+    assert read_checkpoint(tmp_path / "000000")["has_optimizer"] is False
     shard = next((tmp_path / "000000" / "tensors").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{shard.name} is missing or damaged"):
-        load_anchor(tmp_path / "000000", engine)
+        load_checkpoint(tmp_path / "000000", engine)
 
 
 def test_a_missing_model_is_one_clear_sentence(ranks):

@@ -1,0 +1,245 @@
+"""From options to parts: the only place, with the trainers, that sees the config."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from areal_core.allocation import resolve_allocation
+from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal_core.dataset import PromptLoader
+from areal_core.engine.determinism import enforce_determinism, seed_everything
+from areal_core.engine.errors import ModelError
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model, shard_model
+from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.ranks import Ranks, join_ranks
+from areal_core.engine.replica import Replica
+from areal_core.paths import run_folder
+from areal_core.reward import RewardPool
+from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.servers import Server, ServerPool, servers_from_environment, wait_until_healthy
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
+from areal_core.telemetry import JsonlLogger, StatsLogger, TensorBoardLogger, step_summary
+
+Dataset = Any  # a sequence of rows
+
+
+def start_process(config: BaseExperimentConfig) -> Ranks:
+    """Determinism, threads, the process group and seeds, in the order that they need."""
+    if config.deterministic:
+        enforce_determinism()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
+    transformers_logging.set_verbosity_error()
+    ranks = join_ranks(config.device)
+    logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, format="%(message)s")
+    seed_everything(config.seed, ranks.rank)
+    return ranks
+
+
+def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
+    """The run's tokenizer.
+
+    Raises:
+        ModelError: there is none at `tokenizer_path` (or `actor.path`).
+    """
+    path = config.tokenizer_path or config.actor.path
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load the tokenizer at {path!r}: {str(error).splitlines()[0]}") from error
+
+
+def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
+    """Training steps of a run over `num_rows` rows."""
+    steps = config.total_train_epochs * (num_rows // config.train_dataset.batch_size)
+    return min(steps, config.total_train_steps or steps)
+
+
+def build_engine(options: TrainEngineConfig, ranks: Ranks, total_steps: int) -> FSDPEngine:
+    """A sharded model; with `options.optimizer`, one that trains."""
+    dtype = getattr(torch, options.dtype)
+    policy = options.fsdp.wrap_policy
+    layers = policy.transformer_layer_cls_to_wrap if policy else None
+    model = shard_model(
+        load_model(
+            options.path,
+            init_from_scratch=options.init_from_scratch,
+            disable_dropout=options.disable_dropout,
+        ),
+        ranks.mesh,
+        dtype=dtype,
+        grad_reduce_dtype=getattr(torch, options.grad_reduce_dtype),
+        gradient_checkpointing=options.gradient_checkpointing,
+        layer_classes=tuple(layers) if layers else None,
+    )
+    engine = FSDPEngine(
+        model,
+        ranks,
+        dtype,
+        temperature=options.temperature,
+        max_tokens_per_mb=options.mb_spec.max_tokens_per_mb,
+        min_micro_batches=options.mb_spec.n_mbs or 1,
+    )
+    if (o := options.optimizer) is not None:
+        engine.optimizer = build_optimizer(
+            model.parameters(),
+            kind=o.type,
+            lr=o.lr,
+            weight_decay=o.weight_decay,
+            beta1=o.beta1,
+            beta2=o.beta2,
+            eps=o.eps,
+        )
+        engine.schedule = build_schedule(
+            engine.optimizer,
+            kind=o.lr_scheduler_type,
+            total_steps=total_steps,
+            warmup_proportion=o.warmup_steps_proportion,
+            min_lr_ratio=o.min_lr_ratio,
+        )
+        engine.gradient_clipping = o.gradient_clipping
+    return engine
+
+
+def build_live_rollouts(
+    config: PPOConfig,
+    ranks: Ranks,
+    dataset: Dataset,
+    workflow: RolloutWorkflow,
+    tokenizer: PreTrainedTokenizerBase,
+) -> LiveRollouts:
+    """Prompts of this rank, run through the workflow on the engine that the allocation names."""
+    loader = PromptLoader(
+        dataset,
+        config.train_dataset.batch_size,
+        ranks.rank,
+        ranks.world_size,
+        config.train_dataset.shuffle,
+        config.seed,
+        config.train_dataset.drop_last,
+    )
+    backend = resolve_allocation(config).rollout_backend
+    builders = {"embedded": build_embedded, "sglang": build_sglang}
+    engine, push = (
+        builders[backend](config, ranks, tokenizer) if backend else build_embedded(config, ranks, tokenizer)
+    )
+    limit = config.rollout.max_concurrent_rollouts
+    return LiveRollouts(
+        loader,
+        workflow,
+        engine,
+        push,
+        n_samples=config.gconfig.n_samples,
+        max_concurrent=limit * config.gconfig.n_samples if limit else None,
+    )
+
+
+def build_embedded(
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> tuple[InferenceEngine, WeightPush]:
+    """An engine in this process, on a replica of the actor's weights."""
+    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
+    engine = EmbeddedEngine(
+        replica,
+        replica.model.config.vocab_size,
+        seed=config.seed,
+        end_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id or 0,
+        device=ranks.device,
+    )
+    return engine, ReplicaPush(replica)
+
+
+def build_sglang(
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> tuple[InferenceEngine, WeightPush]:
+    """A client of the servers named in AREAL_LLM_SERVER_ADDRS, once they are healthy."""
+    servers: list[Server] = servers_from_environment()
+    wait_until_healthy(servers, config.rollout.setup_timeout)
+    client = SGLangClient(
+        servers, timeout_s=config.rollout.request_timeout, num_retries=config.rollout.request_retries
+    )
+    pool = ServerPool(servers, config.rollout.request_timeout) if ranks.rank == 0 else None
+    if config.actor.weight_update_mode == "disk":
+        folder = run_folder(config, "checkpoints") / "weight_update"
+        return client, DiskPush(pool, folder, Path(config.actor.path))
+    rollout = resolve_allocation(config).rollout
+    assert rollout is not None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    return client, BroadcastPush(pool, backend, ranks_per_server=rollout.world_size // rollout.data)
+
+
+def build_workflow(
+    workflow: RolloutWorkflow | type | str,
+    arguments: dict[str, Any],
+    gconfig: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    closing: Callable[[Callable[[], None]], object],
+) -> RolloutWorkflow:
+    """A workflow from an instance, a class, or the import path of a class.
+
+    `reward_fn` (a function or its import path) becomes a pool of processes, and `tokenizer` (a path) the run's own.
+    `closing` takes what must be called when the run ends.
+
+    Raises:
+        ValueError: the path names no class.
+    """
+    if isinstance(workflow, str):
+        workflow = import_attribute(workflow)
+    if not isinstance(workflow, type):
+        return workflow
+    arguments = {"gconfig": gconfig, "tokenizer": tokenizer} | arguments
+    if isinstance(arguments["tokenizer"], str):
+        arguments["tokenizer"] = tokenizer
+    if "reward_fn" in arguments:
+        pool = RewardPool(arguments["reward_fn"], num_workers=1)
+        closing(pool.close)
+        arguments["reward_fn"] = pool
+    return workflow(**arguments)
+
+
+def import_attribute(path: str) -> Any:
+    """`package.module.Name` as an object. Upstream's path of the RLVR workflow means ours.
+
+    Raises:
+        ValueError: there is no such module or attribute.
+    """
+    if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
+        return RLVRWorkflow
+    module_name, _, name = path.rpartition(".")
+    try:
+        __import__(module_name)
+        return getattr(sys.modules[module_name], name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"workflow {path!r} cannot be imported: {error}; give package.module.Class"
+        ) from error
+
+
+def build_loggers(
+    config: BaseExperimentConfig, ranks: Ranks, total_steps: int, print_steps: bool = True
+) -> StatsLogger:
+    """On rank 0: stats.jsonl beside the logs, TensorBoard if asked for, and one printed line a step."""
+    if ranks.rank != 0:
+        return StatsLogger(rank=ranks.rank)
+    loggers: list[JsonlLogger | TensorBoardLogger] = [JsonlLogger(run_folder(config, "logs") / "stats.jsonl")]
+    if config.stats_logger.tensorboard.path:
+        loggers.append(TensorBoardLogger(config.stats_logger.tensorboard.path))
+    return StatsLogger(loggers, printers=[partial(print_summary, total_steps)] if print_steps else [])
+
+
+def print_summary(total_steps: int, step: int, stats: dict[str, float]) -> None:
+    """One line on standard output."""
+    print(step_summary(step, stats, total_steps, stats.get("timeperf/step")), flush=True)

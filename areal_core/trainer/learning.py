@@ -1,0 +1,206 @@
+"""What policy optimisation learns from a batch: its advantages, its loss, and what it says about itself."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.advantages import compute_advantages
+from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
+from areal_core.algorithm.policy_loss import policy_loss
+from areal_core.algorithm.rejection import behaviour_weights
+from areal_core.algorithm.rewards import overlong_penalty, shape_rewards
+from areal_core.batch import Batch, sequence_lengths, split_rows
+from areal_core.config import PPOActorConfig
+from areal_core.config.engine import NormConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.ranks import Ranks
+from areal_core.telemetry import Reduce, Stats
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The options of the actor, as functions of batches."""
+
+    options: PPOActorConfig
+    sum_over_ranks: SumOverRanks
+    stats: Stats
+
+    def learning_inputs(self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None) -> Batch:
+        """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
+
+        A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
+        """
+        options = self.options
+        aligned = to_next_token(batch)
+        mask = aligned["loss_mask"].bool()
+        behaviour = aligned["logprobs"]
+        proximal = actor.compute_logprobs(batch) * mask if options.should_compute_prox_logp() else behaviour
+        if not options.use_decoupled_loss:
+            behaviour = proximal
+        reference_logprobs = reference.compute_logprobs(batch) * mask if reference is not None else None
+        learned = compute_advantages(
+            self._sequence_rewards(batch),
+            mask,
+            behaviour,
+            batch["attention_mask"],
+            batch["finish_reason"],
+            reference_logprobs=reference_logprobs,
+            kl_ctl=options.kl_ctl,
+            kl_estimator=options.kl_estimator,
+            discount=options.discount,
+            gae_lambda=options.gae_lambda,
+            mask_no_eos_with_zero=options.mask_no_eos_with_zero,
+        )
+        advantages = learned.advantages
+        if options.adv_norm is not None:
+            norm = norm_arguments(options.adv_norm, self.sum_over_ranks)
+            advantages = normalize_tokens(advantages, mask, group_ids=batch["prompt_id"], **norm)
+        return aligned | {
+            "logprobs": behaviour,
+            "prox_logp": proximal,
+            "advantages": advantages,
+            "returns": learned.returns,
+            "kl_rewards": learned.kl_rewards,
+            "total_rewards": learned.total_rewards,
+        }
+
+    def _sequence_rewards(self, batch: Batch) -> Tensor:
+        """Shaped and normalised rewards [B]."""
+        options, rewards = self.options, batch["rewards"]
+        if options.overlong_reward_penalty:
+            assert options.overlong_tokens is not None
+            assert options.overlong_penalty_factor is not None
+            rewards = rewards + overlong_penalty(
+                batch["loss_mask"].sum(1),
+                options.max_new_tokens,
+                options.overlong_tokens,
+                options.overlong_penalty_factor,
+            )
+        rewards = shape_rewards(
+            rewards, bias=options.reward_bias, scaling=options.reward_scaling, clip=options.reward_clip
+        )
+        if options.reward_norm is None:
+            return rewards
+        return normalize_groups(
+            rewards, batch["prompt_id"], **norm_arguments(options.reward_norm, self.sum_over_ranks)
+        )
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+        """The policy loss of one packed micro-batch, summed over its trained tokens; records its statistics."""
+        options = self.options
+        mask, cu_seqlens = flat["loss_mask"].bool(), flat["cu_seqlens"]
+        kept, weights = mask, None
+        if (bounds := behaviour_bounds(options)) is not None:
+            kept, weights, filtered = behaviour_weights(
+                flat["prox_logp"], flat["logprobs"], mask, cu_seqlens, **bounds
+            )
+        loss, details = policy_loss(
+            logprobs,
+            flat["prox_logp"],
+            flat["advantages"],
+            kept,
+            cu_seqlens,
+            eps_clip=options.eps_clip,
+            eps_clip_higher=options.eps_clip_higher,
+            c_clip=options.c_clip,
+            level=options.importance_sampling_level,
+            weights=weights,
+        )
+        stats = self.stats
+        stats.denominator(n_valid_tokens=mask, clipped_tokens=details["clip_mask"])
+        stats.stat(
+            "n_valid_tokens",
+            importance_weight=details["importance_weight"],
+            approx_kl=details["approx_kl"],
+            new_logp=logprobs,
+            old_logp=flat["logprobs"],
+            entropy=entropy,
+            actor_loss=details["loss"],
+            clip_ratio=details["clip_mask"].float(),
+            dual_clip_ratio=details["dual_clip_mask"].float(),
+        )
+        stats.stat("clipped_tokens", clipped_new_logp=logprobs, clipped_old_logp=flat["logprobs"])
+        if weights is not None:
+            stats.denominator(unclipped_behave_tokens=kept)
+            stats.stat(
+                "unclipped_behave_tokens",
+                behave_imp_weight=weights,
+                behave_approx_kl=flat["prox_logp"] - flat["logprobs"],
+            )
+            stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
+        return loss
+
+    def log_batch(self, batch: Batch, inputs: Batch) -> None:
+        """What the step's batch looked like, under the names of the actor."""
+        stats, lengths = self.stats, sequence_lengths(batch).float()
+        completion = batch["loss_mask"].sum(1).float()
+        every = torch.ones_like(batch["rewards"], dtype=torch.bool)
+        correct = batch["rewards"] > 0
+        valid = inputs["loss_mask"].bool()
+        stats.denominator(
+            n_seqs=every,
+            n_tokens=batch["attention_mask"],
+            n_valid_tokens=valid,
+            correct_n_seqs=correct,
+            incorrect_n_seqs=~correct,
+        )
+        stats.stat(
+            "n_seqs",
+            task_reward=batch["rewards"].float(),
+            no_eos_ratios=(batch["finish_reason"] == 1).float(),
+            prompt_len=lengths - completion,
+            seq_len=lengths,
+        )
+        stats.stat("correct_n_seqs", correct_seq_len=lengths)
+        stats.stat("incorrect_n_seqs", incorrect_seq_len=lengths)
+        stats.stat(
+            "n_valid_tokens",
+            advantages=inputs["advantages"],
+            kl_rewards=inputs["kl_rewards"],
+            final_reward=inputs["total_rewards"],
+        )
+
+
+def behaviour_bounds(options: PPOActorConfig) -> dict[str, object] | None:
+    """Arguments of `behaviour_weights`; None where behaviour and proximal policy are taken to be the same.
+
+    A decoupled loss without bounds still corrects for the behaviour policy: leaving the ratio out would silently
+    train on samples of another policy.
+    """
+    if (rejection := options.rejection_sampling) is not None:
+        return {
+            "level": rejection.level,
+            "action": rejection.action,
+            "metric": rejection.metric,
+            "agg": rejection.agg,
+            "upper": rejection.upper,
+            "lower": rejection.lower,
+        }
+    if options.use_decoupled_loss:
+        return {"upper": options.behav_imp_weight_cap}
+    return None
+
+
+def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> dict[str, object]:
+    """A section of the config as arguments of the normalisations."""
+    return {
+        "mean_level": norm.mean_level,
+        "std_level": norm.std_level,
+        "leave_one_out": norm.mean_leave1out,
+        "unbiased": norm.std_unbiased,
+        "eps": norm.eps,
+        "sum_over_ranks": sum_over_ranks,
+    }
+
+
+def trained_tokens(batch: Batch) -> Tensor:
+    """The weight of a batch: its trained tokens."""
+    return batch["loss_mask"].sum()
+
+
+def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) -> list[list[int]]:
+    """Rows of each optimizer step, as many steps on every rank; a collective."""
+    lengths = sequence_lengths(batch).tolist()
+    return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)

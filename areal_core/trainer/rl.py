@@ -1,0 +1,209 @@
+"""Policy optimisation: PPO, GRPO and relatives, from one loop that reads top to bottom."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from areal_core.batch import Batch, select_rows
+from areal_core.config import PPOConfig, config_to_dict
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from areal_core.engine.determinism import rng_state
+from areal_core.engine.ranks import leave_ranks
+from areal_core.paths import run_folder
+from areal_core.rollout.source import RolloutSource
+from areal_core.telemetry import Stats
+from areal_core.trainer import build
+from areal_core.trainer.learning import PolicyObjective, divide_into_minibatches, trained_tokens
+
+# observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
+Observer = Callable[..., None]
+
+
+class PPOTrainer:
+    """A run of policy optimisation on this rank, as a context manager.
+
+    Args:
+        train_dataset: rows with `messages`; not needed when `source` is given.
+        source: where batches come from; by default they are sampled live from `train_dataset`.
+        observers: told what happens; they change nothing.
+        total_steps: of the run, which the learning-rate schedule spans; by default what config and dataset say.
+        checkpoint: folder to continue from, as `save_checkpoint` of the `start` event wrote it.
+        stop_after: the last step to train, when it is not the run's last.
+        print_steps: print one line a step on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[dict[str, Any]] | None = None,
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        source: Callable[["PPOTrainer"], RolloutSource] | None = None,
+        observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),
+        total_steps: int | None = None,
+        checkpoint: Path | None = None,
+        stop_after: int | None = None,
+        print_steps: bool = True,
+    ) -> None:
+        self.config = config
+        self.train_dataset = train_dataset
+        self.print_steps = print_steps
+        if total_steps is None:
+            total_steps = build.count_steps(config, len(train_dataset or ()))
+        if total_steps == 0:
+            raise ValueError(
+                f"the run would have 0 steps: the dataset has {len(train_dataset or ())} rows and "
+                f"train_dataset.batch_size is {config.train_dataset.batch_size}"
+            )
+        self.total_steps = total_steps
+        self._cleanup = contextlib.ExitStack()
+        self.ranks = build.start_process(config)
+        self._cleanup.callback(leave_ranks)
+        self.tokenizer = build.load_tokenizer(config)
+        self.actor = build.build_engine(config.actor, self.ranks, total_steps)
+        uses_reference = config.ref is not None and config.actor.kl_ctl > 0
+        self.reference = build.build_engine(config.ref, self.ranks, total_steps) if uses_reference else None
+        self.stats = Stats()
+        self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
+        state = load_checkpoint(checkpoint, self.actor) if checkpoint else {"step": 0, "version": 0}
+        self.first_step, self.version = state["step"], state["version"]
+        self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
+        self.source = source(self) if source else None
+        self.observers = [make(self) for make in observers]
+
+    def train(
+        self,
+        workflow: Any = "areal_core.rollout.workflow.RLVRWorkflow",
+        workflow_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Train to the last step.
+
+        Args:
+            workflow: a `RolloutWorkflow`, a class of one, or its import path; not used with a `source` of one's own.
+            workflow_kwargs: arguments of the class.
+        """
+        source = self.source or self._live_rollouts(workflow, workflow_kwargs or {})
+        self._cleanup.callback(source.close)
+        error = None
+        try:
+            self._observe_start()
+            with build.build_loggers(self.config, self.ranks, self.total_steps, self.print_steps) as logger:
+                for step in range(self.first_step, self.end_step):
+                    with self.stats.timing("step"):
+                        self._train_step(step, source)
+                    logger.commit(step, self.last_stats | self.stats.export())
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            self._observe("end", steps=self.version, error=error)
+
+    def _train_step(self, step: int, source: RolloutSource) -> None:
+        """One batch in, one version of the weights out."""
+        timing = self.stats.timing
+        with timing("rollout"):
+            batch = source.next_batch(step, self.version)
+        self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
+        with self.stats.scope("ppo_actor"):
+            with timing("compute_advantage"):
+                inputs = self.objective.learning_inputs(batch, self.actor, self.reference)
+                self.objective.log_batch(batch, inputs)
+            with self.stats.scope("update"), timing("train_step"):
+                plan = self._update(step, inputs)
+        self.actor.step_schedule()
+        self.version += 1
+        self.last_stats = self.stats.export()
+        checksums = self.actor.checksums() if self.observers else {}
+        self._observe(
+            "step", step=step, version=self.version, plan=plan, stats=self.last_stats, checksums=checksums
+        )
+        with timing("update_weights"):
+            source.update_weights(self.actor, self.version)
+        self._observe("weights", step=step, version=self.version)
+        with timing("save"):
+            self._save(step)
+
+    def _update(self, step: int, inputs: Batch) -> dict[str, Any]:
+        """The optimizer steps of one batch; returns the plan that was followed."""
+        minibatches = divide_into_minibatches(inputs, self.config.actor.ppo_n_minibatches, self.ranks)
+        plan = []
+        for index, rows in enumerate(minibatches):
+            result = self.actor.train_batch(select_rows(inputs, rows), self.objective.loss, trained_tokens)
+            self.stats.scalar(
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                update_successful=float(result.update_successful),
+                num_micro_batches=len(result.micro_batches),
+            )
+            for number, micro in enumerate(result.micro_batches):
+                self._observe(
+                    "micro_batch",
+                    step=step,
+                    minibatch=index,
+                    micro_batch=number,
+                    rows=[rows[row] for row in micro.rows],
+                    num_tokens=micro.num_tokens,
+                    loss=micro.loss,
+                    weight=micro.weight,
+                )
+            plan.append(
+                {
+                    "rows": rows,
+                    "micro_batches": [[rows[row] for row in micro.rows] for micro in result.micro_batches],
+                    "loss_denominator": result.total_weight,
+                    "lr": result.lr.hex(),
+                    "grad_norm": result.grad_norm.hex(),
+                    "loss": result.loss.hex(),
+                }
+            )
+        return {"total_steps": self.total_steps, "minibatches": plan}
+
+    def _save(self, step: int) -> None:
+        """A Hugging Face checkpoint, every `saver.freq_steps` steps."""
+        every = self.config.saver.freq_steps
+        if every and (step + 1) % every == 0:
+            folder = run_folder(self.config, "checkpoints") / "default" / f"globalstep{step}"
+            save_hf(folder, self.actor, self.tokenizer)
+
+    def _live_rollouts(self, workflow: Any, arguments: dict[str, Any]) -> RolloutSource:
+        if self.train_dataset is None:
+            raise ValueError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
+        built = build.build_workflow(
+            workflow, arguments, self.config.gconfig, self.tokenizer, self._cleanup.callback
+        )
+        return build.build_live_rollouts(self.config, self.ranks, self.train_dataset, built, self.tokenizer)
+
+    def _observe_start(self) -> None:
+        self._observe(
+            "start",
+            config=config_to_dict(self.config),
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            data_parallel_rank=self.ranks.rank,
+            data_parallel_size=self.ranks.world_size,
+            model_path=self.config.actor.path,
+            tokenizer=self.tokenizer,
+            version=self.version,
+            save_checkpoint=lambda folder, step: save_checkpoint(
+                folder, self.actor, {"step": step, "version": self.version}
+            ),
+        )
+
+    def _observe(self, event: str, **facts: Any) -> None:
+        for observer in self.observers:
+            observer(event, **facts)
+
+    def close(self) -> None:
+        """Give back processes, connections and the process group."""
+        self._cleanup.close()
+
+    def __enter__(self) -> "PPOTrainer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,55 @@
+"""Runs a user's script on a rank, so that a user's mistake ends it with one sentence and code 2 instead of a traceback a rank.
+
+`python -m areal_debug.script SCRIPT.py ARGUMENTS`. Errors that are not mistakes of a kind we know keep their traceback.
+"""
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script as `__main__`, with its own arguments and its folder on the path."""
+    script = arguments[0]
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with mistakes_as_sentences():
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def mistakes_as_sentences() -> Iterator[None]:
+    """Print the errors that our packages raise for users as one sentence, on the first rank that has one."""
+    from areal_core.engine.errors import EngineError
+    from areal_core.errors import ConfigError, DatasetError, RewardError
+    from areal_core.rollout import errors as rollout
+    from recorder import DamagedRecord, RecordError
+    from replayer.errors import ReplayError
+
+    try:
+        yield
+    except DamagedRecord as error:
+        end(f"Error: {error}", 1)
+    except (ConfigError, DatasetError, RewardError, EngineError, RecordError, ReplayError) as error:
+        end(f"Error: {error}", 2)
+    except (rollout.ServerDied, rollout.PushFailed, rollout.RequestRefused, rollout.NothingAccepted) as error:
+        end(f"Error: {error}", 1)
+    except (rollout.NoServers, rollout.UnsupportedSampling, rollout.PromptTooLong) as error:
+        end(f"Error: {error}", 2)
+
+
+def end(message: str, code: int) -> None:
+    """Say why, and end at once: other ranks may wait in a collective, and a clean exit would wait for them."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)  # a mistake that all ranks made is told once: torchrun ends this rank in its sleep
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""What must hold before a replay starts, checked without torch, so that a mistake is told in a blink and not by every rank."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from recorder import Problem, Record, verify
+from recorder.environment import folder_identity
+from replayer.errors import ReplayError, WrongModel, WrongRankCount
+
+
+def step_range(record: Record, first_step: int | None, last_step: int | None) -> tuple[int, int]:
+    """The steps to report, both included.
+
+    Raises:
+        ReplayError: the record holds no such steps.
+    """
+    if not record.steps:
+        raise ReplayError(f"{record.path} holds no finished step: there is nothing to replay")
+    first = record.steps[0] if first_step is None else first_step
+    last = record.steps[-1] if last_step is None else last_step
+    if not record.steps[0] <= first <= last <= record.steps[-1]:
+        raise ReplayError(
+            f"steps {first} to {last} were asked for, the record holds {record.steps[0]} to {record.steps[-1]}"
+        )
+    return first, last
+
+
+def check_ranks(record: Record, num_ranks: int) -> None:
+    """Raises WrongRankCount unless the record was written by as many data-parallel ranks."""
+    if num_ranks != record.header.num_ranks:
+        raise WrongRankCount(record.header.num_ranks, num_ranks)
+
+
+def check_model(record: Record, path: str) -> None:
+    """Raises WrongModel unless the folder at `path` holds the files that the recorded run started from."""
+    recorded = record.header.model["files"]
+    if not Path(path).is_dir():
+        if recorded:
+            raise WrongModel(
+                f"the run started from the model at {path}, which is no folder here: "
+                f"say where it lies with --model (or actor.path)"
+            )
+        return
+    current = folder_identity(path)["files"]
+    if current != recorded:
+        names = sorted(n for n in recorded.keys() | current.keys() if recorded.get(n) != current.get(n))
+        raise WrongModel(
+            f"{path} is not the model that the run started from: {', '.join(names[:3])} differ; "
+            f"give the right one with --model (or actor.path)"
+        )
+
+
+def verify_bytes(folder: str | os.PathLike[str], on_step: Callable[[int], None]) -> list[Problem]:
+    """Damage in a record; a step that was being written when the run ended is none."""
+    return [problem for problem in verify(folder, on_step).problems if "was not finished" not in problem.what]
