@@ -132,15 +132,16 @@ class AllocationParser:
 
     def servers(self) -> Parallel:
         self.expect("sglang")
-        self.component_separator(required=True)
+        self.separator()
         return self.sizes("dtp", "servers take d, t and p")
 
     def trainer(self) -> Parallel:
         if self.take("fsdp"):
-            self.component_separator(required=True)
+            self.separator()
         return self.sizes("dtc", "fsdp takes d, t and c; p and e need Megatron, which is not built")
 
-    def component_separator(self, required: bool) -> None:
+    def separator(self) -> None:
+        """A name in brackets, which nothing here uses, then ':' or the older '.'."""
         if self.kind() == "name":
             self.next += 1
         if not (self.take(":") or self.take(".")):

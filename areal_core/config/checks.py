@@ -57,6 +57,7 @@ NOT_YET = (
     NotYet("actor.dynamic_sampling", (False,), "groups are not filtered yet: set it to false"),
     NotYet("rollout.agent.agent_cls_path", (None,), "agents are not built: give a workflow"),
     NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
+    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
     NotYet("rollout.max_head_offpolicyness", (0,), "rollouts run synchronously for now, as with 0", refused=False),
     NotYet("rollout.dump_to_file", (False,), "text is recorded by debug.dump_rollout_data", refused=False),
     NotYet("rollout.enable_rollout_tracing", (False,), "episodes are not traced yet", refused=False),
@@ -69,6 +70,9 @@ NOT_YET = (
     NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
     NotYet("evaluator.freq_*", (None,), "validation during training is not built yet", refused=False),
     NotYet("evaluator.eval_before_train", (False,), "validation is not built yet", refused=False),
+    NotYet("saver.freq_epochs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
+    NotYet("saver.freq_secs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
+    NotYet("rollout.check_trajectory_format", (False,), "there is no such check yet", refused=False),
     NotYet("saver.mode", ("auto", "sync"), "checkpoints are written while training waits", refused=False),
     NotYet("stats_logger.wandb.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
     NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl or TensorBoard", refused=False),
@@ -195,6 +199,11 @@ def temperatures_agree(config: PPOConfig) -> Iterator[str]:
 def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
     if config.actor.kl_ctl > 0 and config.ref is None:
         yield f"actor.kl_ctl is {config.actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
+    elif config.actor.kl_ctl > 0 and config.ref.temperature != config.actor.temperature:
+        yield (
+            f"ref.temperature is {config.ref.temperature} and actor.temperature is {config.actor.temperature}; "
+            "the KL penalty compares the two: they must be equal"
+        )
     if config.actor.kl_ctl < 0:
         yield f"actor.kl_ctl is {config.actor.kl_ctl}; expected 0 or more"
 

@@ -1,0 +1,224 @@
+"""Rows from files and generators, supervised rows as tokens, and the order in which ranks see prompts."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_core.config import DatasetConfig
+from areal_core.dataset import PromptLoader, get_dataset
+from areal_core.errors import DatasetError
+from areal_core.testing import make_tiny_tokenizer
+
+QUESTIONS = [
+    {"question": "Tom has 2 pens and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"},
+    {"question": "A box holds 4 rows of 6 eggs. How many?", "answer": "4 * 6 = 24\n#### 24"},
+    {"question": "9 less 1?", "answer": "#### 8"},
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny_tokenizer()
+
+
+def test_questions_become_messages_that_ask_for_a_box(questions):
+    rows = get_dataset(DatasetConfig(path=str(questions), type="rl"))
+    assert len(rows) == 3
+    assert rows[2] == {
+        "messages": [
+            {"role": "user", "content": "9 less 1?\nPlease put your final answer within \\boxed{}."}
+        ],
+        "answer": "#### 8",
+    }
+
+
+def test_messages_and_prompts_are_taken_as_they_are(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "k": 1}) + '\n{"prompt": "hi"}\n')
+    rows = get_dataset(DatasetConfig(path=str(tmp_path), type="rl"))
+    assert rows == [{"messages": messages, "k": 1}, {"messages": messages}]
+
+
+def test_folder_gives_the_split_that_is_asked_for(questions):
+    folder = questions.parent
+    (folder / "test.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n")
+    config = DatasetConfig(path=str(folder), type="rl", split="train")
+    assert len(get_dataset(config)) == 3
+    assert len(get_dataset(config, split="test")) == 1
+    with pytest.raises(DatasetError, match=r"no dev.jsonl; it has test.jsonl, train.jsonl"):
+        get_dataset(config, split="dev")
+
+
+def test_long_prompts_are_left_out(questions, tokenizer):
+    config = DatasetConfig(path=str(questions), type="rl", max_length=70)
+    rows = get_dataset(config, tokenizer=tokenizer)
+    assert [row["answer"] for row in rows] == ["#### 8"]
+    with pytest.raises(DatasetError, match="needs a tokenizer"):
+        get_dataset(config)
+    config.max_length = 3
+    with pytest.raises(DatasetError, match="no rows of at most 3 tokens"):
+        get_dataset(config, tokenizer=tokenizer)
+
+
+def test_hugging_face_folder_is_read(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(QUESTIONS).to_parquet(str(tmp_path / "train.parquet"))
+    rows = get_dataset(
+        DatasetConfig(path=str(tmp_path), type="rl", dataset_kwargs={"cache_dir": str(tmp_path / "c")})
+    )
+    assert [row["answer"] for row in rows] == [row["answer"] for row in QUESTIONS]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"question": "a", "answer": "b"}\n{"question": \n', "line 2 is not JSON"),
+        ("[1]\n", "line 1 is list"),
+        ('{"text": "a", "label": 1}\n', "row 0 has text, label; expected messages, question or prompt"),
+    ],
+)
+def test_damaged_file_is_named_with_its_line(tmp_path, content, said):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    with pytest.raises(DatasetError) as error:
+        get_dataset(DatasetConfig(path=str(file), type="rl"))
+    assert str(file) in str(error.value)
+    assert said in str(error.value)
+
+
+def test_path_that_is_nothing_is_refused(tmp_path):
+    with pytest.raises(
+        DatasetError, match=r"nothing.* is no file, no folder with JSONL files, and no dataset"
+    ):
+        get_dataset(DatasetConfig(path=str(tmp_path / "nothing"), type="rl"))
+
+
+def test_type_without_its_trainer_is_refused(questions):
+    with pytest.raises(DatasetError, match="dataset type is 'dpo'"):
+        get_dataset(DatasetConfig(path=str(questions), type="dpo"))
+
+
+def test_arithmetic_is_right_and_the_same_for_the_same_seed():
+    def rows(**arguments):
+        return get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs=arguments))
+
+    made = rows(num_rows=50, seed=3, max_operand=20, ops="+-*")
+    assert (
+        made
+        == rows(num_rows=50, seed=3, max_operand=20, ops="+-*")
+        != rows(num_rows=50, seed=4, max_operand=20, ops="+-*")
+    )
+    questions = [row["messages"][0]["content"] for row in made]
+    assert [str(eval(question.rstrip("="))) for question in questions] == [row["answer"] for row in made]
+    assert {op for op in "+-*" if any(op in question for question in questions)} == set("+-*")
+    with pytest.raises(DatasetError, match=r"ops is '\+/'"):
+        rows(ops="+/")
+
+
+def test_supervised_rows_learn_the_completion_and_its_eos(tmp_path, tokenizer):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    row = get_dataset(DatasetConfig(path=str(file), type="sft"), tokenizer=tokenizer)[0]
+    assert tokenizer.decode(row["input_ids"]) == "1+1=2<|end|>"
+    assert row["loss_mask"] == [0, 0, 0, 0, 1, 1]
+
+
+def test_supervised_prompt_is_what_a_rollout_would_see(tokenizer):
+    config = DatasetConfig(path="arithmetic", type="sft", dataset_kwargs={"num_rows": 1})
+    row = get_dataset(config, tokenizer=tokenizer)[0]
+    question = get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs={"num_rows": 1}))[0]
+    prompt = tokenizer.apply_chat_template(
+        question["messages"], add_generation_prompt=True, return_dict=False
+    )
+    num_learned = sum(row["loss_mask"])
+    assert row["input_ids"][:-num_learned] == prompt
+    assert tokenizer.decode(row["input_ids"][-num_learned:]) == question["answer"] + "<|end|>"
+
+
+def rows_of(num_rows: int) -> list[dict]:
+    return [{"number": number} for number in range(num_rows)]
+
+
+def global_batches(num_batches: int, world_size: int, **options) -> list[list[tuple[int, int]]]:
+    """What all ranks together are given, in order of prompt_id."""
+    loaders = [PromptLoader(rows_of(13), 4, rank, world_size, **options) for rank in range(world_size)]
+    batches = []
+    for _ in range(num_batches):
+        pairs = [(prompt_id, row["number"]) for loader in loaders for prompt_id, row in loader.next_batch()]
+        batches.append(sorted(pairs))
+    return batches
+
+
+@given(st.sampled_from([2, 4]), st.booleans(), st.booleans(), st.integers(0, 5))
+def test_order_does_not_depend_on_the_number_of_ranks(world_size, shuffle, drop_last, seed):
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
+    assert global_batches(9, world_size, **options) == global_batches(9, 1, **options)
+
+
+def test_ranks_take_turns_within_a_batch():
+    loaders = [PromptLoader(rows_of(8), 4, rank, 2, shuffle=False) for rank in range(2)]
+    assert [[prompt_id for prompt_id, _ in loader.next_batch()] for loader in loaders] == [[0, 2], [1, 3]]
+
+
+def test_prompt_ids_count_on_through_epochs_and_never_repeat():
+    ids = [prompt_id for batch in global_batches(7, 1, seed=2) for prompt_id, _ in batch]
+    assert ids == list(range(28))
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4, 4]), (False, [4, 4, 4, 1])])
+def test_every_epoch_shows_each_row_once_in_a_new_order(drop_last, sizes):
+    loader = PromptLoader(rows_of(13), 4, drop_last=drop_last)
+    assert loader.steps_per_epoch == len(sizes)
+    epochs = []
+    for epoch in range(2):
+        assert loader.epoch == epoch
+        batches = [loader.next_batch() for _ in sizes]
+        assert [len(batch) for batch in batches] == sizes
+        epochs.append([row["number"] for batch in batches for _, row in batch])
+        assert len(set(epochs[-1])) == sum(sizes)
+    assert epochs[0] != epochs[1]
+    if not drop_last:
+        assert sorted(epochs[0]) == list(range(13))
+
+
+def test_shuffled_order_is_pinned():
+    # Records refer to prompts by this order; a change would make old records unreadable.
+    batch = PromptLoader(rows_of(13), 4, seed=1).next_batch()
+    assert [row["number"] for _, row in batch] == [2, 3, 9, 11]
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 3, 5])
+def test_state_continues_exactly(num_before):
+    loader = PromptLoader(rows_of(13), 4, 1, 2, seed=5)
+    for _ in range(num_before):
+        loader.next_batch()
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed = PromptLoader(rows_of(13), 4, 1, 2, seed=5)
+    resumed.load_state_dict(state)
+    assert [resumed.next_batch() for _ in range(6)] == [loader.next_batch() for _ in range(6)]
+
+
+def test_state_of_another_order_is_refused():
+    state = PromptLoader(rows_of(13), 4, seed=5).state_dict()
+    with pytest.raises(DatasetError, match="saved loader has seed 5 and this one 6"):
+        PromptLoader(rows_of(13), 4, seed=6).load_state_dict(state)
+    with pytest.raises(DatasetError, match="saved loader has num_rows 13 and this one 12"):
+        PromptLoader(rows_of(12), 4, seed=5).load_state_dict(state)
+
+
+def test_batch_that_can_never_be_filled_is_refused():
+    with pytest.raises(DatasetError, match="batch_size is 4 and the dataset has 3 rows"):
+        PromptLoader(rows_of(3), 4)
+    with pytest.raises(DatasetError, match="batch_size is 4 and there are 3 ranks"):
+        PromptLoader(rows_of(13), 4, 0, 3)

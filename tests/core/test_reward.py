@@ -1,0 +1,252 @@
+"""Verifiable rewards, how they are found, and a pool that survives functions that hang, die, fail or return nonsense."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.errors import RewardError
+from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
+
+ROOT = Path(__file__).parents[2]
+
+# One function that misbehaves as its row says.
+FUNCTIONS = """
+import ctypes, json, os, sys, time
+
+def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
+    print("a reward function may print")
+    if do == "echo":
+        return len(completions) + sum(completion_ids) + row.get("extra", 0)
+    if do == "pid":
+        return os.getpid()
+    if do == "has torch":
+        return float("torch" in sys.modules)
+    if do == "sleep":
+        time.sleep(60)
+    if do == "hang in C":
+        ctypes.PyDLL(None).sleep(60)
+    if do == "die":
+        os._exit(7)
+    if do == "die once":
+        if not os.path.exists(row["mark"]):
+            open(row["mark"], "w").close()
+            os._exit(7)
+        return 1.0
+    if do == "raise":
+        raise KeyError("no such answer")
+    return {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "true": True, "int": 3}[do]
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reward") / "functions.py"
+    file.write_text(FUNCTIONS)
+    return f"{file}:by_row"
+
+
+@pytest.fixture
+def pool(functions):
+    with RewardPool(functions, timeout_s=1.0, num_workers=1) as made:
+        yield made
+
+
+def score(pool, do, **row):
+    return pool.submit("the prompt", "abc", [1], [2, 3], do=do, **row).result(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so the answer is \\boxed{18}", "9 * 2 = 18\n#### 18", 1.0),
+        ("so the answer is \\boxed{17}", "9 * 2 = 18\n#### 18", 0.0),
+        ("It is \\boxed{17}. I was wrong:\nit is \\boxed{18}.", "#### 18", 1.0),
+        ("The answer is 18.", "#### 18", 1.0),
+        ("\\boxed{18.00}", "#### 18", 1.0),
+        ("\\boxed{\\$1,080}", "#### 1,080", 1.0),
+        ("\\boxed{1080}", "#### 1,080", 1.0),
+        ("\\boxed{-3}", "#### -3", 1.0),
+        ("\\boxed{3}", "#### -3", 0.0),
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("I do not know", "#### 18", 0.0),
+        ("", "#### 18", 0.0),
+        ("\\boxed{", "#### 18", 0.0),
+    ],
+)
+def test_gsm8k_reward_compares_final_answers(completion, answer, reward):
+    assert gsm8k_reward_fn("q", completion, [], [], answer=answer) == reward
+
+
+def test_gsm8k_reward_works_outside_the_main_thread():
+    result = asyncio.run(asyncio.to_thread(gsm8k_reward_fn, "q", "\\boxed{18}", [], [], answer="#### 18"))
+    assert result == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"), [("12", 1.0), (" 12\n", 1.0), ("120", 0.0), ("12 12", 0.0), ("", 0.0)]
+)
+def test_arithmetic_reward_takes_the_number_and_nothing_else(completion, reward):
+    assert arithmetic_reward_fn("5+7=", completion, [], [], answer="12") == reward
+
+
+def test_reward_function_is_found_by_each_spelling(functions):
+    assert load_reward_fn(arithmetic_reward_fn) is arithmetic_reward_fn
+    assert load_reward_fn("areal_core.reward.functions.arithmetic_reward_fn") is arithmetic_reward_fn
+    assert load_reward_fn("areal_core.reward.functions:arithmetic_reward_fn") is arithmetic_reward_fn
+    assert load_reward_fn(functions)("p", "abc", [], [2], do="echo") == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gsm8k", "is no name; expected 'package.module.function'"),
+        ("no_such_package.rewards.f", "no_such_package.rewards cannot be imported"),
+        ("areal_core.reward.functions.gsm9k_reward_fn", "has no gsm9k_reward_fn; it has"),
+        ("areal_core.reward.functions.GSM8K_ANSWER", "is a Pattern, not a function"),
+        ("nowhere/reward.py:f", "there is no file nowhere/reward.py"),
+    ],
+)
+def test_reward_function_that_is_not_there_is_named(name, said):
+    with pytest.raises(RewardError) as error:
+        load_reward_fn(name)
+    assert said in str(error.value)
+
+
+def test_function_that_another_process_cannot_find_is_refused():
+    with pytest.raises(RewardError, match="nested or a lambda"):
+        RewardPool(lambda *a, **k: 1.0)
+
+
+def test_pool_passes_texts_tokens_and_row(pool):
+    assert score(pool, "echo", extra=10) == 3 + 5 + 10
+
+
+def test_pool_is_awaited(functions):
+    async def run():
+        with RewardPool(functions, num_workers=2) as pool:
+            calls = [pool("p", "x" * length, [], [], do="echo") for length in range(6)]
+            return await asyncio.gather(*calls)
+
+    assert asyncio.run(run()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_workers_have_no_torch(pool):
+    import torch  # here it is loaded
+
+    assert torch
+    assert score(pool, "has torch") == 0.0
+
+
+@pytest.mark.parametrize("do", ["sleep", "hang in C"])
+def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
+    stuck = int(score(pool, "pid"))
+    start = time.monotonic()
+    assert score(pool, do) == 0.0
+    assert time.monotonic() - start < 10
+    assert not psutil.pid_exists(stuck)
+    assert pool.num_timeouts == 1
+    assert "did not return within 1.0 s and gets 0.0: prompt 'the prompt'" in caplog.text
+    assert score(pool, "echo") == 8.0
+    assert int(score(pool, "pid")) != stuck
+
+
+def test_time_out_raises_if_it_has_no_reward(functions):
+    with (
+        RewardPool(functions, timeout_s=0.5, num_workers=1, timeout_reward=None) as pool,
+        pytest.raises(RewardError, match=r"did not return within 0.5 s: prompt 'the prompt'"),
+    ):
+        score(pool, "sleep")
+
+
+def test_waiting_for_a_worker_is_not_running_time(functions):
+    with RewardPool(functions, timeout_s=1.0, num_workers=1) as pool:
+        first = pool.submit("p", "abc", [], [], do="sleep")
+        second = pool.submit("p", "abc", [], [], do="echo")
+        assert (first.result(60), second.result(60)) == (0.0, 3.0)
+
+
+def test_worker_that_died_is_replaced_and_the_call_repeated(pool, tmp_path):
+    assert score(pool, "die once", mark=str(tmp_path / "mark")) == 1.0
+
+
+def test_worker_that_always_dies_is_told(functions):
+    with RewardPool(functions, num_workers=1, max_retries=1) as pool:
+        with pytest.raises(RewardError, match=r"its process died 2 times: prompt 'the prompt'.*'do': 'die'"):
+            score(pool, "die")
+        assert score(pool, "echo") == 8.0
+
+
+def test_exception_is_raised_again_with_row_and_traceback(pool):
+    with pytest.raises(RewardError) as error:
+        score(pool, "raise", answer="42")
+    message = str(error.value)
+    assert "by_row raised KeyError: 'no such answer': prompt 'the prompt', completion 'abc'" in message
+    assert "'answer': '42'" in message
+    assert 'raise KeyError("no such answer")' in message
+    assert score(pool, "echo") == 8.0
+
+
+@pytest.mark.parametrize(
+    ("do", "shown"), [("nan", "nan"), ("inf", "inf"), ("text", "'1.0'"), ("none", "None")]
+)
+def test_result_that_is_no_finite_number_is_refused(pool, do, shown):
+    with pytest.raises(RewardError, match=f"returned {shown}; expected a finite number: prompt 'the prompt'"):
+        score(pool, do)
+
+
+def test_numbers_of_other_types_become_floats(pool):
+    assert [score(pool, do) for do in ("true", "int")] == [1.0, 3.0]
+
+
+def test_row_that_is_no_json_is_refused(pool):
+    with pytest.raises(RewardError, match="cannot be sent as JSON"):
+        score(pool, "echo", image=object())
+
+
+def test_function_that_cannot_be_imported_is_told_with_its_reason():
+    with (
+        RewardPool("no_such_package.f", num_workers=1) as pool,
+        pytest.raises(RewardError, match="cannot be imported"),
+    ):
+        score(pool, "echo")
+
+
+def test_closing_ends_workers_at_work(functions):
+    pool = RewardPool(functions, timeout_s=50.0, num_workers=1)
+    worker = int(pool.submit("p", "c", [], [], do="pid").result(60))
+    running = pool.submit("p", "c", [], [], do="sleep")
+    time.sleep(0.3)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 5
+    assert not psutil.pid_exists(worker)
+    with pytest.raises(RewardError, match="the pool was closed"):
+        running.result(1)
+
+
+def test_function_of_a_script_runs_and_workers_end_with_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os\nfrom areal_core.reward import RewardPool\n"
+        "def mine(prompt, completions, prompt_ids, completion_ids, **row):\n    return os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RewardPool(mine, num_workers=1)\n"
+        "    print(json.dumps(pool.submit('', '', [], []).result(30)), flush=True)\n"
+        "    os._exit(0)  # as if killed: nothing is closed\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    worker = int(json.loads(done.stdout))
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(worker)
