@@ -1,0 +1,94 @@
+"""Snapshot in, diagnosis out: understand, ask every rule, prefer the most certain answer, say what came second.
+
+Snapshot -> build_case -> wait_for_graph -> rules -> Verdicts -> Diagnosis
+"""
+
+from hangdoctor.case import Case, Standing, build_case
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph, wait_for_graph
+from hangdoctor.groups import StackClass, rank_ranges, stack_classes
+from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, Rank, RankVerdict, Snapshot
+from hangdoctor.rules.order import RULES
+from hangdoctor.rules.unknown import to_collect
+from hangdoctor.rules.verdict import LEVELS, Verdict, operation
+
+MAX_GROUPS = 64
+
+
+def diagnose(snapshot: Snapshot) -> Diagnosis:
+    """Name the class of a hang, its culprits and the evidence. Pure: reads nothing but the snapshot."""
+    case = build_case(snapshot)
+    graph = wait_for_graph(case)
+    verdicts = [verdict for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
+    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked last.
+    first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
+    classes = stack_classes(case.ranks)
+    return Diagnosis(
+        label=first.label,
+        confidence=first.confidence,
+        culprit_ranks=first.culprits,
+        victim_ranks=victims(first, graph),
+        summary=first.summary,
+        evidence=first.evidence + notes(snapshot),
+        next_steps=first.next_steps,
+        would_refute=first.would_refute,
+        alternatives=tuple(
+            Alternative(v.label, v.confidence, v.culprits, v.summary) for v in rest if v.label != "unknown"
+        ),
+        groups=tuple(group_of(c) for c in classes[:MAX_GROUPS]),
+        ranks=rank_map(case, graph, first, classes),
+        collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
+    )
+
+
+def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:
+    """Ranks that wait for others and are not to blame; none where nothing hangs."""
+    if verdict.label == "straggler_or_not_hung" and not verdict.culprits:
+        return ()
+    blamed = set(verdict.culprits)
+    return tuple(s.rank for s in graph.waiting_ranks if s.rank is not None and s.rank not in blamed)
+
+
+def notes(snapshot: Snapshot) -> tuple[Evidence, ...]:
+    """What the reader should know about the input itself."""
+    shown = snapshot.notes[:5]
+    more = len(snapshot.notes) - len(shown)
+    return tuple(Evidence("", note) for note in (*shown, *([f"and {more} more notes"] if more > 0 else [])))
+
+
+def group_of(stack_class: StackClass) -> Group:
+    first = stack_class.members[0]
+    return Group(
+        ranks=rank_ranges(stack_class.ranks),
+        size=len(stack_class.members),
+        waits_for=first.stance.kind,
+        doing=operation(first),
+        stack=tuple(show(frame) for frame in stack_class.frames[:200]),
+    )
+
+
+def rank_map(
+    case: Case, graph: Graph, verdict: Verdict, classes: tuple[StackClass, ...]
+) -> tuple[RankVerdict, ...]:
+    """One cell per rank that exists or should, in rank order."""
+    group_number = {m.name: i for i, c in enumerate(classes) for m in c.members}
+    waiting = {s.name for s in graph.waiting_ranks}
+    blamed = set(verdict.culprits)
+    cells = [
+        RankVerdict(s.rank, part_of(s, blamed, waiting), s.status, group_number[s.name], operation(s))
+        for s in case.ranks
+        if s.rank is not None
+    ]
+    cells += [
+        RankVerdict(rank, "culprit" if rank in blamed else "missing", status, None, status)
+        for rank, status in case.missing.items()
+    ]
+    return tuple(sorted(cells, key=lambda cell: (isinstance(cell.rank, str), cell.rank)))
+
+
+def part_of(standing: Standing, blamed: set[Rank], waiting: set[str]) -> str:
+    if standing.rank in blamed:
+        return "culprit"
+    if standing.name in waiting and not standing.moved:
+        return "victim"
+    return "running" if standing.moved or standing.busy else "other"

@@ -1,0 +1,1 @@
+"""One file per label: `judge(case, graph)` says whether its pattern is there; its docstring teaches the pattern."""

@@ -1,0 +1,48 @@
+"""Saving or loading a checkpoint holds the job up.
+
+What it looks like: one rank writes, or waits for its background writer or for the last asynchronous save, and the others stand in the
+barrier after it.
+
+Common causes: storage that is full, slow or gone; an asynchronous save on the same process group as training (give DCP a gloo group of
+its own); a writer process that died; rank 0 gathering the whole state dict while the others time out.
+
+If every rank stands in the checkpoint's barrier and nobody writes, nothing of the checkpoint holds them: look at the network.
+If one rank is elsewhere altogether, look there first.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.graph import Graph
+from hangdoctor.rules.verdict import Verdict, source_verdict, step
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    saving = [s for s in graph.source_ranks if saves(s)]
+    if not saving:
+        return None
+    return source_verdict(
+        "checkpoint_stall",
+        case,
+        graph,
+        saving,
+        "for its checkpoint",
+        (
+            step(
+                "df -h CHECKPOINT_FOLDER; time dd if=/dev/zero of=CHECKPOINT_FOLDER/probe bs=1M count=64 oflag=direct",
+                "is the storage full, slow or gone?",
+                "writes 64 MiB",
+            ),
+            step(
+                "dcp.async_save(..., process_group=dist.new_group(backend='gloo'))",
+                "keeps the save's collectives apart from training's",
+            ),
+        ),
+        ("The checkpoint's files grow between the samples: then it is slow, not stuck.",),
+        "high" if len(saving) < len(case.ranks) else "medium",
+    )
+
+
+def saves(standing: Standing) -> bool:
+    stance = standing.stance
+    return (stance.kind == "checkpoint" or "checkpoint" in stance.phases) and not (
+        stance.phases & {"cleanup", "error"} or stance.kind in ("stopped", "prompt")
+    )

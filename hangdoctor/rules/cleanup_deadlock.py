@@ -1,0 +1,110 @@
+"""A rank is on its way out and waits for what will not come.
+
+What it looks like: one rank is in destroy_process_group, in a barrier of its clean-up, in an atexit handler, or joins a thread, pool
+or worker at exit; its peers still wait for it in a collective of the training loop, or leave too and wait elsewhere.
+
+Common causes: an exception on one rank whose `finally:` tears down the process group in order (peers are still in all_reduce); a
+swallowed exception followed by a barrier in the clean-up; a non-daemon thread that nobody told to stop; a data loader or writer
+that is joined while it waits for its own reader. When every rank is in destroy_process_group, look for CUDA graphs that captured a
+collective: NCCL 2.26 and later wait until they are destroyed.
+
+What helps: abort instead of destroy on the error path, and no collectives in `finally`.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.graph import Graph
+from hangdoctor.rules.verdict import (
+    Verdict,
+    confidence,
+    named,
+    operation,
+    place,
+    plural,
+    ranks_of,
+    stack_evidence,
+    step,
+    stillness,
+    waiting_evidence,
+)
+
+# Ways out that no training step takes: enough by themselves for high confidence.
+LAST_CALLS = {
+    "destroy_process_group",
+    "_shutdown",
+    "_exit_function",
+    "_python_exit",
+    "_run_exitfuncs",
+    "_shutdown_workers",
+}
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    leaving = [s for s in case.ranks if leaves(s, case)]
+    if not leaving:
+        return None
+    staying = [s for s in graph.waiting_ranks if s not in leaving]
+    sources = [s for s in leaving if not s.stance.waits_for_peers]
+    culprits = leaving if staying or not sources else sources
+    if len(leaving) == len(case.ranks) and sources and len(sources) < len(leaving):
+        culprits = sources
+    certain = any(last_call(s) for s in culprits) and bool(staying)
+    where = place(culprits[0])
+    if staying:
+        others = f"{named(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
+    else:
+        others = "the others leave too" if len(leaving) > len(culprits) else "no rank is left to wait for it"
+    return Verdict(
+        "cleanup_deadlock",
+        confidence(case, graph, culprits, "high" if certain or staying else "medium"),
+        ranks_of(culprits),
+        f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} on the way out ({operation(culprits[0])} at {where}) "
+        f"while {others}.",
+        stack_evidence(culprits, f"leaves: {operation(culprits[0])}", graph)
+        + waiting_evidence(graph)
+        + stillness(case),
+        (
+            step(
+                "grep -n -B2 -A20 Traceback LOG_OF_THAT_RANK",
+                "the exception that sent it into clean-up came first",
+            ),
+            step(
+                "torch.distributed.distributed_c10d._abort_process_group()",
+                "on the error path, instead of destroy_process_group: it does not wait",
+                "peers fail at once",
+            ),
+            step(
+                "graph.reset() before destroy_process_group()",
+                "only if all ranks are in destroy and CUDA graphs captured collectives",
+            ),
+        ),
+        (
+            "The other ranks reach their own clean-up within the time-out: then the job was just ending.",
+            "A culprit that is back in the training loop in a later sample.",
+        ),
+    )
+
+
+def last_call(standing: Standing) -> bool:
+    return any(frame.function in LAST_CALLS for frame in standing.stance.frames)
+
+
+def leaves(standing: Standing, case: Case) -> bool:
+    """Whether a stack is that of a rank that ends: a clean-up function, or an exit handler that Python itself calls."""
+    if standing.stance.kind in ("data", "stopped", "launcher") or standing.status == "stopped":
+        return False
+    if standing.stance.kind == "future" and standing.stance.operation == "pool result":
+        return False
+    return "cleanup" in standing.stance.phases or in_exit_handler(standing, case)
+
+
+def in_exit_handler(standing: Standing, case: Case) -> bool:
+    """An atexit callback is called by C: its stack has no `<module>` at the bottom, where its peers' stacks have one."""
+    if standing.thread != "MainThread" or not entered_by_call(standing):
+        return False
+    return sum(1 for s in case.ranks if not entered_by_call(s)) > 0
+
+
+def entered_by_call(standing: Standing) -> bool:
+    python = [frame for frame in standing.stance.frames if not frame.native]
+    entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
+    return bool(python) and len(python) < 100 and not any(f.function in entries for f in python[-6:])

@@ -1,0 +1,129 @@
+"""Ranks of one group wait in different collectives, or in the same one reached from different places or steps.
+
+What it looks like: everybody is in a collective, but not in the same: rank 2 in all_gather where the others are in broadcast, or all in
+all_reduce, one of them called from the logger. Flight Recorder shows the same number of the group with other operations or sizes.
+
+Common causes: `if rank == 0:` around something that communicates (logging, evaluation, sampling from a sharded model, saving);
+data loaders of different length; control flow that depends on local data; two collectives in another order; a skipped layer or
+expert whose gradients need a reduction.
+
+Ranks in two different sub-groups (tensor, pipeline, expert, data) may stand in different collectives quite rightly: one group waits for a
+rank that waits in the other. So without a record of the groups the answer is kept modest.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.fuse import Finding, findings_of
+from hangdoctor.graph import Cluster, Graph, same_place
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Confidence, Evidence
+from hangdoctor.rules.verdict import (
+    LEVELS,
+    Verdict,
+    confidence,
+    named,
+    operation,
+    place,
+    plural,
+    ranks_of,
+    stack_evidence,
+    step,
+    stillness,
+    waiting_evidence,
+)
+
+STEPS = (
+    step(
+        "TORCH_FR_BUFFER_SIZE=2000",
+        "Flight Recorder numbers every collective of every group",
+        "a few MB, under 1 % of time",
+    ),
+    step(
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        "checks each collective before it runs and raises where ranks differ",
+        "slow: for a short run only",
+    ),
+    step("torchrun --nproc-per-node 2 ...", "two ranks are enough if the branch is `if rank == 0`"),
+)
+REFUTE = (
+    "The ranks' groups are different ones (tensor, pipeline, expert): then both waits may be right and the cause is elsewhere.",
+    "A later sample in which one of the groups has gone on.",
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    recorded = next(
+        (f for f in findings_of(case.snapshot.records) if f.kind in ("operation", "dtype", "size")), None
+    )
+    if recorded is not None:
+        return from_records(case, graph, recorded)
+    if graph.sources or case.missing or not graph.waiting or same_place(graph.waiting):
+        return None
+    named_clusters = [c for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")]
+    odd = odd_ones(named_clusters)
+    usual = [s for s in graph.waiting_ranks if s not in odd]
+    behind = next((f for f in findings_of(case.snapshot.records) if f.kind == "behind"), None)
+    if behind is not None:
+        odd = [s for s in graph.waiting_ranks if s.rank in behind.odd_ranks] or odd
+    best = certainty(named_clusters, odd, behind is not None)
+    first = (usual or odd)[0]
+    against = [
+        s for s in graph.waiting_ranks if operation(s) != operation(odd[0]) or place(s) != place(odd[0])
+    ]
+    other = against[0] if against else first
+    return Verdict(
+        "collective_mismatch",
+        confidence(case, graph, odd, best),
+        ranks_of(odd),
+        f"{named(odd).capitalize()} {plural(odd, 'waits', 'wait')} in {operation(odd[0])} at {place(odd[0])}, "
+        f"while {named(usual or against) if usual or against else 'the others'} wait in {operation(other)} at {place(other)}.",
+        stack_evidence(odd, f"waits in {operation(odd[0])}", graph)
+        + (record_evidence(behind) if behind else ())
+        + waiting_evidence(graph)
+        + stillness(case),
+        STEPS,
+        REFUTE,
+    )
+
+
+def odd_ones(clusters: list[Cluster]) -> list[Standing]:
+    """Ranks outside the largest cluster; all of them where no cluster is the largest."""
+    largest = len(clusters[0].members)
+    if sum(1 for c in clusters if len(c.members) == largest) > 1:
+        return [s for c in clusters if len(c.members) == largest for s in c.members]
+    return [s for c in clusters[1:] for s in c.members]
+
+
+def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> Confidence:
+    """High only where one group of ranks must be meant: no library of sub-groups, two places, a clear majority."""
+    if recorded:
+        return "high"
+    domains = {c.stance.domain for c in clusters}
+    if domains & {"tensor", "pipeline", "expert", "context"} and len(domains) > 1:
+        return "low"
+    majority = len(clusters[0].members) > len(odd)
+    return LEVELS[(len(clusters) == 2) + majority]
+
+
+def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
+    """Recorded operations contradict each other: no guess about groups is left. Stacks say where the odd ranks are."""
+    odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
+    where = f" at {place(odd[0])}" if odd and odd[0].stance.frames else ""
+    apart = [s for s in graph.source_ranks if s.rank not in finding.odd_ranks]
+    return Verdict(
+        "collective_mismatch",
+        "medium" if apart else "high",
+        finding.odd_ranks,
+        f"Ranks {rank_ranges(finding.odd_ranks)} and {rank_ranges(finding.agreeing_ranks)} disagree on the {finding.kind} of collective "
+        f"{finding.sequence} of group {finding.group}: {finding.detail}{where}.",
+        record_evidence(finding) + stack_evidence(odd, "stands here", graph) + stillness(case),
+        STEPS[1:],
+        (
+            "Records that were taken at different times, or rings too small to hold the same collectives.",
+            *REFUTE[1:],
+        ),
+    )
+
+
+def record_evidence(finding: Finding) -> tuple[Evidence, ...]:
+    fact = f"Flight Recorder, group {finding.group}, collective {finding.sequence}: {finding.detail}"
+    return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)

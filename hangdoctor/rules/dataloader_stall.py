@@ -1,0 +1,67 @@
+"""A rank waits for data while its peers wait for it.
+
+What it looks like: one rank stands in the data loader (`_try_get_data`, a dataset's `__getitem__`), the others in the first collective
+of the step. The worker process beside it shows why: a lock, a read from storage, a decoder, or it is dead.
+
+Common causes: a worker forked while a thread held a lock (set multiprocessing_context="spawn", start workers early); storage that
+does not answer; a full /dev/shm; a worker killed for memory; an endless sample.
+
+If the rank has left the loop instead (its loader was shorter), that is a collective_mismatch: use drop_last or Join.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph
+from hangdoctor.model import Evidence
+from hangdoctor.rules.verdict import Verdict, source_verdict, step
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    starved = [s for s in graph.source_ranks if waits_for_data(s)]
+    if not starved:
+        return None
+    return source_verdict(
+        "dataloader_stall",
+        case,
+        graph,
+        starved,
+        "for data",
+        (
+            step(
+                "areal-debug hang collect --to FOLDER",
+                "its workers' stacks say whether it is a lock, storage or a decoder",
+            ),
+            step(
+                "DataLoader(..., timeout=120)",
+                "turns a silent stall into an exception that names the worker",
+                "none",
+            ),
+            step(
+                "DataLoader(..., multiprocessing_context='spawn')",
+                "workers that inherit no held locks",
+                "slower start of workers",
+            ),
+            step("df -h /dev/shm", "full shared memory stops workers without a message"),
+        ),
+        ("Workers whose CPU time grows between samples: then the data is slow, not stuck.",),
+        "high" if len(starved) < len(case.ranks) else "medium",
+        workers(case, starved),
+    )
+
+
+def waits_for_data(standing: Standing) -> bool:
+    stance = standing.stance
+    if stance.phases & {"cleanup"} or stance.kind in ("stopped", "running", "compile"):
+        return False
+    return stance.kind == "data" or ("data" in stance.phases and stance.kind not in ("prompt",))
+
+
+def workers(case: Case, starved: list[Standing]) -> tuple[Evidence, ...]:
+    """Where the worker processes of the starved ranks stand."""
+    found = []
+    for standing in starved[:4]:
+        for child in case.children_of(standing.name)[:4]:
+            if child.stance.frame:
+                fact = f"its worker waits in {child.stance.operation or child.stance.kind} at {show(child.stance.frame)}"
+                found.append(Evidence(str(standing.rank), fact, child.name, child.thread))
+    return tuple(found)

@@ -1,0 +1,65 @@
+"""A rank waits for something outside the job: an HTTP server, an RPC, storage, a child process.
+
+What it looks like: one rank stands in a socket read, an HTTP client, ray.get, subprocess.wait or a process pool, without a time-out; its
+peers wait in the collective that spreads the answer.
+
+Common causes: a dead or overloaded inference server behind a connection that nobody closed; a reward process that loops in
+untrusted code; an upload command that asks for a password; storage that does not answer.
+
+What helps: a time-out on every wait for something outside, and retries that all ranks agree on.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph
+from hangdoctor.model import Confidence, Evidence
+from hangdoctor.rules.verdict import Verdict, source_verdict, step
+
+OUTSIDE = {
+    "http": "for an answer over HTTP",
+    "rpc": "for a remote call",
+    "subprocess": "for a child process",
+    "socket": "for bytes from a socket",
+    "queue": "for a message from another process or thread",
+    "future": "for the result of another thread or process",
+    "file": "for a read or write of a file",
+    "join": "for a thread or process to end",
+}
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    outside = [s for s in graph.source_ranks if s.stance.kind in OUTSIDE]
+    if not outside:
+        return None
+    kind = outside[0].stance.kind
+    best: Confidence = (
+        "high" if kind in ("http", "rpc", "subprocess") or children(case, outside) else "medium"
+    )
+    return source_verdict(
+        "external_wait",
+        case,
+        graph,
+        outside,
+        OUTSIDE[kind],
+        (
+            step("ss -tnp | grep PID", "says which address it waits for, and whether bytes are queued"),
+            step("curl -m 5 http://SERVER/health", "is the other side alive?"),
+            step("requests.get(..., timeout=60)", "a wait without a time-out cannot end by itself", "none"),
+        ),
+        ("The other side answers within its usual time: then this is a slow request.",),
+        best,
+        children(case, outside),
+    )
+
+
+def children(case: Case, standings: list[Standing]) -> tuple[Evidence, ...]:
+    """Where the child processes and engines that may be waited for stand."""
+    found = []
+    for standing in standings[:4]:
+        for child in case.children_of(standing.name)[:4]:
+            frame = child.stance.frame
+            fact = f"its child process stands in {child.stance.operation or child.stance.kind}"
+            found.append(
+                Evidence(str(standing.rank), f"{fact} at {show(frame)}" if frame else fact, child.name)
+            )
+    return tuple(found)

@@ -1,0 +1,92 @@
+"""Threads of one process wait for each other, or for a lock file whose owner is gone.
+
+What it looks like: the main thread stands in a lock, its holder stands in another lock or in native code; or one thread holds the
+GIL, sleeps and does not move; or a process waits for a file lock (torch_extensions, a shared cache).
+
+Common causes: two locks taken in opposite order; fork() while a thread held a lock (data-loader workers, loggers); a native
+extension that blocks without giving up the GIL; a lock file left by a killed process.
+
+Peers in a collective are victims. The native pass (`py-spy dump --native`) is what shows locks: plain Python frames do not.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph
+from hangdoctor.model import Confidence, Evidence
+from hangdoctor.rules.verdict import Verdict, source_verdict, step
+
+STEPS = (
+    step(
+        "py-spy dump --native --pid PID",
+        "names the lock call of every thread",
+        "stops the process for about 0.1 s",
+    ),
+    step(
+        "gdb -p PID -batch -ex 'thread apply all bt'",
+        "shows which native frame holds the GIL or a mutex",
+        "stops the process for seconds",
+    ),
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    if held := [s for s in graph.source_ranks if holds_gil_asleep(s, case)]:
+        best: Confidence = "high" if held[0].cpu_fraction is not None else "medium"
+        what = "in native code that keeps the GIL"
+        return source_verdict(
+            "lock_deadlock", case, graph, held, what, STEPS, gil_refuted(), best, other_threads(held)
+        )
+    files = [s for s in graph.source_ranks if s.stance.kind == "file_lock"]
+    if files:
+        steps = (step("lslocks; ls -l LOCKFILE", "says who holds the file lock, and since when"), *STEPS[:1])
+        refute = ("The lock's owner is alive and works: then this rank waits for its turn.",)
+        return source_verdict("lock_deadlock", case, graph, files, "for a lock file", steps, refute)
+    locked = [
+        s for s in graph.source_ranks if s.stance.kind in ("lock", "gil") and not s.stance.phases & {"data"}
+    ]
+    if not locked:
+        return None
+    cycle = any(rival(s) for s in locked)
+    what = "for a lock that a thread of its own waits with" if cycle else "for a lock"
+    refute = ("A thread that holds the lock and works: then the lock is only slow to come free.",)
+    more = other_threads(locked)
+    return source_verdict(
+        "lock_deadlock", case, graph, locked, what, STEPS, refute, "high" if cycle else "medium", more
+    )
+
+
+def holds_gil_asleep(standing: Standing, case: Case) -> bool:
+    """A thread owns the GIL although the process used no CPU and its stack stood still: native code keeps it."""
+    if standing.busy or standing.moved or case.num_samples < 2:
+        return False
+    holder = next((t for t in standing.threads if t.holds_gil), None)
+    if holder is None or standing.stance.kind == "stopped":
+        return False
+    waits = any(t.waits_for_gil or t.stance.kind == "gil" for t in standing.threads if t is not holder)
+    return waits or (standing.cpu_fraction is not None and standing.cpu_fraction < 0.1)
+
+
+def rival(standing: Standing) -> bool:
+    """Whether another thread with code of the program in it is blocked in a lock as well."""
+    return any(t.stance.kind in ("lock", "gil") and t.stance.chain for t in standing.threads[1:])
+
+
+def other_threads(standings: list[Standing]) -> tuple[Evidence, ...]:
+    found = []
+    for standing in standings[:4]:
+        for thread in standing.threads[1:6]:
+            if thread.stance.frame and (thread.stance.kind in ("lock", "gil") or thread.holds_gil):
+                says = "holds the GIL" if thread.holds_gil else f"waits for a {thread.stance.operation}"
+                found.append(
+                    Evidence(
+                        str(standing.rank),
+                        f"{says} at {show(thread.stance.frame)}",
+                        standing.name,
+                        thread.thread,
+                    )
+                )
+    return tuple(found)
+
+
+def gil_refuted() -> tuple[str, ...]:
+    return ("CPU time of the holder that grows: then it computes with the GIL held and ends one day.",)

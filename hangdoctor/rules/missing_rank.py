@@ -1,0 +1,115 @@
+"""An expected rank has no process that can be dumped, and the others wait for it.
+
+What it looks like: seven dumps of eight; the seven wait in a collective or in the rendezvous. The eighth was killed (out of
+memory, a node failure, the scheduler), was never started, is stopped by a signal, or sits in an uninterruptible system call.
+
+Common causes: the kernel's out-of-memory killer (dmesg), a crash whose traceback only that rank's log has, SIGSTOP from a
+debugger, a failed node that the launcher has not noticed, fewer processes started than WORLD_SIZE says.
+
+The ranks that wait are victims: their time-out names them, not the rank that is gone.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Confidence, Evidence, NextStep, Rank
+from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiting_evidence, waiting_for
+
+SAID = {
+    "gone": "has no process any more",
+    "stopped": "is stopped (state T) and runs no instruction",
+    "timed_out": "did not answer the collector in time",
+    "not_permitted": "could not be read: permission refused",
+    "not_python": "runs no Python that can be read",
+    "dumped": "gave no stack",
+}
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    stopped = [s for s in case.ranks if s.status == "stopped" or s.stance.kind == "stopped"]
+    lost: dict[Rank, str] = dict(case.missing.items())
+    lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
+    waiters = [s for s in graph.waiting_ranks if s not in stopped]
+    if not lost or not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
+        return None
+    statuses = set(lost.values())
+    return Verdict(
+        "missing_rank",
+        certainty(case, graph, statuses, stopped),
+        tuple(lost),
+        f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)} {SAID[next(iter(lost.values()))]}; {waiting_for(graph)}.",
+        loss_evidence(case, lost, stopped) + waiting_evidence(graph),
+        next_steps(statuses),
+        (
+            "A process of that rank that is alive and computes: then this collection did not find it.",
+            "Stacks of the waiting ranks that move on.",
+        ),
+    )
+
+
+def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standing]) -> Confidence:
+    """A rank that is known to be gone or stopped is certain; one that only has no file may just not have been saved."""
+    level = 2 if statuses <= {"gone", "stopped"} else 0
+    if not case.certain_missing and not stopped:
+        level = 0
+    if len(case.missing) > len(case.ranks):
+        level = min(level, 1)
+    if any(s.stance.phases & {"cleanup", "error"} for s in graph.source_ranks if s not in stopped):
+        level = min(level, 1)
+    return LEVELS[level]
+
+
+def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[Standing]) -> tuple[Evidence, ...]:
+    found = [
+        Evidence(str(rank), f"rank {rank} {SAID[status]}", process=f"rank_{rank}")
+        for rank, status in list(lost.items())[:8]
+    ]
+    for standing in stopped[:4]:
+        if standing.stance.frame:
+            found.append(
+                Evidence(str(standing.rank), f"was stopped at {show(standing.stance.frame)}", standing.name)
+            )
+    for error in case.snapshot.errors:
+        if error.rank in lost:
+            found.append(
+                Evidence(
+                    str(error.rank),
+                    f"its error file says: {error.message.splitlines()[0][:200]}"
+                    if error.message
+                    else "left an error file",
+                )
+            )
+    for log in case.snapshot.logs:
+        if log.rank in lost and log.lines:
+            found.append(Evidence(str(log.rank), f"the last line of its log: {log.lines[-1][:200]}"))
+    return tuple(found)
+
+
+def next_steps(statuses: set[str]) -> tuple[NextStep, ...]:
+    steps = []
+    if "gone" in statuses:
+        steps.append(
+            step("dmesg -T | grep -i -E 'killed process|oom'", "the kernel says whom it killed for memory")
+        )
+        steps.append(
+            step("tail -n 100 LOG_OF_THAT_RANK", "its last words are in its own log, not in the others'")
+        )
+    if "stopped" in statuses:
+        steps.append(step("kill -CONT PID", "a stopped process goes on where it was"))
+    if "not_permitted" in statuses:
+        steps.append(
+            step(
+                "sudo sysctl kernel.yama.ptrace_scope=0",
+                "lets a user read the stacks of their own processes",
+                "until reboot; weakens isolation between the user's processes",
+            )
+        )
+    if "timed_out" in statuses:
+        steps.append(
+            step(
+                "cat /proc/PID/stack /proc/PID/wchan",
+                "a process in state D waits in the kernel, often for storage",
+            )
+        )
+    return tuple(steps)

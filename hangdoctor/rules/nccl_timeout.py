@@ -1,0 +1,88 @@
+"""All ranks of the group wait in the same collective, called from the same place.
+
+What it looks like: eight of eight stacks are equal and end in one all_reduce (or in the synchronisation behind it), and no rank is missing.
+The program is not to blame: everybody came. Look at what carries the collective.
+
+Common causes: a network link or switch, a wrong interface (NCCL_SOCKET_IFNAME), a firewall between nodes, InfiniBand or EFA trouble, a GPU
+that fell off the bus (dmesg: Xid), a driver, shared memory or peer-to-peer trouble inside one node.
+
+No rank can be blamed by its stack. Flight Recorder or NCCL RAS may still name one that has enqueued less than the others.
+"""
+
+from hangdoctor.case import Case
+from hangdoctor.fuse import behind_by_ras, findings_of
+from hangdoctor.graph import Graph, same_place
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Confidence, Evidence, Rank
+from hangdoctor.parse.logs import watchdog_timeouts
+from hangdoctor.rules.verdict import Verdict, confidence, operation, place, step, stillness, waiting_evidence
+
+STEPS = (
+    step("dmesg -T | grep -i -E 'xid|nvrm|link'", "GPU and link errors of this node"),
+    step(
+        "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+        "says which interfaces and transports NCCL chose",
+        "more log lines",
+    ),
+    step("ncclras -v", "NCCL 2.24 and later: which rank has launched less, or does not answer"),
+    step(
+        "all_reduce_perf -b 8 -e 128M -f 2 -g 8",
+        "nccl-tests on the same nodes, halved until the bad one is found",
+        "needs the nodes for minutes",
+    ),
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    if graph.sources or case.missing or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
+        return None
+    first = next(
+        (c.members[0] for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")), None
+    )
+    if first is not None and first.stance.kind != "collective":
+        return None
+    standing = first or graph.waiting[0].members[0]
+    culprits, found = recorded(case)
+    best: Confidence = (
+        "high" if first is not None else "low" if standing.stance.kind == "backward" else "medium"
+    )
+    if not complete(case):
+        best = "medium" if best == "high" else "low"
+    return Verdict(
+        "nccl_timeout",
+        confidence(case, graph, graph.waiting_ranks, best),
+        culprits,
+        f"All {len(case.ranks)} ranks wait in {operation(standing)} at {place(standing)}: the program brought everybody there, "
+        "so look at the network, the driver and the devices.",
+        waiting_evidence(graph) + found + stillness(case),
+        STEPS,
+        (
+            "A rank of the group that is not among these dumps and stands elsewhere.",
+            "Flight Recorder numbers that differ between the ranks: then they are not in the same collective.",
+        ),
+    )
+
+
+def complete(case: Case) -> bool:
+    """Whether all ranks are known to be here: somebody told the world size, or how many the ranks think they are."""
+    return case.certain_missing and len(case.ranks) >= len(case.snapshot.expected)
+
+
+def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
+    """Ranks that records, RAS or watchdog messages put behind the others, and what they say."""
+    found: list[Evidence] = []
+    behind: tuple[int, ...] = ()
+    for finding in findings_of(case.snapshot.records):
+        found.append(
+            Evidence(
+                rank_ranges(finding.odd_ranks), f"Flight Recorder, group {finding.group}: {finding.detail}"
+            )
+        )
+        behind = behind or (finding.odd_ranks if finding.kind == "behind" else ())
+    ras, said = behind_by_ras(case.snapshot.ras)
+    if ras:
+        found.append(Evidence(rank_ranges(ras), said))
+    for log in case.snapshot.logs[:1000]:
+        for rank, sequence, name in watchdog_timeouts(log)[:2]:
+            found.append(Evidence(str(rank), f"its watchdog gave up on {name} number {sequence}", log.name))
+    return behind or ras, tuple(found[:8])

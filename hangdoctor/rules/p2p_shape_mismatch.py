@@ -1,0 +1,59 @@
+"""Send and receive, or pipeline stages, wait for each other.
+
+What it looks like: ranks stand in recv (or send) and nobody is on the other side: a ring in which everyone receives first, two stages that
+disagree on the number of micro-batches or chunks, a shape that one side announces and the other does not.
+
+Common causes: recv before send in a ring (use batch_isend_irecv or let even ranks send first); different micro-batch counts per stage; a
+shape exchanged only when it changes; a peer rank computed with the wrong modulus.
+
+A pipeline in which one stage stands outside send/recv is no such case: that stage is the culprit.
+"""
+
+from hangdoctor.case import Case
+from hangdoctor.graph import Graph
+from hangdoctor.rules.verdict import (
+    Verdict,
+    confidence,
+    named,
+    operation,
+    place,
+    plural,
+    ranks_of,
+    stack_evidence,
+    step,
+    stillness,
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    if graph.sources or case.missing:
+        return None
+    peers = [s for s in graph.waiting_ranks if s.stance.kind == "p2p"]
+    pipeline = any(s.stance.domain == "pipeline" for s in peers)
+    if len(peers) < 2 and not pipeline:
+        return None
+    everybody = len(peers) == len(case.ranks)
+    others = [s for s in graph.waiting_ranks if s not in peers]
+    rest = f"; {named(others)} {plural(others, 'waits', 'wait')} in {operation(others[0])}" if others else ""
+    kinds = sorted({operation(s) for s in peers})
+    return Verdict(
+        "p2p_shape_mismatch",
+        confidence(case, graph, peers, "high" if everybody else "low"),
+        ranks_of(peers),
+        f"{named(peers).capitalize()} wait for each other in {' and '.join(kinds)} at {place(peers[0])}: "
+        f"no rank is on the other side{rest}.",
+        stack_evidence(peers, "waits for a peer", graph) + stillness(case),
+        (
+            step(
+                "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",
+                "records who sends what to whom, with sizes",
+                "a few MB of memory",
+            ),
+            step(
+                "dist.batch_isend_irecv([...])",
+                "posts both directions at once, so that order no longer matters",
+            ),
+            step("run with 2 stages and 2 micro-batches", "the smallest job that keeps the pattern"),
+        ),
+        ("A rank that is on the other side of one of these calls, or one that moves in a later sample.",),
+    )

@@ -1,0 +1,79 @@
+"""A rank left the normal path through an error, and its peers wait for it.
+
+What it looks like: one rank is in an error handler, a retry loop, a sleep before the next attempt, a debugger, or idles after its engine
+failed; the others are in the collective that it should have come to.
+
+Common causes: `except Exception: continue` around a step with collectives in it; retrying after out-of-memory on one rank only;
+pdb in a job without a terminal; an engine whose scheduler died while its server still answers.
+
+What helps: let the exception end the rank, or agree on it first (an all_reduce of an error flag, torchelastic's @record).
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.graph import Graph
+from hangdoctor.model import Confidence, Evidence
+from hangdoctor.rules.verdict import LEVELS, Verdict, source_verdict, step
+
+REFUTE = (
+    "The culprit comes to the collective in a later sample: then it was slow, not lost.",
+    "No exception in that rank's log before this moment.",
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    strong = [s for s in graph.source_ranks if "error" in s.stance.phases or s.stance.kind == "prompt"]
+    asleep = [
+        s for s in graph.source_ranks if s.stance.kind in ("sleep", "idle", "event") and s not in strong
+    ]
+    culprits = strong or asleep
+    if not culprits or (not graph.waiting and not strong):
+        return None
+    failed = failures(case, culprits)
+    best: Confidence = "high" if strong and not {"data", "checkpoint"} & strong[0].stance.phases else "medium"
+    if asleep and not strong and not failed:
+        best = "low" if asleep[0].stance.kind == "event" else "medium"
+    return source_verdict(
+        "partial_exception",
+        case,
+        graph,
+        culprits,
+        what_of(culprits[0]),
+        (
+            step(
+                "grep -n -A20 Traceback LOG_OF_THAT_RANK",
+                "the first exception in time is the cause; later ones follow from it",
+            ),
+            step("cat $TORCHELASTIC_ERROR_FILE", "torchelastic keeps the first exception of each rank"),
+            step(
+                "areal-debug hang collect --to LATER",
+                "a retry loop shows another line now and then; the peers do not",
+            ),
+        ),
+        REFUTE,
+        LEVELS[min(LEVELS.index(best) + bool(failed), 2)],
+        failed,
+    )
+
+
+def what_of(standing: Standing) -> str:
+    kind = standing.stance.kind
+    if kind == "prompt":
+        return "at a prompt that nobody answers"
+    if "error" in standing.stance.phases:
+        return "in an error path"
+    return {"sleep": "in a sleep", "idle": "in an idle loop"}.get(kind, "outside the step")
+
+
+def failures(case: Case, culprits: list[Standing]) -> tuple[Evidence, ...]:
+    """What the culprits' error files and logs say of an exception."""
+    ranks = {s.rank for s in culprits}
+    found = [
+        Evidence(str(error.rank), f"its error file says: {error.message[:200]}")
+        for error in case.snapshot.errors
+        if error.rank in ranks
+    ]
+    for log in case.snapshot.logs:
+        line = next((line for line in reversed(log.lines) if "Error" in line or "Traceback" in line), None)
+        if log.rank in ranks and line:
+            found.append(Evidence(str(log.rank), f"its log says: {line[:200]}", log.name))
+    return tuple(found)

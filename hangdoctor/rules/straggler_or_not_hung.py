@@ -1,0 +1,110 @@
+"""The job moves, or one rank is merely slow.
+
+What it looks like: between two samples the ranks that wait in a collective have gone through it, or the one rank that the
+others wait for computes, compiles or loads: its stack changes, its process uses CPU.
+
+Common causes: the first step traces, compiles or autotunes kernels; uneven work (longest sequence, most experts' tokens, rank 0
+evaluating or decoding samples); a throttled or shared GPU; a loop that is long but ends.
+
+How to tell it from a hang: take two samples more than a step apart. A hang is where nobody moves.
+"""
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.graph import Graph
+from hangdoctor.rules.verdict import (
+    Verdict,
+    named,
+    place,
+    plural,
+    ranks_of,
+    stack_evidence,
+    step,
+    stillness,
+    waiting_evidence,
+    waiting_for,
+)
+
+WORKING = (
+    "running",
+    "blocked",
+    "compile",
+    "import",
+    "load",
+    "data",
+    "backward",
+    "device",
+    "file",
+    "checkpoint",
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    if case.missing or not case.ranks:
+        return None
+    if moving := job_moves(case, graph):
+        return moving
+    sources = graph.source_ranks
+    if sources and all(works(s) for s in sources):
+        return slow(case, graph, sources)
+    return None
+
+
+def job_moves(case: Case, graph: Graph) -> Verdict | None:
+    """Ranks that were waiting for others have gone on: nobody holds them."""
+    waiters = graph.waiting_ranks
+    moved = [s for s in case.ranks if s.moved]
+    gone_on = [s for s in waiters if s.moved]
+    stuck_alone = [s for s in graph.source_ranks if not s.moved and not s.busy]
+    if not moved or (waiters and not gone_on) or (stuck_alone and len(gone_on) * 2 < len(waiters) + 1):
+        return None
+    return Verdict(
+        "straggler_or_not_hung",
+        "high" if len(moved) == len(case.ranks) else "medium",
+        (),
+        f"The job moves: {len(moved)} of {len(case.ranks)} ranks stood elsewhere in the next sample.",
+        stillness(case) + stack_evidence(moved[:3], "moved between the samples"),
+        (
+            step(
+                "areal-debug hang collect --to LATER",
+                "compare again a few steps later, if it is slower than it should be",
+            ),
+        ),
+        ("Samples a minute apart that show every rank at the same place.",),
+    )
+
+
+def works(standing: Standing) -> bool:
+    """Whether a rank that others wait for does something: it computes, or its stack changes while it works."""
+    stance = standing.stance
+    if stance.phases & {"error", "cleanup"} or stance.kind not in WORKING:
+        return False
+    return standing.busy or bool(standing.moved and stance.kind in ("running", "compile", "import", "load"))
+
+
+def slow(case: Case, graph: Graph, sources: tuple[Standing, ...]) -> Verdict:
+    everybody = len(sources) == len(case.ranks)
+    culprits = () if everybody else ranks_of(sources)
+    what = {s.stance.kind for s in sources}
+    doing = "compiling" if what == {"compile"} else "loading" if what <= {"import", "load"} else "working"
+    summary = (
+        f"Nobody waits for anybody: all ranks are {doing}."
+        if everybody
+        else f"{named(sources).capitalize()} {plural(sources, 'is', 'are')} still {doing} at {place(sources[0])}; {waiting_for(graph)}."
+    )
+    return Verdict(
+        "straggler_or_not_hung",
+        "low" if len(sources) * 2 > len(case.ranks) and not everybody else "medium",
+        culprits,
+        summary,
+        stack_evidence(sources, f"is {doing}: it used CPU or moved between the samples", graph)
+        + waiting_evidence(graph),
+        (
+            step("areal-debug hang collect --to LATER", "see whether it gets anywhere in a few minutes"),
+            step(
+                "py-spy record --pid PID --duration 30",
+                "a profile of the slow rank says what it computes",
+                "30 s, 1 % CPU",
+            ),
+        ),
+        ("The same line of the same rank in samples minutes apart: then it loops or is stuck there.",),
+    )

@@ -1,0 +1,71 @@
+"""The evidence does not decide.
+
+What it looks like: one rank's stack of many, stacks that end in the program's own code with nothing said about why, or ranks that could
+not be read. An honest "cannot tell" and a list of what to collect is worth more than a guess.
+"""
+
+from hangdoctor.case import Case
+from hangdoctor.graph import Graph
+from hangdoctor.rules.verdict import (
+    Verdict,
+    named,
+    place,
+    plural,
+    ranks_of,
+    stack_evidence,
+    step,
+    stillness,
+    waiting_evidence,
+    waiting_for,
+)
+
+
+def judge(case: Case, graph: Graph) -> Verdict | None:
+    sources = graph.source_ranks
+    few = len(sources) * 2 <= len(case.ranks)
+    if sources and graph.waiting:
+        summary = (
+            f"{named(sources).capitalize()} {plural(sources, 'stands', 'stand')} at {place(sources[0])}, outside what the others wait in "
+            f"({waiting_for(graph)}), but the stack does not say why."
+        )
+    elif len(case.ranks) == 1:
+        only = case.ranks[0]
+        summary = f"Only {named([only])} was read: it stands at {place(only)}; what the others do decides."
+    elif not case.ranks:
+        summary = "No rank's stack was read."
+    else:
+        summary = f"{len(case.ranks)} ranks were read; their stacks do not say what they wait for."
+    return Verdict(
+        "unknown",
+        "low",
+        ranks_of(sources) if few and graph.waiting else (),
+        summary,
+        stack_evidence(sources, "stands here", graph) + waiting_evidence(graph) + stillness(case),
+        (
+            step(
+                "areal-debug hang collect --to FOLDER",
+                "all ranks, three samples, native frames and /proc facts",
+            ),
+        ),
+        ("Any of the missing evidence listed under `collect`.",),
+    )
+
+
+def to_collect(case: Case) -> tuple[str, ...]:
+    """What would decide, given what is there."""
+    wanted = []
+    if len(case.ranks) < 2 or case.missing:
+        wanted.append("the stacks of all other ranks: areal-debug hang collect --to FOLDER")
+    if case.num_samples < 2:
+        wanted.append("a second sample some seconds later: it tells slow from stuck")
+    if not any(frame.native for s in case.ranks for frame in s.stance.frames[:3]):
+        wanted.append(
+            "native frames (py-spy dump --native): they show locks, sleeps and waits that Python frames hide"
+        )
+    if not case.snapshot.records:
+        wanted.append(
+            "Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000): they number the collectives of each group"
+        )
+    if not case.snapshot.logs:
+        wanted.append("the last lines of each rank's log")
+    return tuple(wanted)

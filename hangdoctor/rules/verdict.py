@@ -1,0 +1,173 @@
+"""What every rule gives back, and how sure it may be.
+
+Certainty has to be earned: one sample of a job cannot tell slow from stuck, so it caps at medium; ranks that nobody saw, or
+ranks that stand elsewhere for another reason, take one level off.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hangdoctor.case import Case, Standing
+from hangdoctor.frames import show
+from hangdoctor.graph import Graph
+from hangdoctor.groups import first_divergent, rank_ranges
+from hangdoctor.model import Confidence, Evidence, Label, NextStep, Rank
+
+LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
+MAX_EVIDENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A rule's answer. `culprits` are ranks; the victims are the ranks that wait for others and are no culprits."""
+
+    label: Label
+    confidence: Confidence
+    culprits: tuple[Rank, ...]
+    summary: str
+    evidence: tuple[Evidence, ...]
+    next_steps: tuple[NextStep, ...]
+    would_refute: tuple[str, ...]
+
+
+def confidence(
+    case: Case, graph: Graph, culprits: Sequence[Standing], best: Confidence = "high"
+) -> Confidence:
+    """The highest level that this case allows: `best` says how much the pattern alone may claim."""
+    level = LEVELS.index(best)
+    if case.num_samples < 2:
+        level = min(level, 1)
+    elif any(standing.moved for standing in culprits):
+        level -= 1
+    unseen = sum(
+        1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
+    )
+    if len(case.ranks) < 2 or unseen:
+        level -= 1
+    mine = {standing.name for standing in culprits}
+    elsewhere = [s for s in graph.source_ranks if s.name not in mine]
+    if culprits and elsewhere and not {s.name for s in graph.source_ranks}.isdisjoint(mine):
+        level -= 1
+    if sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks):
+        level = 0
+    return LEVELS[max(level, 0)]
+
+
+def ranks_of(standings: Sequence[Standing]) -> tuple[Rank, ...]:
+    return tuple(s.rank for s in standings if s.rank is not None)
+
+
+def named(standings: Sequence[Standing]) -> str:
+    """`rank 3` or `ranks 0-2,5`."""
+    found = ranks_of(standings)
+    if len(found) == 1:
+        return f"rank {found[0]}" if isinstance(found[0], int) else str(found[0])
+    return f"ranks {rank_ranges(found)}"
+
+
+def plural(standings: Sequence[Standing], one: str, many: str) -> str:
+    return one if len(standings) == 1 else many
+
+
+def place(standing: Standing) -> str:
+    """Where in the user's program a process stands, as a phrase; empty where the stack shows none of it."""
+    chain = standing.stance.chain
+    frame = chain[0] if chain else standing.stance.frame
+    return show(frame) if frame else "no frame of the program"
+
+
+def waiting_for(graph: Graph) -> str:
+    """What the victims wait in, as a phrase."""
+    if not graph.waiting:
+        return "no peer waits for it"
+    first = graph.waiting[0]
+    return f"{named(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
+
+
+def operation(standing: Standing) -> str:
+    stance = standing.stance
+    return {
+        "device": "a synchronisation with the device",
+        "backward": "the backward pass",
+        "store": f"the store ({stance.operation})",
+    }.get(stance.kind, stance.operation or stance.kind)
+
+
+def stack_evidence(
+    standings: Sequence[Standing], fact: str, graph: Graph | None = None
+) -> tuple[Evidence, ...]:
+    """One line per culprit (at most eight) with the frame that shows the wait and where its way parted."""
+    found = []
+    peers = [c.members[0].stance.frames for c in graph.waiting[:8]] if graph else []
+    for standing in standings[:MAX_EVIDENCE]:
+        frame = standing.stance.frame
+        others = [p for p in peers if p is not standing.stance.frames]
+        fork = first_divergent(standing.stance.frames, others) if others and standing.stance.frames else None
+        parted = f"; its way parts from its peers' at {show(fork)}" if fork else ""
+        found.append(
+            Evidence(
+                ranks=str(standing.rank if standing.rank is not None else ""),
+                fact=fact + parted,
+                process=standing.name,
+                thread=standing.thread,
+                frame=frame.function if frame else "",
+                location=f"{frame.file}:{frame.line}" if frame else "",
+            )
+        )
+    return tuple(found)
+
+
+def waiting_evidence(graph: Graph) -> tuple[Evidence, ...]:
+    """One line per place where ranks wait for others."""
+    found = []
+    for cluster in graph.waiting[:4]:
+        frame = cluster.stance.frame
+        site = f" called from {show(cluster.stance.chain[0])}" if cluster.stance.chain else ""
+        found.append(
+            Evidence(
+                ranks=cluster.ranks,
+                fact=f"{plural(cluster.members, 'waits', 'wait')} in {operation(cluster.members[0])}{site}",
+                thread=cluster.members[0].thread,
+                frame=frame.function if frame else "",
+                location=f"{frame.file}:{frame.line}" if frame else "",
+            )
+        )
+    return tuple(found)
+
+
+def stillness(case: Case) -> tuple[Evidence, ...]:
+    """What the samples say of movement."""
+    if case.num_samples < 2:
+        return (Evidence("", "one sample only: it cannot tell slow from stuck"),)
+    moved = [s for s in case.ranks if s.moved]
+    still = len(case.ranks) - len(moved)
+    fact = f"{still} of {len(case.ranks)} ranks stood at the same place in all {case.num_samples} samples"
+    return (Evidence(rank_ranges(ranks_of(moved)), fact + ("; these moved" if moved else "")),)
+
+
+def step(do: str, why: str, cost: str = "") -> NextStep:
+    return NextStep(do, why, cost)
+
+
+def source_verdict(
+    label: Label,
+    case: Case,
+    graph: Graph,
+    culprits: Sequence[Standing],
+    what: str,
+    next_steps: tuple[NextStep, ...],
+    would_refute: tuple[str, ...],
+    best: Confidence = "high",
+    more: tuple[Evidence, ...] = (),
+) -> Verdict:
+    """The verdict of every rule whose culprits stand outside the operation that their peers wait in."""
+    level = confidence(case, graph, culprits, best if graph.waiting else "medium")
+    return Verdict(
+        label,
+        level,
+        ranks_of(culprits),
+        f"{named(culprits).capitalize()} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
+        stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
+        next_steps,
+        would_refute,
+    )
