@@ -1,0 +1,81 @@
+"""A real one-node SLURM: a job of two tasks, collected from outside its step."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.hang_collect import collect
+from hangdoctor.collect.layout import read_manifest
+
+START_SLURM = Path(__file__).parents[2] / "slurm/start_slurm.sh"
+RANK = """
+import sys, time
+def wait_for_peers():
+    open(f"{sys.argv[1]}/ready-{sys.argv[2]}", "w").close()
+    time.sleep(600)
+wait_for_peers()
+"""
+
+
+@pytest.fixture
+def slurm():
+    """A SLURM that answers; started here when there is none and we may."""
+    started = subprocess.run([START_SLURM], capture_output=True, text=True, timeout=300, check=False)
+    if started.returncode == 77:
+        pytest.skip(started.stderr.strip())
+    assert started.returncode == 0, started.stderr
+
+
+@pytest.fixture
+def job(slurm, tmp_path):
+    """The id of a running job of two tasks that wait."""
+    program = tmp_path / "train.py"
+    program.write_text(RANK)
+    batch = f"#!/bin/sh\nsrun --ntasks=2 --overlap sh -c 'exec {sys.executable} {program} {tmp_path} $SLURM_PROCID'\n"
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", "--ntasks=2", f"--output={tmp_path}/job.log"],
+        input=batch,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    number = submitted.stdout.strip()
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline, (tmp_path / "job.log").read_text()
+        time.sleep(0.1)
+    yield number
+    subprocess.run(["scancel", "--full", number], check=True, timeout=60)
+
+
+@pytest.mark.long
+def test_tasks_of_a_slurm_job_are_collected_beside_its_own_step(job, tmp_path):
+    out = tmp_path / "out"
+    done = CliRunner().invoke(
+        collect,
+        ["--slurm", job, "--to", str(out), "--samples", "2", "--interval", "0.5", "--python", sys.executable],
+    )
+    assert done.exit_code == 0, done.output
+    manifest = read_manifest(out)
+    [host] = manifest.hosts
+    assert (host.status, manifest.world_size) == ("ok", 2)
+    assert [(p.name, p.status, p.host) for p in manifest.processes] == [
+        ("rank_0", "dumped", host.host),
+        ("rank_1", "dumped", host.host),
+    ]
+    [thread] = json.loads((out / "samples/1/rank_1.json").read_text())
+    assert thread["frames"][0]["name"] == "wait_for_peers"
+    assert json.loads((out / "env/rank_1.json").read_text())["SLURM_JOB_ID"] == job
+
+
+@pytest.mark.long
+def test_unknown_slurm_job_is_said(slurm, tmp_path):
+    done = CliRunner().invoke(collect, ["--slurm", "999999", "--to", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "names no SLURM job 999999" in done.output
