@@ -5,8 +5,9 @@ In any trainer, once a step:
     from hangdoctor.heartbeat import beat
     beat(step)
 
-It does nothing unless the environment variable HANGDOCTOR_HEARTBEAT names a folder (`areal-debug hang watch` sets it), so the
-line can stay. A beat is one `pwrite` of 48 bytes to an open file: about a microsecond. Nothing is imported but `os` and `time`.
+It does nothing unless the environment variable HANGDOCTOR_HEARTBEAT names a folder (`areal-debug hang watch`
+sets it), so the line can stay. A beat is one `pwrite` of 48 bytes to an open file: about a microsecond.
+Nothing is imported but `os` and `time`.
 """
 
 import os
@@ -17,13 +18,13 @@ from pathlib import Path
 VARIABLE = "HANGDOCTOR_HEARTBEAT"
 WIDTH_BYTES = 48
 
-_open_files: dict[tuple[int, str], int] = {}
+_open_files: dict[tuple[int, str, str], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last beat of one process: finished steps, seconds of this machine's monotonic clock, and whether it said
-    that it is done."""
+    """The last beat of one process: finished steps, seconds of this machine's monotonic clock, and whether it
+    said that it is done."""
 
     name: str
     step: int
@@ -32,7 +33,9 @@ class Beat:
 
 
 def beat(step: int, name: str = "") -> None:
-    """Say that `step` steps are finished. `name` is that of the process in a collection; `rank_RANK` when empty."""
+    """Say that `step` steps are finished. `name` is that of the process in a collection; `rank_RANK` when
+    empty.
+    """
     _write(step, name, "beat")
 
 
@@ -72,7 +75,7 @@ def _write(step: int, name: str, word: str) -> None:
     if not folder:
         return
     name = name or f"rank_{os.environ.get('RANK', '0')}"
-    key = (os.getpid(), name)  # a forked child must not write into its parent's file
+    key = (os.getpid(), folder, name)  # a forked child must not write into its parent's file
     if key not in _open_files:
         os.makedirs(folder, exist_ok=True)
         _open_files[key] = os.open(os.path.join(folder, f"{name}.beat"), os.O_WRONLY | os.O_CREAT, 0o644)

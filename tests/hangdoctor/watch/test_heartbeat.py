@@ -1,0 +1,71 @@
+"""Beats as files: what they say, who writes where, and what a beat costs."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from hangdoctor.heartbeat import VARIABLE, beat, done, observe, read_beats
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    monkeypatch.setenv("RANK", "3")
+    return tmp_path / "beats"
+
+
+def test_last_beat_of_each_process_is_read_back(folder):
+    before = time.monotonic()
+    beat(100)
+    beat(7)
+    done(5, name="engine_rank_0")
+    beats = read_beats(folder)
+    assert beats["rank_3"].step == 7
+    assert before - 0.001 <= beats["rank_3"].time <= time.monotonic() + 0.001
+    assert (beats["engine_rank_0"].step, beats["engine_rank_0"].done) == (5, True)
+
+
+def test_nothing_is_written_without_the_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    beat(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_observer_of_the_training_loop_counts_finished_steps(folder):
+    told = []
+    for event, facts in [
+        ("start", {"config": {}, "rank": 3}),
+        ("batch", {"step": 0}),
+        ("step", {"step": 0}),
+        ("weights", {"step": 0}),
+        ("end", {"steps": 1, "error": None}),
+    ]:
+        observe(event, **facts)
+        told.append((read_beats(folder)["rank_3"].step, read_beats(folder)["rank_3"].done))
+    assert told == [(0, False), (0, False), (1, False), (1, False), (1, True)]
+
+
+def test_forked_child_beats_into_a_file_of_its_own_opening(folder):
+    beat(1)
+    child = multiprocessing.get_context("fork").Process(target=beat, args=(2, "child"))
+    child.start()
+    child.join()
+    assert {name: one.step for name, one in read_beats(folder).items()} == {"rank_3": 1, "child": 2}
+
+
+def test_file_that_is_only_just_being_made_is_no_beat(folder):
+    folder.mkdir()
+    (folder / "rank_0.beat").touch()
+    assert read_beats(folder) == {}
+
+
+def test_a_beat_costs_microseconds(folder):
+    beat(0)
+    started = time.process_time()
+    for step in range(10_000):
+        beat(step)
+    assert (time.process_time() - started) / 10_000 < 50e-6
+    assert os.path.getsize(folder / "rank_3.beat") == 48

@@ -1,0 +1,94 @@
+"""Slow or stuck by the clock alone: literal signs at literal times."""
+
+import pytest
+
+from hangdoctor.watch.judge import Judgement, Limits, finished_without_steps, follow, judge
+from hangdoctor.watch.signs import Signs
+
+
+def tracks_of(*looks):
+    """Tracks after looks of the form (now, signs, signs, ...)."""
+    tracks = {}
+    for now, *seen in looks:
+        tracks = follow(tracks, seen, now)
+    return tracks
+
+
+def beating(name, step, alive=True, done=False):
+    return Signs(name, alive, step, float(step), done)
+
+
+def test_job_that_beats_is_moving():
+    tracks = tracks_of((0, beating("rank_0", 0)), (10, beating("rank_0", 1)))
+    assert judge(tracks, 15, Limits()).state == "moving"
+
+
+def test_silence_is_measured_against_the_longest_pause_between_beats():
+    tracks = tracks_of(*((30 * step, beating("rank_0", step)) for step in range(5)))
+    assert judge(tracks, 120 + 149, Limits()) == Judgement("moving", (), 149, 150)
+    assert judge(tracks, 120 + 151, Limits()) == Judgement("quiet", ("rank_0",), 151, 150)
+
+
+def test_short_steps_do_not_make_the_watch_impatient():
+    tracks = tracks_of(*((step, beating("rank_0", step)) for step in range(5)))
+    assert judge(tracks, 4 + 119, Limits()).state == "moving"
+    assert judge(tracks, 4 + 121, Limits()).state == "quiet"
+
+
+def test_collection_comes_in_time_before_the_watchdog():
+    tracks = tracks_of(*((200 * step, beating("rank_0", step)) for step in range(3)))
+    assert judge(tracks, 400 + 301, Limits(watchdog_s=600)) == Judgement("quiet", ("rank_0",), 301, 300)
+
+
+def test_one_silent_rank_among_beating_ones_is_enough():
+    tracks = tracks_of(
+        (0, beating("rank_0", 0), beating("rank_1", 0)), (8, beating("rank_0", 1), beating("rank_1", 0))
+    )
+    assert judge(tracks, 11, Limits(quiet_s=10)) == Judgement("quiet", ("rank_1",), 11, 10)
+
+
+def test_first_step_gets_half_the_watchdogs_time():
+    tracks = tracks_of((0, beating("rank_0", 0)))
+    assert judge(tracks, 299, Limits()) == Judgement("starting", (), 299, 300)
+    assert judge(tracks, 301, Limits()).state == "quiet"
+
+
+def test_without_beats_one_growing_log_is_enough_to_be_alive():
+    def look(size):
+        return Signs("rank_0", True, log_bytes=size), Signs("rank_1", True, log_bytes=0)
+
+    tracks = tracks_of((0, *look(10)), (50, *look(20)))
+    assert judge(tracks, 55, Limits(quiet_s=10)).state == "moving"
+    assert judge(tracks, 61, Limits(quiet_s=10)).state == "quiet"
+
+
+def test_cpu_time_counts_only_without_beat_and_log():
+    tracks = tracks_of((0, Signs("rank_0", True, cpu_s=1.0)), (9, Signs("rank_0", True, cpu_s=3.0)))
+    assert judge(tracks, 12, Limits(quiet_s=10)).state == "moving"
+    spinning = tracks_of(
+        (0, Signs("rank_0", True, 4, 1.0, cpu_s=1.0)), (9, Signs("rank_0", True, 4, 1.0, cpu_s=10.0))
+    )
+    assert judge(spinning, 12, Limits(quiet_s=10)).state == "quiet"
+
+
+@pytest.mark.parametrize("last", [beating("rank_0", 5, done=True), beating("rank_0", 5, alive=False)])
+def test_some_ranks_done_and_others_not_is_said(last):
+    tracks = tracks_of((0, beating("rank_0", 4), beating("rank_1", 4)), (1, last, beating("rank_1", 5)))
+    assert judge(tracks, 12, Limits(quiet_s=10)) == Judgement("partly_done", ("rank_1",), 11, 10)
+
+
+def test_process_that_is_no_longer_seen_has_ended():
+    tracks = tracks_of((0, beating("rank_0", 4), beating("rank_1", 4)), (1, beating("rank_1", 5)))
+    assert judge(tracks, 12, Limits(quiet_s=10)).state == "partly_done"
+
+
+def test_job_whose_ranks_are_all_done_is_not_quiet():
+    tracks = tracks_of((0, beating("rank_0", 4, done=True)))
+    assert judge(tracks, 1000, Limits(quiet_s=10)).state == "moving"
+
+
+@pytest.mark.parametrize(("steps", "expected"), [((0, 0), True), ((0, 1), False), ((), False)])
+def test_finish_without_a_step_is_known_by_the_beats(steps, expected):
+    tracks = tracks_of((0, *(beating(f"rank_{rank}", step) for rank, step in enumerate(steps))))
+    assert finished_without_steps(tracks) is expected
+    assert finished_without_steps(tracks_of((0, Signs("rank_0", True, log_bytes=3)))) is False
