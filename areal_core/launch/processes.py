@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
@@ -29,29 +30,30 @@ def start(command: list[str], env: Mapping[str, str], output: int | BinaryIO) ->
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
     """Ends a process and all its descendants: SIGTERM, then SIGKILL after `grace_s`. Fine when it has ended already."""
-    group = _members(process.pid)
-    for member in group:
-        _signal(member, signal.SIGTERM)
-    _, stubborn = psutil.wait_procs(group, timeout=grace_s)
-    for member in stubborn:
-        _signal(member, signal.SIGKILL)
-    psutil.wait_procs(stubborn, timeout=grace_s)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for member in running_in_session(process.pid):
+            send(member, number)
+        deadline = time.monotonic() + grace_s
+        while running_in_session(process.pid) and time.monotonic() < deadline:
+            process.poll()  # takes the exit code as soon as there is one
+            time.sleep(0.05)
     process.wait()
 
 
-def _members(session_id: int) -> list[psutil.Process]:
-    """Every process of the session, also those whose parent has died and so are no longer anyone's children."""
+def running_in_session(session_id: int) -> list[psutil.Process]:
+    """The session's processes, also those whose parent has died and so are no longer anyone's children."""
     members = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session_id:
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
-        except OSError:  # ended between the listing and the question
+        except (OSError, psutil.NoSuchProcess):  # ended between the listing and the question
             continue
     return members
 
 
-def _signal(process: psutil.Process, number: int) -> None:
+def send(process: psutil.Process, number: int) -> None:
+    """Sends a signal, to a process that may have ended."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:

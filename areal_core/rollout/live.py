@@ -42,8 +42,9 @@ class EpisodeEngine:
     """The engine as one episode sees it: stamps the requests with the episode's name and the count of its turns."""
 
     def __init__(self, engine: InferenceEngine, prompt_id: int, sample_id: int) -> None:
+        self.prompt_id = prompt_id
+        self.sample_id = sample_id
         self._engine = engine
-        self._name = {"prompt_id": prompt_id, "sample_id": sample_id}
         self._turn = 0
 
     @property
@@ -51,9 +52,9 @@ class EpisodeEngine:
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        metadata = {**self._name, "turn": self._turn, **req.metadata}
+        name = {"prompt_id": self.prompt_id, "sample_id": self.sample_id, "turn": self._turn}
         self._turn += 1
-        return await self._engine.agenerate(replace(req, metadata=metadata))
+        return await self._engine.agenerate(replace(req, metadata={**name, **req.metadata}))
 
 
 class LiveRollouts:

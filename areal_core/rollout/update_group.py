@@ -5,6 +5,7 @@ collective at the same time, so the HTTP request that makes a server enter it ru
 """
 
 import socket
+import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
@@ -42,18 +43,42 @@ class UpdateGroup:
                 "group_name": self.name,
             },
         )
-        # Private, but the only way to a group whose members are not in the default group; the server makes its end so too.
-        self._group, _ = _new_process_group_helper(
-            world_size,
-            0,
-            [],
-            dist.Backend(backend),
-            PrefixStore(self.name, store),
-            self.name,
-            timeout=timeout,
-        )
+        self._group = self._form(world_size, backend, store, timeout, joining)
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         pool.wait(joining)
+
+    def _form(
+        self,
+        world_size: int,
+        backend: str,
+        store: dist.TCPStore,
+        timeout: timedelta,
+        joining: list[Future[str]],
+    ) -> dist.ProcessGroup:
+        """Waits for the servers in a thread: they never come when one has refused, and the reason is known at once."""
+        formed: Future[dist.ProcessGroup] = Future()
+
+        def form() -> None:
+            try:
+                # Private, but the only way to a group outside the default one; the servers make their end so too.
+                group, _ = _new_process_group_helper(
+                    world_size,
+                    0,
+                    [],
+                    dist.Backend(backend),
+                    PrefixStore(self.name, store),
+                    self.name,
+                    timeout=timeout,
+                )
+                formed.set_result(group)
+            except RuntimeError as error:
+                formed.set_exception(error)
+
+        threading.Thread(target=form, name="update-group", daemon=True).start()
+        while not formed.done():
+            raise_refusal(joining)
+            time.sleep(0.01)
+        return formed.result()
 
     def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
         """Sends the tensors, in order, to every server, which loads them under their names."""
@@ -69,7 +94,10 @@ class UpdateGroup:
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
             for _, tensor in bucket
         ]
-        wait_for_receivers(works, replies)
+        # A server that has refused never enters the broadcast, so waiting in it alone would not end.
+        while not all(work.is_completed() for work in works):
+            raise_refusal(replies)
+            time.sleep(0.001)
         for work in works:
             work.wait()
         self.pool.wait(replies)
@@ -78,13 +106,11 @@ class UpdateGroup:
         dist.destroy_process_group(self._group)
 
 
-def wait_for_receivers(works: list[dist.Work], replies: list[Future[str]]) -> None:
-    """Waits until the broadcasts are done, or a server has refused: it will never enter them then."""
-    while not all(work.is_completed() for work in works):
-        refused = [reply.exception() for reply in replies if reply.done() and reply.exception() is not None]
-        if refused:
-            raise PushFailed(f"a server left the broadcast: {refused[0]}") from refused[0]
-        time.sleep(0.001)
+def raise_refusal(replies: list[Future[str]]) -> None:
+    """Raises `PushFailed` when a server has answered with an error."""
+    for reply in replies:
+        if reply.done() and reply.exception() is not None:
+            raise PushFailed(f"a server left the group: {reply.exception()}") from reply.exception()
 
 
 def own_address(peer: str) -> str:

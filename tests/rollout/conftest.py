@@ -1,0 +1,107 @@
+"""A server that speaks SGLang's wire format, in a thread; and a real SGLang server on the CPU, shared by its tests."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from aiohttp import web
+
+from areal_core.config import SGLangConfig
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.servers import Server
+from areal_core.testing import make_tiny_model
+
+
+class FakeServer:
+    """Continues a prompt by counting up from its last token, with logprob -token / 100.
+
+    `script` holds replies that come before that: a status with a body, or a number of tokens after which the request is cut.
+    `refuse` maps a control route to the status and the JSON that it answers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict]] = []
+        self.script: list[int | tuple[int, str]] = []
+        self.refuse: dict[str, tuple[int, dict]] = {}
+        self.weight_version = "default"
+        self._loop = asyncio.new_event_loop()
+        self._runner = web.AppRunner(self._application())
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.server = Server(f"127.0.0.1:{port}")
+
+    def _application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_post("/generate", self._generate)
+        application.router.add_post("/{route}", self._control)
+        application.router.add_get("/health", self._control)
+        return application
+
+    async def _listen(self) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(("/generate", body))
+        wanted = body["sampling_params"]["max_new_tokens"]
+        step = self.script.pop(0) if self.script else wanted
+        if isinstance(step, tuple):
+            return web.Response(status=step[0], text=step[1])
+        first = body["input_ids"][-1] + 1
+        tokens = list(range(first, first + step))
+        meta = {
+            "finish_reason": {"type": "abort" if step < wanted else "length"},
+            "output_token_logprobs": [[-token / 100, token, None] for token in tokens],
+            "completion_tokens": len(tokens),
+            "weight_version": self.weight_version,
+        }
+        return web.json_response({"output_ids": tokens, "meta_info": meta})
+
+    async def _control(self, request: web.Request) -> web.Response:
+        self.calls.append((request.path, await request.json() if request.can_read_body else {}))
+        status, body = self.refuse.get(request.path, (200, {"success": True, "message": ""}))
+        return web.json_response(body, status=status)
+
+    def routes(self) -> list[str]:
+        return [route for route, _ in self.calls]
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def start_fake() -> Iterator[Callable[[], FakeServer]]:
+    """Starts fake servers; all are stopped at the end."""
+    started: list[FakeServer] = []
+
+    def start() -> FakeServer:
+        started.append(FakeServer())
+        return started[-1]
+
+    yield start
+    for fake in started:
+        if fake._thread.is_alive():
+            fake.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model, tmp_path_factory) -> Iterator[SGLangServer]:
+    """One real SGLang server in float32 on the CPU, with the tiny model."""
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
+    args, env = server_args(options, "cpu"), cpu_environment()
+    with SGLangServer(tiny_model, log, args, env, ready_timeout_s=600.0) as server:
+        yield server

@@ -1,0 +1,220 @@
+"""The local launcher: what ranks are given, whose exit code comes out, and that nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import PPOConfig, SGLangConfig
+from areal_core.engine.determinism import ENVIRONMENT as DETERMINISM
+from areal_core.launch import local
+from areal_core.launch.errors import ServerFailed
+from areal_core.launch.processes import end_tree, start
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, option_args, server_args
+
+# Found as `sglang.launch_server` before the installed one. Ends when the file named in STOP_FILE + its seed appears.
+FAKE_SGLANG = """
+import os, sys, threading, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+stop = os.environ["STOP_FILE"] + option("--random-seed")
+print("model", option("--model-path"), flush=True)
+if os.path.exists(stop):
+    sys.exit("no such model")
+threading.Thread(target=HTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever, daemon=True).start()
+while not os.path.exists(stop):
+    time.sleep(0.05)
+sys.exit("the scheduler died")
+"""
+
+
+@pytest.fixture
+def stop_file(tmp_path, monkeypatch) -> Path:
+    """Puts a light stand-in for SGLang on the path; servers with seed n end when `stop{n}` appears."""
+    (tmp_path / "fake" / "sglang").mkdir(parents=True)
+    (tmp_path / "fake" / "sglang" / "__init__.py").touch()
+    (tmp_path / "fake" / "sglang" / "launch_server.py").write_text(FAKE_SGLANG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.setenv("STOP_FILE", str(tmp_path / "stop"))
+    return tmp_path / "stop"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script for the ranks to run."""
+
+    def write(body: str) -> list[str]:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(body))
+        return [str(path), str(tmp_path)]
+
+    return write
+
+
+def config(**options) -> PPOConfig:
+    made = PPOConfig(experiment_name="e", trial_name="t", device="cpu", **options)
+    made.actor.path = "some/model"
+    made.sglang = SGLangConfig(random_seed=1)
+    return made
+
+
+def launch(argv, allocation, tmp_path, made=None, **options) -> int:
+    return local.launch(
+        argv, made or config(), parse_allocation(allocation), {}, log_dir=tmp_path / "logs", **options
+    )
+
+
+def no_child_left() -> bool:
+    return not [p for p in psutil.Process().children(recursive=True) if "sglang" in " ".join(p.cmdline())]
+
+
+WRITE_ENVIRONMENT = """
+import json, os, sys
+with open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w") as file:
+    json.dump(dict(os.environ), file)
+print("hello from a rank")
+"""
+
+
+def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_path, capfd):
+    code = launch(script(WRITE_ENVIRONMENT), "sglang:d2+fsdp:d2", tmp_path, config(deterministic=True))
+
+    assert code == 0
+    ranks = [json.loads((tmp_path / f"rank{i}.json").read_text()) for i in (0, 1)]
+    addresses = ranks[0]["AREAL_LLM_SERVER_ADDRS"].split(",")
+    assert len(set(addresses)) == 2
+    assert ranks[0]["AREAL_LLM_SERVER_LOGS"] == ",".join(
+        str(tmp_path / "logs" / f"llm_server_{i}.log") for i in (0, 1)
+    )
+    for env in ranks:
+        assert env["WORLD_SIZE"] == "2"
+        assert env["AREAL_LLM_SERVER_ADDRS"] == ",".join(addresses)
+        assert env["OMP_NUM_THREADS"] == "1"
+        assert {k: env[k] for k in DETERMINISM} == DETERMINISM
+        assert "sgl_kernel_cpu" not in env.get("PYTHONPATH", "")  # only the server may see the stand-in
+    assert (tmp_path / "logs" / "llm_server_1.log").read_text().startswith("model some/model\n")
+    assert (tmp_path / "logs" / "trainer.log").read_text().count("hello from a rank") == 2
+    assert capfd.readouterr().out.count("hello from a rank") == 2
+    assert no_child_left()
+
+
+def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(local, "run_ranks", lambda *args: seen.append(args) or 3)
+    assert launch(["train.py"], "sglang:d1+fsdp:d2", tmp_path, with_servers=False) == 3
+    assert seen == [(["train.py"], 2, {}, tmp_path / "logs")]
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_line_and_no_rank_starts(
+    stop_file, script, tmp_path, capfd
+):
+    Path(f"{stop_file}1").touch()
+    assert launch(script("raise SystemExit(5)"), "sglang:d1+fsdp:d1", tmp_path) == 1
+    assert "ended with exit code 1" in (said := capfd.readouterr().err)
+    assert "no such model" in said
+    assert not (tmp_path / "logs" / "trainer.log").exists()
+
+
+def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    argv = script(
+        f"""
+        import pathlib, time
+        pathlib.Path({str(stop_file) + "1"!r}).touch()
+        time.sleep(1.5)
+        print("still here", flush=True)
+        pathlib.Path({str(stop_file) + "2"!r}).touch()
+        time.sleep(60)
+        """
+    )
+    began = time.monotonic()
+    assert launch(argv, "sglang:d2+fsdp:d1", tmp_path) == 1
+    assert time.monotonic() - began < 50
+    said = capfd.readouterr()
+    assert "still here" in said.out
+    assert said.err.count("the scheduler died") == 2
+    assert no_child_left()
+
+
+def test_the_code_of_a_rank_that_was_killed_is_128_plus_the_signal(script, tmp_path):
+    argv = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert local.run_ranks(argv, 1, {}, tmp_path / "logs") == 128 + signal.SIGKILL
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from areal_core.launch.local import run_ranks
+sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"))
+"""
+
+
+def test_sigterm_to_the_launcher_ends_the_ranks(script, tmp_path):
+    argv = script(
+        "import pathlib, os, sys, time; pathlib.Path(sys.argv[1], str(os.getpid()) + '.pid').touch(); time.sleep(60)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *argv])
+    while not (started := list(tmp_path.glob("*.pid"))):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int(started[0].stem))
+
+
+def test_a_server_that_is_late_is_stopped_and_told(tmp_path, monkeypatch):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import time; print('loading', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = SGLangServer("m", tmp_path / "s.log", [], cpu_environment(), ready_timeout_s=1.5)
+    with pytest.raises(
+        ServerFailed, match=r"not ready after 2 s: server 127.0.0.1:\d+; the last lines of .*\n    loading"
+    ):
+        server.wait_until_ready()
+    assert server.process.returncode == -signal.SIGTERM
+
+
+def test_ending_a_process_ends_its_orphaned_grandchildren_too(tmp_path):
+    body = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with (tmp_path / "log").open("wb") as log:
+        parent = start([sys.executable, "-c", body], {}, log)
+    parent.wait(10)
+    grandchild = int((tmp_path / "log").read_text())
+    assert psutil.pid_exists(grandchild)
+    end_tree(parent)
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_server_options_become_flags():
+    options = SGLangConfig(disable_cuda_graph=True, cuda_graph_bs=[1, 2], enable_multithread_load=True)
+    args = option_args(options)
+    assert "--disable-cuda-graph" in args
+    assert "--enable-lora" not in args
+    assert "--model-path" not in args
+    assert args[args.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
+    assert args[-2:] == ["--model-loader-extra-config", '{"enable_multithread_load": true}']
+    gpu = server_args(options, "cuda", tensor_size=2, base_gpu_id=4)
+    assert gpu[-4:] == ["--tp-size", "2", "--base-gpu-id", "4"]
+    assert gpu[gpu.index("--attention-backend") + 1] == "fa3"
+    assert server_args(options, "cpu")[:2] == ["--device", "cpu"]
+    assert os.environ.get("PYTHONPATH", "") in cpu_environment()["PYTHONPATH"]

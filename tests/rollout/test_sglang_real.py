@@ -1,0 +1,151 @@
+"""A real SGLang server on the CPU: its logprobs are the model's, pushes change them, and its death is told."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_core.launch.errors import ServerFailed
+from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
+from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush
+
+pytestmark = pytest.mark.sglang
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def pool(sglang_server):
+    pool = ServerPool([sglang_server.server], timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def generate(pool, num_requests=6, max_new_tokens=24, **sampling) -> list[ModelResponse]:
+    async def work() -> list[ModelResponse]:
+        client = SGLangClient(pool.servers, num_retries=1, retry_delay_s=0.1)
+        requests = [
+            ModelRequest(
+                input_ids=list(range(10, 14 + i)),
+                sampling=Sampling(max_new_tokens=max_new_tokens, temperature=TEMPERATURE, **sampling),
+            )
+            for i in range(num_requests)
+        ]
+        try:
+            return await asyncio.gather(*(client.agenerate(request) for request in requests))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
+
+
+@torch.no_grad()
+def assert_sampled_by(model, responses: list[ModelResponse]) -> None:
+    for r in responses:
+        tokens = torch.tensor([r.input_tokens + r.output_tokens])
+        logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
+        expected = logprobs[len(r.input_tokens) - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(r.output_logprobs), expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def perturb(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def assert_not_sampled_by(model, responses: list[ModelResponse]) -> None:
+    with pytest.raises(AssertionError):
+        assert_sampled_by(model, responses)
+
+
+def test_logprobs_are_those_of_transformers(pool, model):
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {0}
+    assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
+    (free,) = generate(pool, 1, 12, greedy=True, ignore_eos=True)
+    stop = free.output_tokens[3]
+    (stopped,) = generate(pool, 1, 12, greedy=True, stop_token_ids=[stop])
+    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
+    assert stopped.stop_reason == "stop"
+
+
+def test_a_push_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
+    perturb(model, 1)
+    assert_not_sampled_by(model, generate(pool))
+    DiskPush(pool, tmp_path / "push", tiny_model).push(iter(model.named_parameters()), 7)
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {7}
+
+
+def test_pushes_by_broadcast_change_the_weights_and_the_version(pool, model):
+    push = BroadcastPush(pool, "gloo", bucket_bytes=100_000)
+    for version in (8, 9):
+        perturb(model, version)
+        assert_not_sampled_by(model, generate(pool))
+        push.push(iter(model.named_parameters()), version)
+        responses = generate(pool)
+        assert_sampled_by(model, responses)
+        assert {v for r in responses for v in r.output_versions} == {version}
+    push._group.close()
+
+
+def test_a_completion_that_a_push_cuts_goes_on_with_the_new_weights(pool, model, tiny_model, tmp_path):
+    async def work() -> ModelResponse:
+        client = SGLangClient(pool.servers)
+        sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
+        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
+        await asyncio.sleep(0.4)
+        push = DiskPush(pool, tmp_path / "push", tiny_model)
+        await asyncio.to_thread(push.push, iter(model.named_parameters()), 10)
+        response = await task
+        await client.aclose()
+        return response
+
+    response = asyncio.run(work())
+    assert len(response.output_tokens) == 700
+    assert set(response.output_versions) == {9, 10}
+    assert response.output_versions == sorted(response.output_versions)
+    assert_sampled_by(model, [response])  # the weights were the same: a cut must not change the law
+
+
+def test_weights_of_a_wrong_shape_are_refused_and_generation_goes_on(pool, model):
+    wrong = ((n, p[:-1] if n == "model.norm.weight" else p) for n, p in model.named_parameters())
+    with pytest.raises(PushFailed, match=r"size|shape"):
+        BroadcastPush(pool, "gloo").push(wrong, 11)
+    assert len(generate(pool, 1, 4, ignore_eos=True)[0].output_tokens) == 4
+
+
+def test_a_request_beyond_the_context_is_refused_with_the_servers_words(pool):
+    with pytest.raises(RequestRefused, match="maximum context length of 1024"):
+        generate(pool, 1, 5000)
+
+
+def test_the_death_of_the_server_is_told_with_its_last_log_lines(pool, sglang_server):
+    os.killpg(sglang_server.process.pid, signal.SIGKILL)
+    sglang_server.process.wait(10)
+    address = sglang_server.server.address
+    with pytest.raises(ServerDied, match=f"server {address}; the last lines of .*llm_server_0.log:\n    .+"):
+        generate(pool, 1)
+    with pytest.raises(ServerFailed, match=f"ended with exit code -9: server {address}; the last lines"):
+        sglang_server.check()
+    deadline = time.monotonic() + 5
+    sglang_server.stop()
+    assert time.monotonic() < deadline

@@ -1,0 +1,152 @@
+"""Weight pushes towards a server that speaks the wire format: order of the calls, and failures on every rank."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_core.launch.local import run_ranks
+from areal_core.rollout.errors import PushFailed
+from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush, bucketed
+
+WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
+
+
+@pytest.fixture
+def pool_of():
+    pools = []
+
+    def make(*fakes) -> ServerPool:
+        pools.append(ServerPool([fake.server for fake in fakes]))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def model_path(tmp_path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_buckets_keep_order_and_stay_below_the_limit():
+    buckets = list(bucketed(iter(WEIGHTS.items()), bucket_bytes=24))
+    assert [([name for name, _ in bucket], last) for bucket, last in buckets] == [
+        (["a", "b"], False),
+        (["c"], True),
+    ]
+    assert [len(bucket) for bucket, _ in bucketed(iter(WEIGHTS.items()), bucket_bytes=1)] == [1, 1, 1]
+
+
+def test_disk_push_pauses_loads_goes_on_and_leaves_nothing_behind(start_fake, pool_of, model_path, tmp_path):
+    fake = start_fake()
+    written = {}
+    pool = pool_of(fake)
+    post = pool.post
+
+    def look_then_post(path, payload):
+        if path == "/update_weights_from_disk":
+            for file in sorted(Path(payload["model_path"]).glob("*.safetensors")):
+                written.update(load_file(file))
+            assert (Path(payload["model_path"]) / "config.json").exists()
+        post(path, payload)
+
+    pool.post = look_then_post
+    DiskPush(pool, tmp_path / "push", model_path, bucket_bytes=24).push(iter(WEIGHTS.items()), 3)
+
+    folder = str(tmp_path / "push" / "v3")
+    assert fake.calls == [
+        ("/pause_generation", {}),
+        (
+            "/update_weights_from_disk",
+            {"model_path": folder, "weight_version": "3", "flush_cache": True},
+        ),
+        ("/continue_generation", {}),
+    ]
+    assert written.keys() == WEIGHTS.keys()
+    assert all(torch.equal(written[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert list((tmp_path / "push").iterdir()) == []
+
+
+def test_after_a_failed_push_generation_goes_on_and_all_weights_were_iterated(
+    start_fake, pool_of, model_path, tmp_path
+):
+    fake = start_fake()
+    fake.refuse["/update_weights_from_disk"] = (400, {"success": False, "message": "size mismatch for a"})
+    weights = iter(WEIGHTS.items())
+    with pytest.raises(PushFailed, match="size mismatch for a"):
+        DiskPush(pool_of(fake), tmp_path / "push", model_path).push(weights, 1)
+    assert fake.routes()[-1] == "/continue_generation"
+    assert list(weights) == []
+    assert list((tmp_path / "push").iterdir()) == []
+
+
+def test_a_push_leaves_out_a_dead_server(start_fake, pool_of, model_path, tmp_path):
+    dead, alive = start_fake(), start_fake()
+    pool = pool_of(dead, alive)
+    dead.stop()
+    DiskPush(pool, tmp_path / "push", model_path).push(iter(WEIGHTS.items()), 1)
+    assert "/update_weights_from_disk" in alive.routes()
+
+
+def test_a_push_without_any_server_names_the_dead_one(start_fake, pool_of, model_path, tmp_path):
+    dead = start_fake()
+    pool = pool_of(dead)
+    dead.stop()
+    with pytest.raises(PushFailed, match=f"no connection to server {dead.server.address}"):
+        DiskPush(pool, tmp_path / "push", model_path).push(iter(WEIGHTS.items()), 1)
+
+
+def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fake, pool_of):
+    fake = start_fake()
+    fake.refuse["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
+    weights = iter(WEIGHTS.items())
+    with pytest.raises(PushFailed, match="no such backend"):
+        BroadcastPush(pool_of(fake), "gloo", timeout_s=5.0).push(weights, 1)
+    assert list(weights) == []
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from areal_core.rollout.servers import Server, ServerPool
+from areal_core.rollout.weight_push import DiskPush, PushFailed
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def weights():
+    for i in range(5):
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor)  # as full_tensor() does: hangs unless every rank comes along
+        yield f"w{i}", tensor
+
+pool = ServerPool([Server(sys.argv[1])]) if rank == 0 else None
+try:
+    DiskPush(pool, Path(sys.argv[2]) / "push", Path(sys.argv[2]), bucket_bytes=1).push(weights(), 1)
+except PushFailed as failed:
+    print(f"rank {rank}: {failed}\\n", end="", flush=True)
+    dist.barrier()
+    sys.exit(7)
+"""
+
+
+def test_a_failure_on_rank_0_reaches_every_rank(start_fake, tmp_path, model_path, capfd):
+    fake = start_fake()
+    fake.refuse["/pause_generation"] = (503, {"success": False, "message": "shutting down"})
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    code = run_ranks([str(script), fake.server.address, str(model_path)], 2, {}, tmp_path / "logs")
+    log = (tmp_path / "logs" / "trainer.log").read_text()
+    assert code == 7
+    for rank in (0, 1):
+        assert (
+            f"rank {rank}: the weights did not reach the servers: {fake.server.address}/pause_generation"
+            in log
+        )
+    assert "shutting down" in capfd.readouterr().out
