@@ -6,7 +6,7 @@ In any trainer, once a step:
     beat(step)
 
 It does nothing unless the environment variable HANGDOCTOR_HEARTBEAT names a folder (`areal-debug hang watch`
-sets it), so the line can stay. A beat is one `pwrite` of 48 bytes to an open file: about a microsecond.
+sets it), so the line can stay. A beat is one `pwrite` of 48 bytes to an open file: a few microseconds.
 Nothing is imported but `os` and `time`.
 """
 
@@ -48,12 +48,12 @@ def observe(event: str, **facts: object) -> None:
     """An observer of the training loop: beats with the number of finished steps at every event of a run."""
     if event == "start":
         beat(0)
+    elif event in ("batch", "micro_batch"):
+        beat(_whole(facts["step"]))
+    elif event in ("step", "weights"):
+        beat(_whole(facts["step"]) + 1)
     elif event == "end":
         done(_whole(facts["steps"]))
-    elif event == "step":
-        beat(_whole(facts["step"]) + 1)
-    elif "step" in facts:
-        beat(_whole(facts["step"]))
 
 
 def read_beats(folder: Path) -> dict[str, Beat]:
