@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from hangdoctor.frames import is_library, main_thread, python_only
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status, Thread
-from hangdoctor.patterns import WCHAN
+from hangdoctor.patterns import SOURCE, WCHAN
 from hangdoctor.waits import Stance, compiled, stance_of
 
 # A main thread that waits for another thread of its process: that thread knows what for.
@@ -98,7 +98,7 @@ def build_case(snapshot: Snapshot) -> Case:
     for dump in snapshot.dumps:
         by_process[dump.name].append(dump)
     seen: dict[int, tuple[ThreadStance, ...]] = {}
-    standings = [standing_of(dumps, seen) for dumps in by_process.values()]
+    standings = [standing_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
     role = primary_role(standings)
     ranks = [s for s in standings if s.role == role and s.rank is not None and s.threads]
     others = [named(s, role) for s in standings if s.role != role or s.rank is None]
@@ -132,9 +132,11 @@ def named(standing: Standing, primary: str) -> Standing:
     return replace(standing, rank=standing.name) if standing.rank is not None else standing
 
 
-def standing_of(dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ...]]) -> Standing:
+def standing_of(
+    dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
+) -> Standing:
     dumps = sorted(dumps, key=lambda dump: dump.sample)
-    views = [view(dump.threads, seen) for dump in dumps]
+    views = [view(dump.threads, seen, source) for dump in dumps]
     at = best_sample(views)
     dump, threads = dumps[at], views[at]
     mains = [v[0] for v in views if v]
@@ -157,7 +159,9 @@ def standing_of(dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ..
     )
 
 
-def view(threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]]) -> tuple[ThreadStance, ...]:
+def view(
+    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
+) -> tuple[ThreadStance, ...]:
     """Stances of all threads, main thread first. Equal dumps are one object, so identity finds them again."""
     if id(threads) not in seen:
         main = main_thread(threads)
@@ -165,7 +169,7 @@ def view(threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]])
         seen[id(threads)] = tuple(
             ThreadStance(
                 thread.name or ("MainThread" if thread is main else "unnamed thread"),
-                refined(stance_of(thread.frames), thread),
+                refined(stance_of(thread.frames), thread, source),
                 bool(thread.holds_gil),
                 bool(thread.waits_for_gil),
             )
@@ -174,13 +178,18 @@ def view(threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]])
     return seen[id(threads)]
 
 
-def refined(stance: Stance, thread: Thread) -> Stance:
+def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
     """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not
     show.
     """
     if thread.waits_for_gil:
         return replace(stance, kind="gil", operation="GIL")
     if stance.kind == "running" and not (thread.active or thread.holds_gil):
+        innermost = next((f for f in thread.frames if not f.native), None)
+        line = source.get(f"{innermost.file}:{innermost.line}", "") if innermost else ""
+        for kind, operation, pattern in SOURCE:
+            if line and compiled(pattern).search(line):
+                return replace(stance, kind=kind, operation=operation)
         return replace(stance, kind="blocked")
     return stance
 

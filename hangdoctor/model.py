@@ -165,8 +165,8 @@ class Snapshot:
     """Everything that is known of a job at the time of the collection.
 
     `expected` maps each rank that the job should have to a status, where the collection or `--world-size`
-    says so; a rank that is expected and has no dump is `gone`. `notes` are things the reader must know about
-    the input (files not read).
+    says so; a rank that is expected and has no dump is `gone`. `source` maps `FILE:LINE` to the text of a
+    line. `notes` are things the reader must know about the input (files not read).
     """
 
     dumps: tuple[ProcessDump, ...]
@@ -177,6 +177,7 @@ class Snapshot:
     logs: tuple[LogTail, ...] = ()
     errors: tuple[ErrorFile, ...] = ()
     gpus: tuple[GpuFacts, ...] = ()
+    source: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

@@ -309,6 +309,19 @@ NATIVE = (
         r".*",
     ),
 )
+# A call into C leaves no Python frame: what the line of the program says, where the process sleeps in it.
+SOURCE = (
+    ("sleep", "sleep", r"\bsleep\("),
+    ("file_lock", "file lock", r"\b(flock|lockf)\("),
+    ("lock", "lock", r"\bwith\b.*(lock|mutex|semaphore|condition|\bcv\b)|(lock|mutex|sem\w*)\.acquire\(|\.acquire\("),
+    ("prompt", "input", r"\binput\(|breakpoint\(|set_trace\("),
+    ("subprocess", "waitpid", r"\bos\.(system|wait\w*)\("),
+    ("collective", "work.wait", r"\b\w*(work|handle|req|request|pending|future|fut|op|w|h|works?\[\w+\])\.wait\("),
+    ("store", "store", r"\bstore\.\w+\(|TCPStore\("),
+    ("socket", "socket", r"\.(recv\w*|accept|connect)\(|getaddrinfo\("),
+    ("device", "device sync", r"\.(item|cpu|tolist|numpy|synchronize)\(|\bsynchronize\("),
+    ("file", "file", r"\bopen\(|\.(open|read\w*|write\w*|readline\w*)\(|\bos\.(read|write|fsync)\("),
+)
 # Where the stack shows nothing but a line of Python, the kernel still says in which call the main thread
 # sleeps.
 WCHAN = (
@@ -323,7 +336,7 @@ WCHAN = (
     ("prompt", r"n_tty_read|tty_.*"),
     (
         "file",
-        r"(nfs|rpc_wait|folio_wait|io_schedule|jbd2|fuse|request_wait|wait_on_page|xfs|ext4|lustre|ll_|cl_).*",
+        r"(nfs|rpc_wait|folio_wait|io_schedule|jbd2|fuse|request_wait|wait_on_page|xfs|ext4|lustre|ll_|cl_|wait_for_partner|fifo_open|pipe_wait).*",
     ),
     ("file_lock", r"(flock_lock|locks_lock|posix_lock).*"),
     ("stopped", r"do_signal_stop|ptrace_stop"),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from hangdoctor.errors import HangInputError, UnreadableDump
 from hangdoctor.model import GpuFacts, ProcessFacts, Status
 
-FOLDERS = ("samples", "proc", "env", "gpu", "logs", "errors", "fr", "ras")
+FOLDERS = ("samples", "proc", "env", "gpu", "logs", "errors", "fr", "ras", "source")
 PER_SAMPLE = ("samples", "proc", "gpu")
 VERSION = 1
 
@@ -146,6 +146,14 @@ def gpus_from(data: bytes, host: str, sample: int) -> tuple[GpuFacts, ...]:
         )
         for gpu in document
     )
+
+
+def source_from(data: bytes) -> dict[str, str]:
+    """`FILE:LINE` to the text of that line."""
+    document = object_from(data, "source")
+    if not isinstance(document, dict):
+        raise UnreadableDump("a source file is one object")
+    return {str(place): str(line)[:200] for place, line in document.items()}
 
 
 def environment_from(data: bytes) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ are joined thread by thread, and only where both show the same Python frames: a 
 keeps its first stack.
 """
 
-from hangdoctor.model import Frame, Thread
+from hangdoctor.model import Thread
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -21,5 +21,6 @@ def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tu
     )
 
 
-def python_frames(thread: Thread) -> tuple[Frame, ...]:
-    return tuple(frame for frame in thread.frames if not frame.native)
+def python_frames(thread: Thread) -> tuple[tuple[str, int], ...]:
+    """Function and line of the Python frames: the two passes print paths of different length."""
+    return tuple((frame.function, frame.line) for frame in thread.frames if not frame.native)

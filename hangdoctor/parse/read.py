@@ -57,6 +57,7 @@ class Reading:
     logs: list[LogTail] = field(default_factory=list)
     errors: list[ErrorFile] = field(default_factory=list)
     gpus: list[GpuFacts] = field(default_factory=list)
+    source: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -112,6 +113,10 @@ def take_facts(reading: Reading, place: layout.Place, member: str, data: bytes) 
 
 def take_environment(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
     reading.environments[name_of(reading, place.file).name] = layout.environment_from(data)
+
+
+def take_source(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    reading.source |= layout.source_from(data)
 
 
 def take_gpus(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
@@ -243,6 +248,7 @@ READERS: dict[str, Callable[[Reading, layout.Place, str, bytes], None]] = {
     "errors": take_error,
     "fr": take_records,
     "ras": take_ras,
+    "source": take_source,
 }
 
 
@@ -265,6 +271,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         logs=tuple(reading.logs),
         errors=tuple(reading.errors),
         gpus=tuple(reading.gpus),
+        source=reading.source,
         notes=tuple(reading.notes),
     )
 

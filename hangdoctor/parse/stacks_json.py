@@ -58,7 +58,7 @@ def thread_from(entry: Any, is_main: bool) -> Thread:
 def frame_from(entry: Any) -> Frame:
     if not isinstance(entry, dict):
         raise UnreadableDump("a py-spy frame is an object; got something else")
-    file = entry.get("short_filename") or entry.get("filename") or ""
+    file = entry.get("filename") or entry.get("short_filename") or ""
     line = entry.get("line")
     return Frame(
         function=str(entry.get("name", "")),
