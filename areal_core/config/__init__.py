@@ -1,6 +1,6 @@
 """Every option of a run: dataclasses, YAML with dotted overrides, and checks of options that must agree."""
 
-from areal_core.config.checks import NOT_YET, NotYet, check_config
+from areal_core.config.checks import check_config
 from areal_core.config.engine import (
     FSDPEngineConfig,
     FSDPWrapPolicy,
@@ -35,6 +35,7 @@ from areal_core.config.generation import (
     SGLangConfig,
 )
 from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config
+from areal_core.config.not_yet import NOT_YET, NotYet
 
 __all__ = [
     "NOT_YET",

@@ -1,83 +1,17 @@
-"""Options that must agree, and options whose feature is not built: found when the run is loaded, not hours later.
+"""Options that must agree: found when the run is loaded, not hours later.
 
 Each coupling is one function that yields one sentence for each disagreement, with both names and both values.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
+from areal_core.config.not_yet import not_yet
 from areal_core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """An option that loads, but whose feature is not built.
-
-    `harmless` are the values that change nothing. Any other is refused, or, where it could not change training, noted.
-    """
-
-    option: str
-    harmless: tuple[Any, ...]
-    instead: str
-    refused: bool = True
-
-
-NOT_YET = (
-    NotYet("critic", (None,), "there is no value model yet: use group normalisation (reward_norm) without a critic"),
-    NotYet("teacher", (None,), "distillation is not built: remove the section"),
-    NotYet("dynamic_bs", (False,), "every step takes train_dataset.batch_size prompts: set it to false"),
-    NotYet("enable_offload", (False,), "engines stay in memory: set it to false"),
-    NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
-    NotYet("recover.mode", ("disabled", "off"), "runs cannot continue yet: set it to disabled"),
-    NotYet("scheduler.type", (None, "local"), "processes are started by torchrun: set it to null"),
-    NotYet("cluster.name_resolve.type", ("nfs",), "use nfs"),
-    NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
-    NotYet("gconfig.lora_name", ("default_lora",), "adapters are not built"),
-    NotYet("*.use_lora", (False,), "adapters are not built: set it to false"),
-    NotYet("*.is_critic", (False,), "value models are not built: set it to false"),
-    NotYet("*.use_kernels", (False,), "hub kernels are not built: set it to false"),
-    NotYet("*.enable_tree_training", (False,), "tree training is not built: set it to false"),
-    NotYet("*.offload", (False,), "models stay in memory: set it to false"),
-    NotYet("*.fsdp.offload_params", (False,), "parameters stay on the device: set it to false"),
-    NotYet("*.fsdp.per_layer_optim_step", (False,), "set it to false"),
-    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not built: set it to false"),
-    NotYet("*.optimizer.type", ("adam", "sgd"), "use adam: its states and the master weights are fp32"),
-    NotYet("*.mb_spec.packing_algorithm", ("ffd",), "use ffd"),
-    NotYet("*.mb_spec.granularity", (1,), "sequences are packed one by one: use 1"),
-    NotYet("*.mb_spec.n_mbs_divisor", (1,), "use 1"),
-    NotYet("actor.m2_threshold", (None,), "M2PO is not wired: set it to null"),
-    NotYet("actor.use_sapo_loss", (False,), "SAPO is not wired: set it to false"),
-    NotYet("actor.prox_logp_method", ("recompute",), "use recompute"),
-    NotYet("actor.dynamic_sampling", (False,), "groups are not filtered yet: set it to false"),
-    NotYet("rollout.agent.agent_cls_path", (None,), "agents are not built: give a workflow"),
-    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
-    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
-    NotYet("rollout.max_head_offpolicyness", (0,), "rollouts run synchronously for now, as with 0", refused=False),
-    NotYet("rollout.dump_to_file", (False,), "text is recorded by debug.dump_rollout_data", refused=False),
-    NotYet("rollout.enable_rollout_tracing", (False,), "episodes are not traced yet", refused=False),
-    NotYet("rollout.pause_grace_period", (0.0,), "there is no pause before weights are sent", refused=False),
-    NotYet("actor.log_agent_stats", (False,), "agents are not built", refused=False),
-    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
-    NotYet("*.fsdp.memory_efficient_load", (False,), "every rank reads the checkpoint", refused=False),
-    NotYet("perf_tracer.enabled", (False,), "traces are not written yet", refused=False),
-    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
-    NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
-    NotYet("evaluator.freq_*", (None,), "validation during training is not built yet", refused=False),
-    NotYet("evaluator.eval_before_train", (False,), "validation is not built yet", refused=False),
-    NotYet("saver.freq_epochs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
-    NotYet("saver.freq_secs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
-    NotYet("rollout.check_trajectory_format", (False,), "there is no such check yet", refused=False),
-    NotYet("saver.mode", ("auto", "sync"), "checkpoints are written while training waits", refused=False),
-    NotYet("stats_logger.wandb.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
-    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl or TensorBoard", refused=False),
-    NotYet("stats_logger.trackio.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
-)  # fmt: skip
 
 
 def check_config(config: BaseExperimentConfig) -> list[str]:
@@ -100,17 +34,6 @@ def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             flat |= flat_values(value, f"{name}.")
     return flat
-
-
-def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
-    """One sentence for each option whose feature is not built and whose value asks for it."""
-    for row in NOT_YET:
-        if row.refused != refused:
-            continue
-        for name, value in values.items():
-            if fnmatch(name, row.option) and value not in row.harmless:
-                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
-                yield f"{name} is {shown}, which is not available: {row.instead}"
 
 
 def wrong_choices(section: Any, prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,11 @@
 """Options that must agree: each disagreement is one sentence with both names and both values."""
 
+import fnmatch
+
 import pytest
 
 from areal_core.config import (
+    NOT_YET,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
@@ -13,6 +16,9 @@ from areal_core.config import (
     TrainEngineConfig,
     check_config,
 )
+from areal_core.config.checks import flat_values
+from areal_core.config.loading import all_options
+from areal_core.config.not_yet import not_yet
 from areal_core.errors import ConfigError
 
 
@@ -129,6 +135,10 @@ def test_all_disagreements_are_told_at_once():
         ({"actor.m2_threshold": 0.04}, "actor.m2_threshold is 0.04"),
         ({"dynamic_bs": True}, "dynamic_bs is True"),
         ({"train_dataset.drop_last": False}, "train_dataset.drop_last is False"),
+        (
+            {"sglang.cuda_graph_max_bs": 8},
+            "sglang.cuda_graph_max_bs is 8, which is not available: SGLang 0.5.23 calls it",
+        ),
         ({"scheduler.type": "ray"}, "scheduler.type is 'ray'"),
         ({"rollout.agent.agent_cls_path": "a.B"}, "rollout.agent.agent_cls_path is 'a.B'"),
     ],
@@ -152,3 +162,11 @@ def test_supervised_run_is_checked_without_a_rollout():
         check_config(config)
     config.train_dataset.batch_size = 4
     assert check_config(config) == []
+
+
+def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defaults_pass():
+    options = {*all_options(PPOConfig)}
+    for row in NOT_YET:
+        assert fnmatch.filter(options, row.option), f"no option is called {row.option}"
+    defaults = flat_values(PPOConfig(ref=PPOActorConfig(), experiment_name="a", trial_name="b"))
+    assert list(not_yet(defaults, refused=True)) == list(not_yet(defaults, refused=False)) == []
