@@ -1,0 +1,104 @@
+"""One host with 64 ranks, collected: small real Python processes, two samples, everything the collector keeps.
+
+    python benchmarks/hang_collect.py [--ranks 64] [--threads 8] [--depth 30] [--json]
+
+Prints the seconds of a whole collection (discovery, py-spy of every process, /proc, surroundings, writing) without the
+pause between the two samples, beside the same number of bare `py-spy dump --json` runs one after the other.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.pyspy import dump, find_pyspy
+
+RANK = """
+import sys, threading, time
+num_threads, depth, ready = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def wait_at(depth):
+    if depth:
+        return wait_at(depth - 1)
+    time.sleep(3600)
+for _ in range(num_threads - 1):
+    threading.Thread(target=wait_at, args=(depth,), daemon=True).start()
+open(ready, "w").close()
+wait_at(depth)
+"""
+INTERVAL_S = 1.0
+
+
+def start_ranks(num_ranks: int, num_threads: int, depth: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Processes that claim ranks of one job and stand still, `num_threads` stacks of `depth` frames each."""
+    program = folder / "rank.py"
+    program.write_text(RANK)
+    ranks = []
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(os.getpid()),
+        }
+        command = [sys.executable, str(program), str(num_threads), str(depth), str(folder / f"ready-{rank}")]
+        ranks.append(subprocess.Popen(command, env=environment))
+    while len(list(folder.glob("ready-*"))) < num_ranks:
+        time.sleep(0.05)
+    return ranks
+
+
+def measure(num_ranks: int, num_threads: int, depth: int) -> dict[str, float]:
+    """Seconds of one collection, and of bare py-spy over the same processes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        ranks = start_ranks(num_ranks, num_threads, depth, folder)
+        try:
+            started = time.perf_counter()
+            search = Search(tuple(rank.pid for rank in ranks))
+            manifest = collect_host(search, folder / "out", Options(interval_s=INTERVAL_S))
+            collected_s = time.perf_counter() - started - INTERVAL_S
+            tool, started = find_pyspy(), time.perf_counter()
+            for rank in ranks * 2:
+                dump(tool, rank.pid, timeout_s=10)
+            bare_s = time.perf_counter() - started
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        dumped = sum(process.status == "dumped" for process in manifest.processes)
+        size = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
+    return {
+        "ranks": num_ranks,
+        "dumped": dumped,
+        "collect_s": round(collected_s, 2),
+        "bare_pyspy_one_by_one_s": round(bare_s, 2),
+        "folder_mb": round(size / 1e6, 2),
+    }
+
+
+def main() -> None:
+    """Measure once and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    told = parser.parse_args()
+    measured = measure(told.ranks, told.threads, told.depth)
+    if told.json:
+        print(json.dumps(measured))
+        return
+    print(
+        f"{measured['dumped']} of {measured['ranks']} ranks, two samples: {measured['collect_s']} s on {os.cpu_count()} cores "
+        f"(bare py-spy, one after the other: {measured['bare_pyspy_one_by_one_s']} s), {measured['folder_mb']} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What is read around a process: GPUs, RAS, error files, environments, against stand-ins that answer like the real ones."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from hangdoctor.collect import evidence
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*) echo "GPU-aa, 0, 100, 121.50"; echo "GPU-bb, 1, [N/A], [N/A]" ;;
+  --query-compute-apps*) echo "GPU-aa, 4711"; echo "GPU-aa, 4712" ;;
+esac
+"""
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Put a script alone on PATH (beside the system's own folders of shell tools)."""
+
+    def put(name, text):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    return put
+
+
+def test_gpus_are_read_with_their_processes(tool):
+    tool("nvidia-smi", NVIDIA_SMI)
+    assert evidence.gpus() == [
+        {"index": 0, "utilization_percent": 100.0, "power_watts": 121.5, "pids": [4711, 4712]},
+        {"index": 1, "utilization_percent": None, "power_watts": None, "pids": []},
+    ]
+
+
+def test_broken_driver_gives_no_gpus_and_no_error(tool):
+    tool("nvidia-smi", "#!/bin/sh\necho 'Unable to determine the device handle' >&2; exit 15\n")
+    assert evidence.gpus() == []
+
+
+def test_ras_is_asked_by_its_tool_where_there_is_one(tool):
+    tool("ncclras", '#!/bin/sh\necho "ras says $1"\n')
+    assert evidence.nccl_ras() == "ras says -v\n"
+
+
+def test_ras_is_asked_over_its_socket_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(evidence, "RAS_PORT", server.getsockname()[1])
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(100) == b"verbose status\n"
+                connection.sendall(b"Job summary\n")
+
+        service = threading.Thread(target=answer)
+        service.start()
+        assert evidence.nccl_ras() == "Job summary\n"
+        service.join()
+    assert evidence.nccl_ras() is None
+
+
+def test_environment_is_an_allow_list_without_credentials():
+    assert evidence.selected_environment(
+        {
+            "RANK": "1",
+            "MASTER_PORT": "29500",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JWT": "x",
+            "NCCL_SECRET": "x",
+            "HOME": "/root",
+            "OPENAI_API_KEY": "x",
+            "LD_LIBRARY_PATH": "/x",
+        }
+    ) == {"MASTER_PORT": "29500", "RANK": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+
+
+def test_error_file_of_a_dead_neighbour_is_found_beside_ones_own(tmp_path):
+    for local in ("0", "1", "3"):
+        (tmp_path / local).mkdir()
+    (tmp_path / "3/error.json").write_text("it was me")
+    environment = {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "1/error.json")}
+    assert evidence.error_files(environment) == {11: "it was me"}
+    assert evidence.error_files({"RANK": "9"}) == {}
+
+
+def test_flight_recorder_file_of_an_earlier_run_is_left_alone(tmp_path):
+    path = tmp_path / "fr_1"
+    path.write_bytes(b"dump")
+    os.utime(path, (1000, 1000))
+    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
+    assert evidence.flight_recorder_dump(1, environment, started=2000.0) is None
+    assert evidence.flight_recorder_dump(1, environment, started=500.0) == b"dump"
