@@ -389,12 +389,17 @@ PHASES = (
         r"torch/distributed/checkpoint/.*|torch/serialization.py|safetensors/.*|"
         r"megatron/.*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
     ),
+    # Activation checkpointing only shares the word.
     (
         "checkpoint",
-        r"\w*(save|load|restore|resume|write|upload|read)_?\w*(checkpoint|ckpt|snapshot)\w*|\w*(checkpoint|"
-        r"ckpt|snapshot)_?(save|load|write|upload)\w*|save_pretrained|save_state|_save|_?save_model\w*|"
-        r"async_save|maybe_finalize_async\w*|save_hf\w*|save_and_\w*|save|_save_and_\w+",
-        r"(?!torch/utils/checkpoint).*(trainer|checkpoint|engine|saver|ckpt|training|main|train|save|USER).*",
+        r"(?!.*(forward|gradient|grad_|activation|layer|block|sequential|wrap|function))\w*(checkpoint|ckpt)\w*",
+        r"USER",
+    ),
+    (
+        "checkpoint",
+        r"save_pretrained|save_state|_?save_model\w*|async_save|maybe_finalize_async\w*|save_hf\w*|"
+        r"_?(save|load)_?\w*(checkpoint|ckpt)\w*|_save_and_\w+",
+        r"(?!torch/utils/checkpoint).*",
     ),
     ("data", r".*", r"torch/utils/data/.*|torchdata/.*|webdataset/.*|nvidia/dali/.*"),
     (
@@ -408,7 +413,7 @@ PHASES = (
         r"\w*(handle|on|report|recover|catch)\w*_(error|exception|failure|oom|crash|fault|nan)\w*|\w*(error|"
         r"exception|failure)_(handler|handling|loop|recovery)\w*|excepthook\w*|recover\w*|\w*retry\w*|"
         r"\w*_on_(error|failure|exception)|rollback\w*|wait_for_(recovery|debugger|restart|admin)\w*|"
-        r"post_mortem\w*|panic\w*|except_\w*|quarantine\w*|fallback\w*",
+        r"\w*after_(error|failure|exception|crash|oom)\w*|post_mortem\w*|panic\w*|except_\w*|quarantine\w*",
         r"USER",
     ),
     (

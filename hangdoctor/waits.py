@@ -128,8 +128,8 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
             (kind, operation), frame = outer[-1]
         return kind, operation, frame
     generic = [(wait, f) for f in python if (wait := generic_wait(f.function, f.file))]
-    if generic and python and not outside_generic(python, generic[0][1]):
-        (kind, operation), frame = generic[0]
+    if generic and not outside_generic(python, generic[0][1]):
+        (kind, operation), frame = outermost_of_run(python, generic[0][1])
         if kind in ("backward", "device") and native and native[0][0][0] == "collective":
             (kind, operation) = native[0][0]
         return kind, operation, frame
@@ -137,6 +137,17 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         (kind, operation), _ = native[0]
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
+
+
+def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str, str], Frame]:
+    """The last of the generic waits that call each other: `Condition.wait` under `Future.result` is a future."""
+    found = (generic_wait(first.function, first.file) or ("blocked", ""), first)
+    for frame in python[python.index(first) :]:
+        wait = generic_wait(frame.function, frame.file)
+        if wait is None or wait[0] in ("backward", "device"):
+            break
+        found = (wait, frame)
+    return found
 
 
 def outside_generic(python: tuple[Frame, ...], frame: Frame) -> bool:

@@ -13,6 +13,7 @@ from hangdoctor.case import Case, Standing
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import LEVELS, Verdict, source_verdict, step
+from hangdoctor.waits import phases_of
 
 REFUTE = (
     "The culprit comes to the collective in a later sample: then it was slow, not lost.",
@@ -21,7 +22,7 @@ REFUTE = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    strong = [s for s in graph.source_ranks if "error" in s.stance.phases or s.stance.kind == "prompt"]
+    strong = [s for s in graph.source_ranks if s.stance.kind == "prompt" or in_own_error(s, graph)]
     asleep = [
         s for s in graph.source_ranks if s.stance.kind in ("sleep", "idle", "event") and s not in strong
     ]
@@ -53,6 +54,19 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         LEVELS[min(LEVELS.index(best) + bool(failed), 2)],
         failed,
     )
+
+
+def in_own_error(standing: Standing, graph: Graph) -> bool:
+    """Whether an error path is on the stack that its peers are not in: a retry wrapper around all ranks says nothing."""
+    if "error" not in standing.stance.phases:
+        return False
+    shared = [{(f.function, f.file) for f in c.stance.frames} for c in graph.waiting[:8]]
+    handlers = {
+        (f.function, f.file)
+        for f in standing.stance.frames
+        if not f.native and "error" in phases_of(f.function, f.file)
+    }
+    return any(not all(handler in frames for frames in shared) for handler in handlers) or not shared
 
 
 def what_of(standing: Standing) -> str:
