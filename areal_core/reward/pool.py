@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,49 +90,45 @@ class RewardPool:
         self.close()
 
     def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:
-        about = f"prompt {arguments[0][:80]!r}, completion {arguments[1][:80]!r}, row fields {row!r:.200}"
-        try:
-            job = json.dumps([arguments, row]).encode()
-        except TypeError as error:
-            raise RewardError(f"{self.name}: the row cannot be sent as JSON ({error}): {about}") from None
         worker = self._idle.get()
         try:
-            return self._attempt(worker, job, about)
+            return self._attempt(worker, json.dumps([arguments, row]).encode())
+        except (RewardError, TypeError) as error:
+            prompt, completion, *_ = arguments
+            raise RewardError(
+                f"{self.name} {error}\nprompt {prompt[:200]!r}\ncompletion {completion[:200]!r}\nrow {repr(row)[:500]}"
+            ) from None
         finally:
             self._idle.put(worker)
 
-    def _attempt(self, worker: "_Worker", job: bytes, about: str) -> float:
+    def _attempt(self, worker: "_Worker", job: bytes) -> float:
         for _ in range(self.max_retries + 1):
             try:
                 reply = worker.call(job)
             except (EOFError, OSError):
                 worker.kill()
                 if self.closed:
-                    raise RewardError(f"{self.name}: the pool was closed: {about}") from None
+                    raise RewardError("was at work when its pool was closed") from None
                 continue
-            if reply is None:
-                worker.kill()
-                self.num_timeouts += 1
-                if self.timeout_reward is None:
-                    raise RewardError(f"{self.name} did not return within {self.timeout_s} s: {about}")
-                logger.warning(
-                    "%s did not return within %s s and gets %s: %s",
-                    self.name,
-                    self.timeout_s,
-                    self.timeout_reward,
-                    about,
-                )
-                return self.timeout_reward
-            return self._reward_of(json.loads(reply), about)
-        raise RewardError(f"{self.name}: its process died {self.max_retries + 1} times: {about}")
+            if reply is not None:
+                return reward_of(json.loads(reply))
+            worker.kill()
+            self.num_timeouts += 1
+            late = f"did not return within {self.timeout_s} s"
+            if self.timeout_reward is None:
+                raise RewardError(late)
+            logger.warning("%s %s; its reward is %s", self.name, late, self.timeout_reward)
+            return self.timeout_reward
+        raise RewardError(f"took its process down {self.max_retries + 1} times")
 
-    def _reward_of(self, reply: dict[str, Any], about: str) -> float:
-        if reply["error"]:
-            raise RewardError(f"{self.name} raised {reply['error']}: {about}\n{reply['traceback']}")
-        value = reply["value"]
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise RewardError(f"{self.name} returned {reply['shown']}; expected a finite number: {about}")
-        return float(value)
+
+def reward_of(reply: dict[str, Any]) -> float:
+    """The number in a worker's reply (`worker.answer`). Raises RewardError if there is none."""
+    if reply["error"]:
+        raise RewardError(f"raised {reply['error']}\n{reply['traceback'].rstrip()}")
+    if reply["value"] is None or not math.isfinite(reply["value"]):
+        raise RewardError(f"returned {reply['shown']}; expected a finite number")
+    return reply["value"]
 
 
 class _Worker:
@@ -152,14 +149,14 @@ class _Worker:
 
     def interrupt(self) -> None:
         """End the process under a call that waits for it in another thread, which then gets EOFError."""
-        if self.process is not None:
-            self.process.kill()
+        if (process := self.process) is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End the process for good; the next call starts another."""
+        self.interrupt()
         process, connection, self.process, self.connection = self.process, self.connection, None, None
         if process is not None and connection is not None:
-            process.kill()
             process.wait()
             connection.close()
 
@@ -175,6 +172,8 @@ class _Worker:
                 str(self.timeout_s),
             ],
             pass_fds=[theirs.fileno()],
+            # A session of its own: Ctrl-C is for the trainer, and what the function has started dies with it.
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
@@ -183,5 +182,5 @@ class _Worker:
         # Importing the function must not count as time of its first call.
         if not ours.poll(START_TIMEOUT_S):
             self.kill()
-            raise RewardError(f"{self.reward_name} could not be imported within {START_TIMEOUT_S} s")
+            raise RewardError(f"could not be imported within {START_TIMEOUT_S} s")
         ours.recv_bytes()

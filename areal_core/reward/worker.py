@@ -7,7 +7,6 @@ import faulthandler
 import json
 import numbers
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -19,7 +18,6 @@ from areal_core.reward.functions import RewardFn, load_reward_fn
 def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
     connection = Connection(descriptor)
     os.dup2(2, 1)  # what a reward function prints goes to stderr, not into a report on stdout
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, and that ends us
     try:
         reward_fn: RewardFn | Exception = load_reward_fn(reward_name)
     except Exception as error:  # told with the first job, which names its row

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 # One function that misbehaves as its row says.
 FUNCTIONS = """
-import ctypes, json, os, sys, time
+import ctypes, os, subprocess, sys, time
 
 def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
     print("a reward function may print")
@@ -32,6 +32,8 @@ def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
         time.sleep(60)
     if do == "hang in C":
         ctypes.PyDLL(None).sleep(60)
+    if do == "start a program":
+        subprocess.run(["sleep", "61"], check=True)
     if do == "die":
         os._exit(7)
     if do == "die once":
@@ -152,15 +154,26 @@ def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
     assert time.monotonic() - start < 10
     assert not psutil.pid_exists(stuck)
     assert pool.num_timeouts == 1
-    assert "did not return within 1.0 s and gets 0.0: prompt 'the prompt'" in caplog.text
+    assert "by_row did not return within 1.0 s; its reward is 0.0" in caplog.text
     assert score(pool, "echo") == 8.0
     assert int(score(pool, "pid")) != stuck
+
+
+def test_what_a_stuck_function_has_started_ends_with_it(pool):
+    def programs():
+        return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61"]]
+
+    assert score(pool, "start a program") == 0.0
+    deadline = time.monotonic() + 5
+    while programs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert programs() == []
 
 
 def test_time_out_raises_if_it_has_no_reward(functions):
     with (
         RewardPool(functions, timeout_s=0.5, num_workers=1, timeout_reward=None) as pool,
-        pytest.raises(RewardError, match=r"did not return within 0.5 s: prompt 'the prompt'"),
+        pytest.raises(RewardError, match=r"did not return within 0.5 s\nprompt 'the prompt'"),
     ):
         score(pool, "sleep")
 
@@ -178,7 +191,7 @@ def test_worker_that_died_is_replaced_and_the_call_repeated(pool, tmp_path):
 
 def test_worker_that_always_dies_is_told(functions):
     with RewardPool(functions, num_workers=1, max_retries=1) as pool:
-        with pytest.raises(RewardError, match=r"its process died 2 times: prompt 'the prompt'.*'do': 'die'"):
+        with pytest.raises(RewardError, match=r"took its process down 2 times\n(.|\n)*'do': 'die'"):
             score(pool, "die")
         assert score(pool, "echo") == 8.0
 
@@ -187,7 +200,8 @@ def test_exception_is_raised_again_with_row_and_traceback(pool):
     with pytest.raises(RewardError) as error:
         score(pool, "raise", answer="42")
     message = str(error.value)
-    assert "by_row raised KeyError: 'no such answer': prompt 'the prompt', completion 'abc'" in message
+    assert "by_row raised KeyError: 'no such answer'" in message
+    assert "\nprompt 'the prompt'\ncompletion 'abc'\nrow {" in message
     assert "'answer': '42'" in message
     assert 'raise KeyError("no such answer")' in message
     assert score(pool, "echo") == 8.0
@@ -197,7 +211,7 @@ def test_exception_is_raised_again_with_row_and_traceback(pool):
     ("do", "shown"), [("nan", "nan"), ("inf", "inf"), ("text", "'1.0'"), ("none", "None")]
 )
 def test_result_that_is_no_finite_number_is_refused(pool, do, shown):
-    with pytest.raises(RewardError, match=f"returned {shown}; expected a finite number: prompt 'the prompt'"):
+    with pytest.raises(RewardError, match=f"returned {shown}; expected a finite number\nprompt 'the prompt'"):
         score(pool, do)
 
 
@@ -206,7 +220,7 @@ def test_numbers_of_other_types_become_floats(pool):
 
 
 def test_row_that_is_no_json_is_refused(pool):
-    with pytest.raises(RewardError, match="cannot be sent as JSON"):
+    with pytest.raises(RewardError, match="Object of type object is not JSON serializable"):
         score(pool, "echo", image=object())
 
 
@@ -227,7 +241,7 @@ def test_closing_ends_workers_at_work(functions):
     pool.close()
     assert time.monotonic() - start < 5
     assert not psutil.pid_exists(worker)
-    with pytest.raises(RewardError, match="the pool was closed"):
+    with pytest.raises(RewardError, match="at work when its pool was closed"):
         running.result(1)
 
 
