@@ -3,6 +3,7 @@
 label: missing_rank
 culprits: 2
 ranks: 3
+launch: plain
 """
 
 import os

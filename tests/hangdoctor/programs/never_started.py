@@ -4,6 +4,7 @@ label: missing_rank
 culprits: 2
 ranks: 3
 starts: 0 1
+launch: plain
 """
 
 import torch.distributed as dist

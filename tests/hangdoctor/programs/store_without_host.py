@@ -3,6 +3,7 @@
 label: init_deadlock
 culprits: none
 ranks: 2
+launch: plain
 """
 
 import os

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hang_point import here
 
 
-def upload_checkpoint() -> None:
+def upload_logs() -> None:
     subprocess.run(["sleep", "3600"], check=True)
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     dist.barrier()
     here()
     if dist.get_rank() == 0:
-        upload_checkpoint()
+        upload_logs()
     dist.barrier()
 
 

@@ -1,6 +1,8 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program says in its docstring what it is (`label`, `culprits`, `ranks`, `starts`, `launch`), so it is its own oracle.
+Its ranks are started one by one, which is quicker; where torchrun would not change the fault (`launch` is not said) the long
+tests use that.
 """
 
 import os
@@ -11,8 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def read_program(path: Path) -> Program:
         tuple(int(rank) for rank in re.findall(r"\d+", told.get("culprits", ""))),
         num_ranks,
         tuple(int(rank) for rank in told.get("starts", " ".join(map(str, range(num_ranks)))).split()),
-        told.get("launch", "plain"),
+        told.get("launch", "any"),
     )
 
 
@@ -90,7 +92,7 @@ def environment_of(markers: Path, port: int, rank: int, world_size: int) -> dict
 
 def commands_of(program: Program, markers: Path) -> list[tuple[list[str], dict[str, str]]]:
     """One command a rank, or one of a launcher, each with its environment."""
-    if program.launch == "plain":
+    if program.launch in ("any", "plain"):
         port = free_port()
         return [
             ([sys.executable, str(program.path)], environment_of(markers, port, rank, program.num_ranks))
@@ -118,13 +120,7 @@ def running(program: Program, folder: Path) -> Iterator[RunningProgram]:
     markers = folder / "markers"
     markers.mkdir(parents=True)
     started = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=(folder / f"{index}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        _start(command, environment, folder / f"{index}.log")
         for index, (command, environment) in enumerate(commands_of(program, markers))
     ]
     pids = tuple(process.pid for process in started)
@@ -137,6 +133,14 @@ def running(program: Program, folder: Path) -> Iterator[RunningProgram]:
         for process in started:
             process.wait()
             process.stdin.close()
+
+
+def _start(command: list[str], environment: dict[str, str], log_path: Path) -> subprocess.Popen:
+    """With a stdin that stays open and says nothing, as a terminal nobody looks at."""
+    with log_path.open("w") as log:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def _wait_for_markers(program: Program, markers: Path, started: list[subprocess.Popen], folder: Path) -> None:
@@ -172,10 +176,13 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
 
 @pytest.fixture
 def hanging(tmp_path):
-    """Call with a program's name inside `with`: the started program, at its hang point."""
-    return lambda name, **changes: running(
-        replace(read_program(PROGRAMS / f"{name}.py"), **changes), tmp_path / "run"
-    )
+    """Call with a program's name inside `with`: the program under torchrun, at its hang point."""
+    return lambda name: running(under_torchrun(read_program(PROGRAMS / f"{name}.py")), tmp_path / "run")
+
+
+def under_torchrun(program: Program) -> Program:
+    """The same program started by torchrun, unless its fault forbids that."""
+    return replace(program, launch="torchrun") if program.launch == "any" else program
 
 
 def diagnose_program(program: Program, folder: Path) -> Diagnosis:
@@ -200,3 +207,9 @@ def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
         for name in names
     }
     pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def diagnose_under_torchrun(tmp_path):
+    """Call with a program's name: its diagnosis when torchrun has started it."""
+    return lambda name: diagnose_program(under_torchrun(read_program(PROGRAMS / f"{name}.py")), tmp_path)

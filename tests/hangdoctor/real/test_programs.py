@@ -7,8 +7,6 @@ import pytest
 PROGRAMS = Path(__file__).parents[1] / "programs"
 HEALTHY = sorted(path.stem for path in PROGRAMS.glob("healthy_*.py"))
 FAULTS = sorted({path.stem for path in PROGRAMS.glob("*.py")} - {*HEALTHY, "hang_point"})
-NOT_UNDER_TORCHRUN = {"killed_rank", "never_started", "store_without_host"}
-"""torchrun would end the peers of a rank that died, starts all ranks, and hosts the store."""
 
 
 def told_by(path: Path) -> tuple[str, tuple[int, ...]]:
@@ -39,8 +37,8 @@ def test_healthy_program_is_not_accused(program, diagnoses):
 @pytest.mark.long
 @pytest.mark.parametrize("attempt", range(5))
 @pytest.mark.parametrize("program", FAULTS)
-def test_fault_is_named_every_time(program, attempt, repeat):
-    diagnosis = repeat(program, attempt)
+def test_fault_is_named_every_time(program, attempt, diagnose_under_torchrun):
+    diagnosis = diagnose_under_torchrun(program)
     assert (diagnosis.label, diagnosis.culprit_ranks) == told_by(PROGRAMS / f"{program}.py"), (
         diagnosis.summary
     )
