@@ -189,7 +189,8 @@ def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
         line = source.get(f"{innermost.file}:{innermost.line}", "") if innermost else ""
         for kind, operation, pattern in SOURCE:
             if line and compiled(pattern).search(line):
-                return replace(stance, kind=kind, operation=operation)
+                phases = stance.phases | {"cleanup"} if kind == "destroy" else stance.phases
+                return replace(stance, kind=kind, operation=operation, phases=phases)
         return replace(stance, kind="blocked")
     return stance
 

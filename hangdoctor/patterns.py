@@ -109,6 +109,7 @@ SPECIFIC = (
         r"new_group|new_subgroups.*|_new_group_with_tag|_new_process_group_helper|split_group",
         C10D,
     ),
+    Pattern("destroy", "destroy_process_group", r"destroy_process_group|_abort_process_group", C10D),
     Pattern("store", "init_process_group", r"init_process_group", C10D),
     Pattern(
         "store", "wait",
@@ -311,6 +312,7 @@ NATIVE = (
 )
 # A call into C leaves no Python frame: what the line of the program says, where the process sleeps in it.
 SOURCE = (
+    ("destroy", "destroy_process_group", r"\b(destroy_process_group|_abort_process_group)\("),
     ("sleep", "sleep", r"\bsleep\("),
     ("file_lock", "file lock", r"\b(flock|lockf)\("),
     ("lock", "lock", r"\bwith\b.*(lock|mutex|semaphore|condition|\bcv\b)|(lock|mutex|sem\w*)\.acquire\(|\.acquire\("),
@@ -348,6 +350,7 @@ PHASES = (
         r"_cleanup_process_groups",
         r"torch/distributed/.*|threading.py|multiprocessing/util.py|concurrent/futures/.*|<frozen.*|weakref.py",
     ),
+    ("cleanup", r"shutdown|__exit__|_terminate_pool|terminate", r"concurrent/futures/.*|multiprocessing/pool.py"),
     ("cleanup", r"_shutdown_workers|_clean_up_worker", r"torch(data)?/.*"),
     (
         "cleanup",

@@ -85,7 +85,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def last_call(standing: Standing) -> bool:
-    return any(frame.function in LAST_CALLS for frame in standing.stance.frames)
+    return standing.stance.kind == "destroy" or any(
+        frame.function in LAST_CALLS for frame in standing.stance.frames
+    )
 
 
 def leaves(standing: Standing, case: Case) -> bool:

@@ -1,0 +1,127 @@
+"""A diagnosis in the terminal: verdict, rank map, tree, evidence, next steps, what would refute it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Diagnosis, Snapshot
+from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, merged_tree, printable, tree_lines
+
+STYLES = {
+    "culprit": "bold red",
+    "victim": "yellow",
+    "running": "green",
+    "missing": "bold magenta",
+    "other": "dim",
+}
+LEVEL_STYLES = {"high": "bold", "medium": "", "low": "dim"}
+MAX_CELLS = 4096
+MAX_TREE_LINES = 80
+
+
+def show_diagnosis(
+    diagnosis: Diagnosis,
+    snapshot: Snapshot,
+    as_json: bool = False,
+    html: Path | None = None,
+    markdown: Path | None = None,
+) -> int:
+    """Print a diagnosis, write the pages asked for, and return the exit status (0 not hung, 1 hung, 2 unknown)."""
+    if html is not None:
+        from hangdoctor.report.html import page
+
+        html.write_text(page(diagnosis, snapshot), encoding="utf-8")
+    if markdown is not None:
+        from hangdoctor.report.markdown import markdown as as_markdown
+
+        markdown.write_text(as_markdown(diagnosis), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        width = shutil.get_terminal_size((120, 40)).columns
+        Console(highlight=False, soft_wrap=True, width=width).print(report(diagnosis, width))
+    return exit_status(diagnosis)
+
+
+def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) -> None:
+    """Lay the page and the Markdown of a diagnosis into the folder of its collection."""
+    from hangdoctor.report.html import page
+    from hangdoctor.report.markdown import markdown
+
+    (folder / "post_mortem.html").write_text(page(diagnosis, snapshot), encoding="utf-8")
+    (folder / "post_mortem.md").write_text(markdown(diagnosis), encoding="utf-8")
+
+
+def report(diagnosis: Diagnosis, width: int = 120) -> Text:
+    """The whole report as styled text; `str()` of it is what a pipe gets."""
+    text = Text()
+    text.append(f"{diagnosis.label}", STYLES["culprit"] if exit_status(diagnosis) == 1 else "bold green")
+    text.append(f"  {diagnosis.confidence} confidence\n", LEVEL_STYLES[diagnosis.confidence])
+    text.append(f"{printable(diagnosis.summary)}\n\n")
+    for part, ranks in (("culprit", diagnosis.culprit_ranks), ("victim", diagnosis.victim_ranks)):
+        if ranks:
+            text.append(f"{part + 's':10}", STYLES[part])
+            text.append(f"{printable(rank_ranges(ranks))}\n")
+    add_rank_map(text, diagnosis, width)
+    add_tree(text, diagnosis)
+    for title, lines in sections(diagnosis):
+        if lines:
+            text.append(f"\n{title}\n", "bold")
+            for line in lines:
+                text.append(f"  {printable(line)}\n")
+    return text
+
+
+def sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
+    """Titles and lines of what follows the tree."""
+    evidence = [
+        f"{f'rank {e.ranks}' if e.ranks[:1].isdigit() else e.process or '-'}: {e.fact}"
+        + (f"  {e.frame} ({e.location})" if e.location else "")
+        for e in diagnosis.evidence
+    ]
+    steps = [
+        f"{s.do}\n".strip() + f"   # {s.why}" + (f"; costs {s.cost}" if s.cost else "")
+        for s in diagnosis.next_steps
+    ]
+    other = [f"{a.label} ({a.confidence}): {a.summary}" for a in diagnosis.alternatives]
+    return [
+        ("Evidence", evidence),
+        ("Next", steps),
+        ("Would refute it", list(diagnosis.would_refute)),
+        ("Other readings", other),
+        ("To collect", list(diagnosis.collect)),
+    ]
+
+
+def add_rank_map(text: Text, diagnosis: Diagnosis, width: int) -> None:
+    """One character a rank, in rows of up to 64, coloured by part; beyond 4,096 ranks the ranges above say it all."""
+    cells = [cell for cell in diagnosis.ranks if isinstance(cell.rank, int)]
+    if len(cells) < 2 or len(cells) > MAX_CELLS:
+        return
+    text.append("\nRanks\n", "bold")
+    per_row = min(64, max(8, (width - 10) // 8 * 8))
+    for start in range(0, len(cells), per_row):
+        text.append(f"{cells[start].rank:>7}  ", "dim")
+        for cell in cells[start : start + per_row]:
+            text.append(SYMBOLS[cell.part], STYLES[cell.part])
+        text.append("\n")
+    used = dict.fromkeys(cell.part for cell in cells)
+    text.append("         " + "  ".join(f"{SYMBOLS[part]} {PART_NAMES[part]}" for part in used) + "\n", "dim")
+
+
+def add_tree(text: Text, diagnosis: Diagnosis) -> None:
+    lines = tree_lines(merged_tree(diagnosis.groups))
+    if not lines:
+        return
+    text.append("\nStacks, outermost call first; * where ranks part\n", "bold")
+    for line in lines[:MAX_TREE_LINES]:
+        text.append("  " * (line.indent + 1) + ("* " if line.fork else ""))
+        text.append(printable(line.text), "bold" if line.fork else "")
+        text.append(f"  [{line.ranks}]\n" if line.ranks else "\n", "cyan")
+    if len(lines) > MAX_TREE_LINES:
+        text.append(f"  ... {len(lines) - MAX_TREE_LINES} more lines: --html FILE shows them all\n", "dim")

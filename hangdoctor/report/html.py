@@ -1,0 +1,213 @@
+"""A post-mortem as one HTML file: verdict, rank grid, merged stacks as an icicle whose width is ranks, every
+raw stack.
+
+The file carries its style and loads nothing: it opens from a mail attachment on a machine without a network.
+Every text from a dump is escaped and made printable first; there is no script in the page.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from html import escape
+from pathlib import Path
+
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
+from hangdoctor.report.text import PART_NAMES, Node, exit_status, merged_tree, printable
+
+MAX_CELLS = 20_000
+MAX_NODES = 4000
+MAX_RAW_PROCESSES = 512
+MAX_EVENTS = 200
+MOODS = {0: "calm", 1: "", 2: "open"}
+
+
+def page(diagnosis: Diagnosis, snapshot: Snapshot) -> str:
+    """The whole page. Pure: the style is read once from beside this file."""
+    parts = [
+        verdict(diagnosis),
+        heading("Ranks", grid(diagnosis.ranks)),
+        heading(
+            "Evidence",
+            rows(
+                (subject(e.ranks, e.process), fact(e.fact, e.frame, e.location)) for e in diagnosis.evidence
+            ),
+        ),
+        heading("Stacks merged, width is ranks", icicle(diagnosis)),
+        heading(
+            "Next steps",
+            rows((f"<code>{safe(s.do)}</code>", safe(s.why) + cost(s.cost)) for s in diagnosis.next_steps),
+        ),
+        heading("Would refute it", bullets(diagnosis.would_refute)),
+        heading(
+            "Other readings",
+            rows((f"{safe(a.label)} ({a.confidence})", safe(a.summary)) for a in diagnosis.alternatives),
+        ),
+        heading("To collect", bullets(diagnosis.collect)),
+        heading("Timeline", rows((when(at), safe(text)) for at, text in events(snapshot))),
+        heading("Raw stacks", raw_stacks(snapshot)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{safe(diagnosis.label)}: {safe(diagnosis.summary[:80])}</title><style>{style()}</style></head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+@cache
+def style() -> str:
+    return (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+
+
+def safe(text: str) -> str:
+    return escape(printable(text), quote=True)
+
+
+def heading(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>\n{body}" if body else ""
+
+
+def rows(pairs: Iterable[tuple[str, str]]) -> str:
+    body = "".join(f"<tr><td>{left}</td><td>{right}</td></tr>" for left, right in pairs)
+    return f'<div class="scroll"><table>{body}</table></div>' if body else ""
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{safe(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def subject(ranks: str, process: str) -> str:
+    if ranks[:1].isdigit():
+        return f"{'ranks' if set(ranks) & set(',-') else 'rank'} {safe(ranks[:60])}"
+    return safe(process)
+
+
+def fact(text: str, frame: str, location: str) -> str:
+    return safe(text) + (f"<br><code>{safe(frame)} ({safe(location)})</code>" if location else "")
+
+
+def cost(text: str) -> str:
+    return f" <span class=who>Cost: {safe(text)}.</span>" if text else ""
+
+
+def verdict(diagnosis: Diagnosis) -> str:
+    who = " · ".join(
+        f"{name} {safe(rank_ranges(ranks))}"
+        for name, ranks in (("culprits", diagnosis.culprit_ranks), ("victims", diagnosis.victim_ranks))
+        if ranks
+    )
+    return (
+        f'<div class="verdict {MOODS[exit_status(diagnosis)]}"><h1>{safe(diagnosis.label)} '
+        f'<span class="level">{diagnosis.confidence} confidence</span></h1><p>{safe(diagnosis.summary)}</p>'
+        + (f'<p class="who">{who}</p>' if who else "")
+        + "</div>"
+    )
+
+
+def grid(ranks: Sequence[RankVerdict]) -> str:
+    """One cell a rank; small ones where there are many."""
+    if not ranks:
+        return ""
+    cells = "".join(
+        f'<div class="cell {cell.part}" title="{safe(f"{cell.rank}: {PART_NAMES[cell.part]}, {cell.doing}")}">'
+        f"{safe(str(cell.rank)[-4:])}</div>"
+        for cell in ranks[:MAX_CELLS]
+    )
+    more = f"<p class=who>and {len(ranks) - MAX_CELLS} more ranks</p>" if len(ranks) > MAX_CELLS else ""
+    used = dict.fromkeys(cell.part for cell in ranks)
+    legend = "".join(f'<i class="{part}"></i>{PART_NAMES[part]}' for part in used)
+    small = " small" if len(ranks) > 512 else ""
+    return f'<div class="grid{small}">{cells}</div>{more}<div class="legend">{legend}</div>'
+
+
+def icicle(diagnosis: Diagnosis) -> str:
+    """The merged tree, outermost call on top; a node is as wide as the share of ranks that pass through
+    it.
+    """
+    blamed = {rank_ranges([rank]) for rank in diagnosis.culprit_ranks} | {
+        rank_ranges(diagnosis.culprit_ranks)
+    }
+    nodes = merged_tree(diagnosis.groups)
+    left = [MAX_NODES]
+    return f'<div class="icicle">{row(nodes, blamed, left)}</div>' if nodes else ""
+
+
+def row(nodes: Sequence[Node], blamed: set[str], left: list[int]) -> str:
+    if not nodes or left[0] <= 0:
+        return ""
+    forked = len(nodes) > 1
+    return f'<div class="row">{"".join(column(node, blamed, left, forked) for node in nodes)}</div>'
+
+
+def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
+    """A node with all that it calls; a run of single calls stays one column, so that nesting is only as deep
+    as forks.
+    """
+    frames = []
+    top, current = True, node
+    while True:
+        left[0] -= 1
+        kind = " blamed" if current.ranks in blamed else " fork" if forked and top else ""
+        label = f"{current.frame}  [{current.ranks}]"
+        text = f"{safe(current.frame)} <b>{safe(current.ranks[:60])}</b>" if top else safe(current.frame)
+        frames.append(f'<span class="frame{kind}" title="{safe(label)}">{text}</span>')
+        if len(current.children) != 1 or current.children[0].size != current.size:
+            break
+        top, current = False, current.children[0]
+    below = row(current.children, blamed, left)
+    return f'<div class="node" style="flex:{node.size} 1 0">{"".join(frames)}{below}</div>'
+
+
+def events(snapshot: Snapshot) -> list[tuple[float, str]]:
+    """What happened when: samples, the last collective of each rank, exceptions that were written to error
+    files.
+    """
+    found: dict[tuple[float, str], None] = {}
+    for dump in snapshot.dumps:
+        if dump.time is not None:
+            found[(dump.time, f"sample {dump.sample}")] = None
+    latest = {record.rank: record for record in snapshot.records if record.created_ns}
+    for rank, record in list(latest.items())[:64]:
+        text = f"rank {rank} enqueued {record.operation} number {record.sequence} of group {record.group} ({record.state})"
+        found[((record.created_ns or 0) / 1e9, text)] = None
+    for error in snapshot.errors:
+        if error.time is not None:
+            found[(error.time, f"rank {error.rank} failed: {error.message[:300]}")] = None
+    return sorted(found)[:MAX_EVENTS]
+
+
+def when(seconds: float) -> str:
+    if not 0 < seconds < 4e9:
+        return f"{seconds:.3f}"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def raw_stacks(snapshot: Snapshot) -> str:
+    """Every dump behind a click; processes with equal threads share one."""
+    shared: dict[tuple[int, tuple[Thread, ...]], list[ProcessDump]] = {}
+    for dump in snapshot.dumps[: MAX_RAW_PROCESSES * 3]:
+        shared.setdefault((dump.sample, dump.threads), []).append(dump)
+    blocks = []
+    for (sample, threads), dumps in shared.items():
+        names = ", ".join(dump.name for dump in dumps[:40]) + (
+            f" and {len(dumps) - 40} more" if len(dumps) > 40 else ""
+        )
+        body = "\n\n".join(thread_text(thread) for thread in threads[:200])
+        blocks.append(
+            f"<details><summary>{safe(names)}, sample {sample}</summary><pre>{body}</pre></details>"
+        )
+    if len(snapshot.dumps) > MAX_RAW_PROCESSES * 3:
+        blocks.append(
+            f"<p class=who>and {len(snapshot.dumps) - MAX_RAW_PROCESSES * 3} more dumps in the collection</p>"
+        )
+    return "".join(blocks)
+
+
+def thread_text(thread: Thread) -> str:
+    state = "".join(word for flag, word in ((thread.active, " active"), (thread.holds_gil, " gil")) if flag)
+    lines = [f"Thread {thread.name or '(unnamed)'}{state}"]
+    lines += [f"    {f.function} ({f.file}{f':{f.line}' if f.line else ''})" for f in thread.frames[:400]]
+    return "\n".join(safe(line) for line in lines)

@@ -1,0 +1,66 @@
+"""A diagnosis as Markdown for an issue tracker: verdict, who, evidence, what to do, what would refute it."""
+
+import re
+
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Diagnosis
+from hangdoctor.report.text import merged_tree, printable, tree_lines
+
+
+def markdown(diagnosis: Diagnosis) -> str:
+    """The whole report; text from dumps is escaped so that it cannot become markup."""
+    parts = [
+        f"## {diagnosis.label} ({diagnosis.confidence} confidence)",
+        plain(diagnosis.summary),
+        who(diagnosis),
+        section(
+            "Evidence", [evidence_line(e.ranks, e.fact, e.process, e.location) for e in diagnosis.evidence]
+        ),
+        tree(diagnosis),
+        section(
+            "Next",
+            [
+                f"`{code(s.do)}`: {plain(s.why)}{f' (cost: {plain(s.cost)})' if s.cost else ''}"
+                for s in diagnosis.next_steps
+            ],
+        ),
+        section("Would refute it", [plain(line) for line in diagnosis.would_refute]),
+        section(
+            "Other readings",
+            [f"{a.label} ({a.confidence}): {plain(a.summary)}" for a in diagnosis.alternatives],
+        ),
+        section("To collect", [plain(line) for line in diagnosis.collect]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def who(diagnosis: Diagnosis) -> str:
+    culprits = rank_ranges(diagnosis.culprit_ranks) or "none"
+    return f"Culprits: {plain(culprits)}. Victims: {plain(rank_ranges(diagnosis.victim_ranks) or 'none')}."
+
+
+def section(title: str, lines: list[str]) -> str:
+    return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
+
+
+def evidence_line(ranks: str, fact: str, process: str, location: str) -> str:
+    subject = f"**{plain(ranks or process)}** " if ranks or process else ""
+    return f"{subject}{plain(fact)}" + (f" at `{code(location)}`" if location else "")
+
+
+def tree(diagnosis: Diagnosis) -> str:
+    lines = tree_lines(merged_tree(diagnosis.groups))[:200]
+    shown = [
+        f"{'  ' * line.indent}{'* ' if line.fork else ''}{printable(line.text)}{f'  [{line.ranks}]' if line.ranks else ''}"
+        for line in lines
+    ]
+    body = "\n".join(shown).replace("```", "'''")
+    return f"### Stacks\n\n```\n{body}\n```" if shown else ""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>#|~@])", r"\\\1", printable(text))
+
+
+def code(text: str) -> str:
+    return printable(text).replace("`", "'")

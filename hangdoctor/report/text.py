@@ -1,0 +1,112 @@
+"""Text that is safe to print, and the merged tree of a diagnosis as lines.
+
+Stacks, log lines and thread names come from outside: a terminal would obey escape sequences in them, and a
+right-to-left mark would reorder what a reader sees. Everything that is not printable is shown as its code.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Diagnosis, Group, Rank
+
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+MAX_TEXT = 2000
+SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "other": "."}
+PART_NAMES = {
+    "culprit": "culprit",
+    "victim": "waits for others",
+    "running": "runs",
+    "missing": "missing",
+    "other": "other",
+}
+EXIT_STATUS = {"straggler_or_not_hung": 0, "unknown": 2}
+
+
+def printable(text: str) -> str:
+    """`text` without anything that a terminal, a browser or a reader could take for something else."""
+    cut = text[:MAX_TEXT] + ("..." if len(text) > MAX_TEXT else "")
+    return UNPRINTABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", cut.replace("\t", " ").replace("\n", " "))
+
+
+def exit_status(diagnosis: Diagnosis) -> int:
+    """0 where nothing hangs, 1 where something does, 2 where it cannot be told."""
+    return EXIT_STATUS.get(diagnosis.label, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One frame of the merged tree, with the number of processes and the ranks that pass through it."""
+
+    frame: str
+    size: int
+    ranks: str
+    children: tuple["Node", ...]
+
+
+def merged_tree(groups: Sequence[Group]) -> tuple[Node, ...]:
+    """Groups merged from their outermost frames in; the larger branch first."""
+    return branches([(group, list(reversed(group.stack))) for group in groups], 0)
+
+
+def branches(entries: list[tuple[Group, list[str]]], depth: int) -> tuple[Node, ...]:
+    by_frame: dict[str, list[tuple[Group, list[str]]]] = defaultdict(list)
+    for group, stack in entries:
+        if depth < len(stack):
+            by_frame[stack[depth]].append((group, stack))
+    found = [
+        Node(
+            frame,
+            sum(group.size for group, _ in members),
+            joined_ranges([group.ranks for group, _ in members]),
+            branches(members, depth + 1),
+        )
+        for frame, members in by_frame.items()
+    ]
+    return tuple(sorted(found, key=lambda node: (-node.size, node.frame)))
+
+
+def joined_ranges(texts: list[str]) -> str:
+    """The union of rank range texts."""
+    if len(texts) == 1:
+        return texts[0]
+    ranks: set[Rank] = set()
+    for part in ",".join(texts).split(","):
+        first, dash, last = part.partition("-")
+        if first.isdigit() and (not dash or last.isdigit()):
+            ranks |= set(range(int(first), int(last or first) + 1))
+        elif part:
+            ranks.add(part)
+    return rank_ranges(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One printed line of the tree; `fork` marks the first frame below a place where ranks part."""
+
+    indent: int
+    text: str
+    ranks: str
+    fork: bool
+
+
+def tree_lines(nodes: Sequence[Node], indent: int = 0, fork: bool = False) -> list[TreeLine]:
+    """The tree outermost first. A run of frames that all ranks share takes no deeper indent; long runs are
+    cut.
+    """
+    lines: list[TreeLine] = []
+    for node in nodes:
+        run = [node]
+        while len(run[-1].children) == 1 and run[-1].children[0].size == run[-1].size:
+            run.append(run[-1].children[0])
+        shown = run if len(run) <= 8 else [*run[:3], *run[-4:]]
+        for place, item in enumerate(shown):
+            if len(run) > 8 and place == 3:
+                lines.append(TreeLine(indent, f"... {len(run) - 7} more calls", "", False))
+            lines.append(TreeLine(indent, item.frame, item.ranks if place == 0 else "", fork and place == 0))
+        lines += tree_lines(run[-1].children, indent + 1, len(run[-1].children) > 1)
+    return lines
