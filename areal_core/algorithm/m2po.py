@@ -13,10 +13,11 @@ def second_moment_mask(
     the mean of the others is below `threshold`. At least one token stays.
     """
     mask = loss_mask.bool()
-    squares = (proximal_logprobs - behaviour_logprobs).detach()[mask] ** 2  # [n]
+    # On the CPU, because a sum that runs along floats has no deterministic kernel on CUDA.
+    squares = (proximal_logprobs - behaviour_logprobs).detach()[mask].cpu() ** 2  # [n]
     ascending, order = squares.double().sort(stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)  # never falling
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)  # never falling
     num_kept = (means < threshold).sum().clamp(min=1)
     kept = torch.zeros_like(squares, dtype=torch.bool)
-    kept[order] = torch.arange(len(squares), device=squares.device) < num_kept
-    return torch.zeros_like(mask).masked_scatter(mask, kept)
+    kept[order] = torch.arange(len(squares)) < num_kept
+    return torch.zeros_like(mask).masked_scatter(mask, kept.to(mask.device))

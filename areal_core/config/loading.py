@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import logging
+import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,10 @@ def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
     for override in overrides:
         apply_override(tree, override, cls)
     config = config_from_dict(tree, cls, source=path)
-    for note in check_config(config):
-        logger.warning("%s: %s", path, note)
+    notes = check_config(config)
+    if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
+        for note in notes:
+            logger.warning("%s: %s", path, note)
     return config, path
 
 
