@@ -67,6 +67,14 @@ class BatchEntry:
 
 
 @dataclass(frozen=True)
+class RankFiles:
+    """What one rank wrote in a step: its part of step.json."""
+
+    batches: dict[str, BatchEntry]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
 class StepManifest:
     """step.json. `version` is the weight version after the step."""
 
@@ -187,6 +195,12 @@ def parse_batches(document: dict[str, Any], file: str) -> dict[str, BatchEntry]:
     return batches
 
 
+def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
+    """manifest-*.json, unsealed, which lives until the step is committed."""
+    members = fields_of(RankFiles, document, file)
+    return RankFiles(parse_batches(members["batches"], file), parse_files(members["files"], file))
+
+
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
     """step.json, unsealed; `file` is its name in errors."""
     check_version(document, file)
@@ -212,11 +226,11 @@ def parse_plan(document: dict[str, Any], file: str) -> Plan:
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """The outcome as JSON, every float as C99 hex, so that equal text means equal bits."""
-    document = dataclasses.asdict(outcome)
-    for micro_batch in document["micro_batches"]:
-        micro_batch |= {"loss": micro_batch["loss"].hex(), "weight": micro_batch["weight"].hex()}
-    document["stats"] = {name: value.hex() for name, value in outcome.stats.items()}
-    return document
+    micro_batches = [
+        vars(m) | {"loss": m.loss.hex(), "weight": m.weight.hex()} for m in outcome.micro_batches
+    ]
+    stats = {name: value.hex() for name, value in outcome.stats.items()}
+    return vars(outcome) | {"micro_batches": micro_batches, "stats": stats}
 
 
 def parse_outcome(document: dict[str, Any], file: str) -> Outcome:

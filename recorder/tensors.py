@@ -89,11 +89,23 @@ def ragged(key: str, padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     # memcpy of row slices: a boolean index over [256, 8192] takes ten times as long
     none = padded[:0].reshape(0, *padded.shape[2:])
     flat = np.concatenate([none, *(row[:n] for row, n in zip(padded, lengths, strict=True))])
-    if np.count_nonzero(padded) != np.count_nonzero(flat):
+    bits = f"u{padded.itemsize}"  # as integers, because -0.0 counts as zero, and counting floats takes four times as long
+    if np.count_nonzero(padded.view(bits)) != np.count_nonzero(flat.view(bits)):
         raise RecordError(
             f"batch[{key!r}] has padding that is not 0: set it to 0 where attention_mask is false"
         )
     return flat
+
+
+def sequence_lengths(attention_mask: Any) -> np.ndarray:
+    """[B] int64 from a mask [B, T]. Raises RecordError unless it is bool, true first and then false in each row."""
+    dtype, mask = as_array(attention_mask)
+    lengths = np.count_nonzero(mask, axis=1) if dtype == "BOOL" and mask.ndim == 2 else None
+    if lengths is None or not all(row[:n].all() for row, n in zip(mask, lengths, strict=True)):
+        raise RecordError(
+            f"batch['attention_mask'] is {dtype} {mask.shape}: it must be bool [B, T], true first, then false"
+        )
+    return lengths
 
 
 def flatten(batch: Mapping[str, Any]) -> FlatBatch:
@@ -102,25 +114,21 @@ def flatten(batch: Mapping[str, Any]) -> FlatBatch:
     Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask` [B, T] bool gives the lengths and
     is not stored. Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
     """
-    dtype, mask = as_array(batch["attention_mask"])
-    lengths = mask.sum(axis=1) if mask.ndim == 2 else np.zeros(0, np.int64)
-    if dtype != "BOOL" or mask.ndim != 2 or not (mask == (np.arange(mask.shape[1]) < lengths[:, None])).all():
-        raise RecordError(
-            f"batch['attention_mask'] is {dtype} {mask.shape}: it must be bool [B, T], true first, then false"
-        )
+    lengths = sequence_lengths(batch["attention_mask"])
+    mask_shape = (len(lengths), batch["attention_mask"].shape[1])
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tensors = {"cu_seqlens": FlatTensor("I64", "offset", cu_seqlens)}
     for key in sorted(set(batch) - {"attention_mask"}):
         dtype, array = as_array(batch[key])
-        if array.shape[:2] == mask.shape:
+        if array.shape[:2] == mask_shape:
             tensors[key] = FlatTensor(dtype, "token", narrow(ragged(key, array, lengths)))
-        elif array.shape[:1] == mask.shape[:1]:
+        elif array.shape[:1] == mask_shape[:1]:
             tensors[key] = FlatTensor(dtype, "row", array.copy())
         else:
             raise RecordError(
-                f"batch[{key!r}] has shape {array.shape}: neither per token {mask.shape} nor per row"
+                f"batch[{key!r}] has shape {array.shape}: neither per token {mask_shape} nor per row"
             )
-    return FlatBatch(len(mask), int(cu_seqlens[-1]), mask.shape[1], tensors)
+    return FlatBatch(len(lengths), int(cu_seqlens[-1]), mask_shape[1], tensors)
 
 
 def stored_type(tensor: FlatTensor) -> str:

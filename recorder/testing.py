@@ -1,7 +1,7 @@
 """A small record with known contents, written by the real writer, for tests and benchmarks: ours and users'."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ SCRIPTED_HEADER = RecordHeader(
     environment={"torch": {"build": "2.13.0"}, "code": {"commit": None, "dirty_sha256": None}},
     config={"seed": 1, "actor": {"lr": 1e-6}},
 )
+
+
+SCRIPTED_RNG = {"torch": "c2VlZA=="}
 
 
 def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2) -> dict[str, np.ndarray]:
@@ -44,10 +47,10 @@ def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2
     }
 
 
-def send_step(observer: Any, step: int, batch: dict[str, Any]) -> None:
+def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
     """The events of one training step on one rank, with losses and checksums that follow from the step."""
     num_rows = len(batch["rewards"])
-    observer("batch", step=step, version=step, batch=batch, rng={"torch_cpu": f"{step:016x}"})
+    observer("batch", step=step, version=step, batch=batch, rng=rng)
     observer(
         "micro_batch",
         step=step,
@@ -68,7 +71,13 @@ def send_step(observer: Any, step: int, batch: dict[str, Any]) -> None:
     )
 
 
-def write_scripted_record(folder: Path, num_steps: int = 3, num_ranks: int = 1, num_rows: int = 4) -> None:
+def write_scripted_record(
+    folder: Path,
+    num_steps: int = 3,
+    num_ranks: int = 1,
+    num_rows: int = 4,
+    rng: Mapping[str, str] = SCRIPTED_RNG,
+) -> None:
     """A record of `num_steps` steps; rank r of step s holds `scripted_batch` of seed `100 s + r`."""
     barrier = threading.Barrier(num_ranks)
     lengths = [3 + (5 * row) % 7 for row in range(num_rows)]
@@ -84,7 +93,7 @@ def write_scripted_record(folder: Path, num_steps: int = 3, num_ranks: int = 1, 
 
     def run(rank: int) -> None:
         for step in range(num_steps):
-            send_step(writers[rank], step, scripted_batch(lengths, seed=100 * step + rank))
+            send_step(writers[rank], step, scripted_batch(lengths, seed=100 * step + rank), rng)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:

@@ -1,15 +1,15 @@
 """Writes a record while a run trains: an observer on every data-parallel rank, committed by rank 0.
 
-    rank r   `step` ─> batch, plan, outcome ─ fsync ─> manifest-r ─ fsync ─> barrier ─> goes on training
-    rank 0                                                                  barrier ─> reads every manifest ─> step.json
+    rank r   `step` ─> batch, plan, outcome ─ fsync ─> manifest ─> barrier ─> goes on training
+    rank 0   `step` ─> batch, plan, outcome ─ fsync ─────────────> barrier ─> takes the manifests ─> step.json
 
-Rank 0 waits in the barrier for the slowest rank's disk; nobody waits for step.json. A step without step.json never
+Everybody waits in the barrier for the slowest rank's disk; nobody but rank 0 waits for step.json. A step without step.json never
 happened, so a process may die at any byte.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,20 +25,28 @@ from recorder.format import (
     STEP_FILE,
     STEPS_FOLDER,
     AnchorManifest,
-    BatchEntry,
     FileEntry,
     Outcome,
     Plan,
+    RankFiles,
     RecordHeader,
     StepManifest,
     outcome_document,
-    parse_batches,
-    parse_files,
+    parse_rank_files,
     rank_file,
     step_name,
 )
 from recorder.outcome import OutcomeObserver
-from recorder.sealed import checksum, commit_file, json_bytes, seal, sync_folder, unseal, write_durably
+from recorder.sealed import (
+    checksum,
+    commit_file,
+    json_bytes,
+    json_text,
+    seal,
+    sync,
+    unseal,
+    write_durably,
+)
 from recorder.tensors import FlatBatch, flatten, write_batch
 
 
@@ -101,11 +109,14 @@ class RecordWriter:
         folder = self.folder / STEPS_FOLDER / step_name(outcome.step)
         folder.mkdir(parents=True, exist_ok=True)
         text = decode_rows(batch, self.tokenizer) if self.text and self.tokenizer is not None else None
-        write_rank(folder, self.rank, self.num_ranks, batch, plan, outcome, text)
+        written = write_rank(folder, self.rank, self.num_ranks, batch, plan, outcome, text)
+        if self.rank != 0:
+            hand_over(folder, self.rank, self.num_ranks, written)
         self.batch = self.plan = None
         self.barrier()
         if self.rank == 0:
-            commit_step(folder, outcome.step, outcome.version, self.num_ranks)
+            others = [take_over(folder, rank, self.num_ranks) for rank in range(1, self.num_ranks)]
+            commit_step(folder, outcome.step, outcome.version, [written, *others])
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -165,8 +176,8 @@ def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
             "completion": tokenizer.decode(ids[split:]),
             "reward": float(arrays["rewards"][row]),
         }
-        lines.append(b" ".join(json_bytes(line).split(b"\n")[:-1]))
-    return b"".join(line + b"\n" for line in lines)
+        lines.append(json_text(line) + "\n")
+    return "".join(lines).encode()
 
 
 def write_rank(
@@ -177,46 +188,51 @@ def write_rank(
     plan: Plan,
     outcome: Outcome,
     text: bytes | None,
-) -> None:
-    """Writes one rank's files of a step and its manifest, durably."""
+) -> RankFiles:
+    """Writes one rank's files of a step, durably."""
     documents = {
-        rank_file("plan", rank, num_ranks, "json"): json_bytes(asdict(plan)),
+        rank_file("plan", rank, num_ranks, "json"): json_bytes(vars(plan)),
         rank_file("outcome", rank, num_ranks, "json"): json_bytes(outcome_document(outcome)),
     }
     if text is not None:
         documents[rank_file("text", rank, num_ranks, "jsonl")] = text
-    batch_name = rank_file("batch", rank, num_ranks, "safetensors")
-    manifest = {
-        "batches": {batch_name: asdict(write_batch(folder / batch_name, batch))},
-        "files": {name: asdict(FileEntry(len(data), checksum(data))) for name, data in documents.items()},
-    }
     for name, data in documents.items():
         write_durably(folder / name, data)
-    write_durably(folder / rank_file("manifest", rank, num_ranks, "json"), seal(manifest))
-    sync_folder(folder)
+    batch_name = rank_file("batch", rank, num_ranks, "safetensors")
+    batch_entry = write_batch(folder / batch_name, batch)
+    sync(folder)
+    return RankFiles(
+        batches={batch_name: batch_entry},
+        files={name: FileEntry(len(data), checksum(data)) for name, data in documents.items()},
+    )
 
 
-def commit_step(folder: Path, step: int, version: int, num_ranks: int) -> None:
-    """Merges the ranks' manifests into step.json, whose rename is the commit."""
-    batches: dict[str, BatchEntry] = {}
-    files: dict[str, FileEntry] = {}
-    for rank in range(num_ranks):
-        path = folder / rank_file("manifest", rank, num_ranks, "json")
-        manifest = unseal(path.read_bytes(), path.name)
-        batches |= parse_batches(manifest["batches"], path.name)
-        files |= parse_files(manifest["files"], path.name)
-        path.unlink()
-    step_manifest = StepManifest(FORMAT_VERSION, step, version, num_ranks, batches, files)
-    sync_folder(folder.parent)
-    commit_file(folder / STEP_FILE, seal(asdict(step_manifest)))
+def hand_over(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
+    """Leaves a rank's part of step.json for rank 0; not waited for, because it is read once and never again."""
+    (folder / rank_file("manifest", rank, num_ranks, "json")).write_bytes(seal(asdict(written)))
+
+
+def take_over(folder: Path, rank: int, num_ranks: int) -> RankFiles:
+    """Takes a rank's part of step.json away."""
+    path = folder / rank_file("manifest", rank, num_ranks, "json")
+    written = parse_rank_files(unseal(path.read_bytes(), path.name), path.name)
+    path.unlink()
+    return written
+
+
+def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles]) -> None:
+    """Writes step.json, whose rename is the commit; `ranks` are what every rank wrote, in order."""
+    batches = {name: entry for written in ranks for name, entry in written.batches.items()}
+    files = {name: entry for written in ranks for name, entry in written.files.items()}
+    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
+    sync(folder.parent)
+    commit_file(folder / STEP_FILE, seal(asdict(manifest)))
 
 
 def commit_anchor(folder: Path, step: int) -> None:
     """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {
-        str(path.relative_to(folder)): FileEntry(**identity)
-        for path in paths
-        for identity in [file_identity(path)]
-    }
+    for path in paths:
+        sync(path)
+    files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}
     commit_file(folder / ANCHOR_FILE, seal(asdict(AnchorManifest(FORMAT_VERSION, step, files))))

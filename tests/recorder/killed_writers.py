@@ -71,7 +71,8 @@ def kill_at_random_times(root):
         ]
         for process in ranks:
             process.start()
-        while not (root / str(trial) / "steps/000001").exists():
+        # a rank that begins step 2 has met rank 0 at the end of step 1, so step 0 is committed
+        while not (root / str(trial) / "steps/000002").exists():
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
         for process in ranks:

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recorder import DamagedRecord
@@ -23,12 +23,14 @@ def bits(value):
     return json.dumps(value)
 
 
+@settings(max_examples=40)
 @given(documents)
 def test_a_document_comes_back_with_the_same_bits(document):
     assume('{"float": ' not in bits(document))  # the one name that the format takes for itself
     assert bits(unseal(seal(document), "x")) == bits(document)
 
 
+@settings(max_examples=40)
 @given(documents, st.data())
 def test_one_changed_bit_is_found(document, data):
     sealed = bytearray(seal(document))
@@ -38,6 +40,7 @@ def test_one_changed_bit_is_found(document, data):
         unseal(bytes(sealed), "x")
 
 
+@settings(max_examples=40)
 @given(documents, st.data())
 def test_a_document_cut_off_anywhere_is_found(document, data):
     sealed = seal(document)
@@ -52,7 +55,7 @@ def test_the_checksum_is_crc32c_as_rfc_3720_defines_it():
 
 def test_a_sealed_file_is_ordinary_json_with_the_checksum_as_its_last_member():
     assert seal({"step": 1, "loss": math.inf}).decode() == (
-        '{\n "step": 1,\n "loss": {\n  "float": "inf"\n },\n "crc32c": "2d0b7656"\n}\n'
+        '{\n "step": 1,\n "loss": {"float": "inf"},\n "crc32c": "b88258e2"\n}\n'
     )
 
 

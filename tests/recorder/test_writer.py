@@ -68,11 +68,11 @@ def test_the_format_has_not_changed(tmp_path):
         if path.is_file()
     }
     assert files == {
-        "record.json": "76844890",
+        "record.json": "082fbc8a",
         "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
-        "steps/000000/outcome-00000-of-00001.json": "f7db1c87",
-        "steps/000000/plan-00000-of-00001.json": "889293d9",
-        "steps/000000/step.json": "32eef4ad",
+        "steps/000000/outcome-00000-of-00001.json": "1c91c877",
+        "steps/000000/plan-00000-of-00001.json": "893bd5f3",
+        "steps/000000/step.json": "1975479d",
     }
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from areal_core.engine.determinism import rng_state
 from areal_core.rollout.source import RolloutSource
 from recorder import DamagedRecord, RecordWriter, StepNotRecorded, open_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
@@ -27,12 +28,12 @@ def record_batch(folder, batch):
     writer = RecordWriter(folder, 0, 1, lambda: None)
     folder.mkdir()
     write_header(folder, SCRIPTED_HEADER)
-    send_step(writer, 0, batch)
+    send_step(writer, 0, batch, rng_state())
     return open_record(folder)
 
 
 def test_each_rank_gets_its_own_batch_of_each_step_bit_for_bit(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=3, num_ranks=2)
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=3, num_ranks=2)
     record = open_record(tmp_path / "record")
     for rank in (0, 1):
         source: RolloutSource = RecordedRollouts(record, rank, 2)
@@ -96,7 +97,7 @@ def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
 
 
 def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1, num_ranks=2)
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=2)
     with pytest.raises(
         WrongRankCount, match="recorded with 2 data-parallel ranks, replayed with 4: run it with 2"
     ):
@@ -105,14 +106,23 @@ def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
 
 
 def test_a_step_beyond_the_record_is_refused(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=2)
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=2)
     source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
     with pytest.raises(StepNotRecorded, match=r"step 2 is not recorded in .*: it holds steps 0 to 1"):
         source.next_batch(2, 2)
 
 
+def test_the_trainer_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+    torch.manual_seed(5)
+    source = RecordedRollouts(record_batch(tmp_path / "record", scripted_batch([3, 5])), 0, 1)
+    drawn = torch.rand(3)
+    torch.manual_seed(6)
+    source.next_batch(0, 0)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_there_is_no_engine_to_push_weights_to(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1)
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1)
     source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
     source.update_weights(engine=None, version=1)
     source.load_state_dict(source.state_dict())
