@@ -14,21 +14,7 @@ import numpy as np
 import torch
 
 from areal_core.engine.errors import DeterminismError
-
-# What each library reads once, when it starts. Ring and Simple: the summation order of NCCL's tree depends on topology.
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_NVLS_ENABLE": "0",
-    "FLASH_ATTENTION_DETERMINISTIC": "1",
-}
-
-
-def set_environment() -> None:
-    """Set what deterministic runs need, for processes that start from here."""
-    os.environ.update(ENVIRONMENT)
+from areal_core.environment import DETERMINISTIC
 
 
 def enforce_determinism() -> None:
@@ -38,7 +24,7 @@ def enforce_determinism() -> None:
         DeterminismError: an environment variable was not set before Python started, or algorithms were set to warn only.
     """
     started_with = _environment_at_start()
-    for name, wanted in ENVIRONMENT.items():
+    for name, wanted in DETERMINISTIC.items():
         if started_with.get(name) != wanted:
             seen = f"is {started_with[name]!r}" if name in started_with else "was not set"
             raise DeterminismError(

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: maximum likelihood of the completions of given rows."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -48,13 +48,18 @@ class SFTTrainer:
             options.drop_last,
         )
 
-    def train(self) -> None:
-        """Train to the last step, then write the model to `checkpoints/.../default/final`."""
+    def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:
+        """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
+
+        `stop` is asked on every rank and must answer alike.
+        """
         with build.build_loggers(self.config, self.ranks, self.total_steps) as logger:
             for step in range(self.total_steps):
                 with self.stats.timing("step"), self.stats.scope("sft"):
                     self._train_step(rows_to_batch([row for _, row in self.loader.next_batch()]))
                 logger.commit(step, self.stats.export())
+                if stop(step):
+                    break
         self.save("final")
 
     def _train_step(self, batch: Batch) -> None:

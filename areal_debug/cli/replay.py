@@ -28,8 +28,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Train again on the batches of RECORD and compare every loss, gradient norm and parameter, bit by bit."""
-    from areal_core.engine.determinism import ENVIRONMENT
-    from areal_core.launch.local import run_ranks
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.torchrun import run_ranks
     from areal_debug.report_file import QUIET, REPORT_FILE, read_report
     from recorder import open_record
     from replayer.before import check_model, check_ranks, step_range
@@ -49,7 +49,7 @@ def command(
         code = run_ranks(
             ["-m", "areal_debug.replay_rank", str(record), str(first), str(last), model or ""],
             opened.header.num_ranks,
-            ENVIRONMENT | {REPORT_FILE: str(report)} | ({QUIET: "1"} if as_json else {}),
+            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if as_json else {}),
             Path(folder),
         )
         if code != 0:

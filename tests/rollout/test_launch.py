@@ -161,7 +161,7 @@ def test_the_code_of_a_rank_that_was_killed_is_128_plus_the_signal(script, tmp_p
 LAUNCHER = """
 import sys
 from pathlib import Path
-from areal_core.launch.local import run_ranks
+from areal_core.launch.torchrun import run_ranks
 sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"))
 """
 

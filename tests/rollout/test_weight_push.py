@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_core.launch.local import run_ranks
+from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import PushFailed
 from areal_core.rollout.servers import ServerPool
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush, bucketed

@@ -1,0 +1,11 @@
+"""Environment variables that libraries read once, when they start: set them before the process does."""
+
+# Ring and Simple: the summation order of NCCL's tree depends on topology.
+DETERMINISTIC = {
+    "PYTHONHASHSEED": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+}

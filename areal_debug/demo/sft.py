@@ -1,0 +1,64 @@
+"""Teaches a tiny model to add from examples, and stops when it is right sometimes: enough for reward to build on."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from areal_core.config import SFTConfig, load_expr_config
+from areal_core.dataset import arithmetic_rows, get_dataset
+from areal_core.engine.replica import Replica
+from areal_core.rollout.embedded import EmbeddedEngine
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.trainer.sft import SFTTrainer
+
+RIGHT_ENOUGH = 0.3
+STEPS_BETWEEN_TESTS = 5
+
+
+def main(argv: list[str]) -> None:
+    """Train as the config says, to the first test that is passed."""
+    config, _ = load_expr_config(argv, SFTConfig)
+    rows = arithmetic_rows(**config.train_dataset.dataset_kwargs)
+    with SFTTrainer(config, sft_dataset(config)) as trainer:
+        trainer.train(stop=right_sometimes(trainer, rows[:96]))
+
+
+def sft_dataset(config: SFTConfig) -> list:
+    """Questions with their answers as token ids."""
+    from areal_core.trainer.build import load_tokenizer
+
+    return get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
+
+
+def right_sometimes(trainer: SFTTrainer, rows: list) -> Callable[[int], bool]:
+    """Whether sampled answers are right often enough, asked every few steps."""
+    replica = Replica(trainer.config.actor.path, trainer.actor.dtype, trainer.ranks.device)
+
+    def stop(step: int) -> bool:
+        if (step + 1) % STEPS_BETWEEN_TESTS:
+            return False
+        replica.load(trainer.actor.named_full_tensors())
+        return asyncio.run(share_right(trainer, replica, rows)) >= RIGHT_ENOUGH
+
+    return stop
+
+
+async def share_right(trainer: SFTTrainer, replica: Replica, rows: list) -> float:
+    """The share of questions to which one sampled answer is right."""
+    tokenizer = trainer.tokenizer
+    end = tokenizer.eos_token_id
+    engine = EmbeddedEngine(replica, replica.model.config.vocab_size, end_token_ids=(end,))
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=[end])
+
+    async def is_right(index: int, row: dict) -> bool:
+        ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+        request = ModelRequest(input_ids=ids, sampling=sampling, metadata={"prompt_id": index})
+        response = await engine.agenerate(request)
+        return tokenizer.decode(response.output_tokens, skip_special_tokens=True).strip() == row["answer"]
+
+    right = await asyncio.gather(*(is_right(index, row) for index, row in enumerate(rows)))
+    return sum(right) / len(right)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
