@@ -14,7 +14,7 @@ import pytest
 
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SGLangConfig
-from areal_core.engine.determinism import ENVIRONMENT as DETERMINISM
+from areal_core.environment import DETERMINISTIC as DETERMINISM
 from areal_core.launch import local
 from areal_core.launch.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start
