@@ -47,6 +47,22 @@ def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2
     }
 
 
+def literal_batch() -> dict[str, np.ndarray]:
+    """The batch of the worked example in FORMAT.md: two rows, five tokens, three wide."""
+    mask = np.array([[True, True, True], [True, True, False]])
+    return {
+        "attention_mask": mask,
+        "input_ids": np.array([[1, 2, 3], [4, 300, 0]], np.int32),
+        "loss_mask": np.array([[0, 1, 1], [0, 1, 0]], np.int32),
+        "logprobs": np.array([[0, -0.5, -1], [0, -2, 0]], np.float32),
+        "versions": np.array([[-1, 0, 0], [-1, 0, 0]], np.int32),
+        "rewards": np.array([1, 0], np.float32),
+        "prompt_id": np.array([7, 8], np.int64),
+        "sample_id": np.array([0, 0], np.int32),
+        "finish_reason": np.array([0, 1], np.int32),
+    }
+
+
 def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
     """The events of one training step on one rank, with losses and checksums that follow from the step."""
     num_rows = len(batch["rewards"])
@@ -100,3 +116,11 @@ def write_scripted_record(
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def write_worked_example(folder: Path) -> None:
+    """The record that FORMAT.md lists, into an empty or absent folder."""
+    writer = RecordWriter(folder, 0, 1, lambda: None)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_header(folder, SCRIPTED_HEADER)
+    send_step(writer, 0, literal_batch())

@@ -9,7 +9,7 @@ import torch
 
 from recorder import RecordError, RecordExists, RecordWriter, open_record
 from recorder.sealed import checksum
-from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from recorder.testing import SCRIPTED_HEADER, literal_batch, scripted_batch, send_step, write_scripted_record
 from recorder.writer import write_header
 
 
@@ -39,41 +39,6 @@ def start_facts(model_path, tokenizer=None, **changes):
 
 def writer_of_one_rank(folder, **options):
     return RecordWriter(folder, 0, 1, lambda: None, **options)
-
-
-def literal_batch():
-    """Two rows, five tokens, in literal numbers."""
-    mask = np.array([[True, True, True], [True, True, False]])
-    return {
-        "attention_mask": mask,
-        "input_ids": np.array([[1, 2, 3], [4, 300, 0]], np.int32),
-        "loss_mask": np.array([[0, 1, 1], [0, 1, 0]], np.int32),
-        "logprobs": np.array([[0, -0.5, -1], [0, -2, 0]], np.float32),
-        "versions": np.array([[-1, 0, 0], [-1, 0, 0]], np.int32),
-        "rewards": np.array([1, 0], np.float32),
-        "prompt_id": np.array([7, 8], np.int64),
-        "sample_id": np.array([0, 0], np.int32),
-        "finish_reason": np.array([0, 1], np.int32),
-    }
-
-
-def test_the_format_has_not_changed(tmp_path):
-    """A change here changes the format: raise FORMAT_VERSION, keep the reader able to say so, and tell FORMAT.md."""
-    writer = writer_of_one_rank(tmp_path)
-    write_header(tmp_path, SCRIPTED_HEADER)
-    send_step(writer, 0, literal_batch())
-    files = {
-        str(path.relative_to(tmp_path)): checksum(path.read_bytes())
-        for path in tmp_path.rglob("*.*")
-        if path.is_file()
-    }
-    assert files == {
-        "record.json": "082fbc8a",
-        "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
-        "steps/000000/outcome-00000-of-00001.json": "1c91c877",
-        "steps/000000/plan-00000-of-00001.json": "893bd5f3",
-        "steps/000000/step.json": "1975479d",
-    }
 
 
 def test_a_run_is_recorded_through_its_events(tmp_path):
