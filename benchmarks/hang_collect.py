@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import dump, find_pyspy
+from hangdoctor.collect.sample import Options
 
 RANK = """
 import sys, threading, time

@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.layout import Manifest, pack
+from hangdoctor.collect.sample import Options
 from hangdoctor.errors import HangInputError
 
 TAR_ENDINGS = (".tar.gz", ".tgz")
@@ -97,9 +98,8 @@ def collect(
 
 def live(pids: tuple[int, ...], as_json: bool) -> int:
     """Collect this host, diagnose, print. Gives the exit status of `hang diagnose`, 2 when nothing was found."""
-    from hangdoctor.diagnose import diagnose
-
     from areal_debug.hang_render import show_diagnosis
+    from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
     with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.layout import pack
+from hangdoctor.collect.sample import Options
 from hangdoctor.errors import HangInputError
 
 NOTHING_TO_COLLECT = 3

@@ -18,7 +18,7 @@ KEPT_VARIABLE = re.compile(
     r"SLURM_\w+|NCCL_\w+|TORCH_(?:NCCL|FR|DISTRIBUTED|INCLUDE|CPP_LOG)\w*|GLOO_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|"
     r"OMP_NUM_THREADS)$"
 )
-LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|JWT", re.IGNORECASE)
+LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS(?:WORD|WD)?|CREDENTIALS?|AUTH|COOKIE|JWT", re.IGNORECASE)
 MAX_TAIL_BYTES = 256 << 10
 MAX_ERROR_FILE_BYTES = 4 << 20
 RAS_PORT = 28028
@@ -33,6 +33,25 @@ def selected_environment(environment: dict[str, str]) -> dict[str, str]:
         for name, value in sorted(environment.items())
         if KEPT_VARIABLE.match(name) and not LOOKS_SECRET.search(name)
     }
+
+
+def without_credentials(command: tuple[str, ...]) -> list[str]:
+    """A command line whose `--api-key VALUE` and `--api-key=VALUE` say `***` for the value."""
+    shown: list[str] = []
+    for previous, word in zip(("", *command), command, strict=False):
+        name, equals, _ = word.partition("=")
+        if previous.startswith("-") and "=" not in previous and _names_a_credential(previous):
+            shown.append("***")
+        elif equals and name.startswith("-") and _names_a_credential(name):
+            shown.append(f"{name}=***")
+        else:
+            shown.append(word)
+    return shown
+
+
+def _names_a_credential(option: str) -> bool:
+    """`--api-key` and `--hf_token` do; `--tokenizer` and `--max-tokens` do not."""
+    return any(LOOKS_SECRET.fullmatch(part) for part in re.split(r"[-_.]", option))
 
 
 def log_tail(pid: int, num_lines: int) -> str | None:

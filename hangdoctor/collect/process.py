@@ -37,6 +37,20 @@ class Stat:
     start_ticks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `proc/K/NAME.json` holds; None where the process is gone or /proc refuses. `start_time` is seconds since
+    the epoch, `cpu_s` user plus system time of all threads."""
+
+    state: str | None
+    wchan: str | None
+    parent_pid: int | None
+    cpu_s: float | None
+    voluntary_switches: int | None
+    involuntary_switches: int | None
+    start_time: float | None
+
+
 def read_stat(pid: int) -> Stat | None:
     """/proc/PID/stat, or None when the process is gone."""
     try:
@@ -96,19 +110,15 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
     return found
 
 
-def read_facts(pid: int) -> dict[str, object]:
-    """What `proc/K/NAME.json` holds of a process; every value is null when it is gone."""
+def read_facts(pid: int) -> Facts:
+    """The facts of one process at this moment."""
     stat = read_stat(pid)
     status = _status_lines(pid)
-    return {
-        "state": stat.state if stat else None,
-        "wchan": _wchan(pid),
-        "parent_pid": stat.parent_pid if stat else None,
-        "cpu_s": stat.cpu_s if stat else None,
-        "voluntary_switches": _whole_number(status, "voluntary_ctxt_switches"),
-        "involuntary_switches": _whole_number(status, "nonvoluntary_ctxt_switches"),
-        "start_time": boot_time() + stat.start_ticks / CLOCK_TICKS if stat else None,
-    }
+    switches = (_whole_number(status, f"{kind}voluntary_ctxt_switches") for kind in ("", "non"))
+    if stat is None:
+        return Facts(None, None, None, None, None, None, None)
+    started = boot_time() + stat.start_ticks / CLOCK_TICKS
+    return Facts(stat.state, _wchan(pid), stat.parent_pid, stat.cpu_s, *switches, started)
 
 
 def boot_time() -> float:

@@ -16,7 +16,7 @@ from hangdoctor.collect.errors import PySpyMissing
 STARTING = "Failed to find python version"
 GONE = ("Failed to get process executable name", "No such process", "Check that the process is running")
 REFUSED = ("Permission Denied", "Operation not permitted", "EPERM", "os error 13")
-ATTEMPTS = 3
+RETRIES = 2
 RETRY_AFTER_S = 0.4
 
 
@@ -47,14 +47,20 @@ def find_pyspy() -> str:
 
 
 def dump(pyspy: str, pid: int, timeout_s: float, native: bool = False) -> Dump:
-    """The stacks of one process: JSON, or text with native frames, which pauses the process for a moment."""
-    mode = ["--native"] if native else ["--nonblocking", "--json"]
-    for attempt in range(ATTEMPTS):
-        done = _run([pyspy, "dump", *mode, "--pid", str(pid)], timeout_s)
-        if done.status in ("dumped", "timed_out", "gone", "not_permitted"):
-            return done
-        if attempt + 1 < ATTEMPTS:  # a starting interpreter, or a torn read of one that moves
-            time.sleep(RETRY_AFTER_S)
+    """The stacks of one process: JSON, or text with native frames, which pauses the process for a moment.
+
+    Tried again for an interpreter that is still starting and for a torn read of one that moves; the last time pauses
+    it, so that it cannot move.
+    """
+    reading = ["--native"] if native else ["--json", "--nonblocking"]
+    done = _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
+    for _ in range(RETRIES):
+        if done.status != "not_python":
+            break
+        time.sleep(RETRY_AFTER_S)
+        done = _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
+    if done.status == "not_python" and STARTING not in done.complaint and not native:
+        done = _run([pyspy, "dump", "--json", "--pid", str(pid)], timeout_s)
     return done
 
 

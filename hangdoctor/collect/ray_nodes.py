@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.errors import HostsUnknown
-from hangdoctor.collect.host import Options
 from hangdoctor.collect.layout import Manifest
 from hangdoctor.collect.remote import Answer, build_bundle, collector_command, merge_answers, time_limit_s
+from hangdoctor.collect.sample import Options
 
 ACTORS_AND_TASKS = r"^ray::(?!IDLE)"
 """Process titles of Ray workers that run something."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from hangdoctor.collect.discover import Job, Search, find_job
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
+from hangdoctor.collect.sample import Options
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 
 from areal_debug.cli.hang_collect import collect
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.layout import read_manifest, unpack
+from hangdoctor.collect.sample import Options
 
 QUICK = Options(interval_s=0.2, timeout_s=20, host="here")
 RANK = """

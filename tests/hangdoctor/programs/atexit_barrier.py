@@ -1,8 +1,8 @@
-"""Rank 1 ends early and meets a barrier in an atexit handler while its peers still train.
+"""Rank 1 ends early and meets a barrier in an atexit handler while its peer still trains.
 
 label: cleanup_deadlock
 culprits: 1
-ranks: 3
+ranks: 2
 """
 
 import atexit

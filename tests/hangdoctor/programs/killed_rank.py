@@ -1,8 +1,8 @@
-"""Rank 2 was killed; rank 0 and rank 1 wait in the store for its word that the checkpoint is read.
+"""Rank 1 was killed; rank 0 waits in the store for its word that the checkpoint is read.
 
 label: missing_rank
-culprits: 2
-ranks: 3
+culprits: 1
+ranks: 2
 launch: plain
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     rank = dist.get_rank()
     dist.barrier()
     here()
-    if rank == 2:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_until_all_have_read(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size())
 

@@ -1,9 +1,9 @@
-"""The scheduler started two of three ranks: those two wait in the rendezvous.
+"""The scheduler started one of two ranks: that one waits in the rendezvous.
 
 label: missing_rank
-culprits: 2
-ranks: 3
-starts: 0 1
+culprits: 1
+ranks: 2
+starts: 0
 launch: plain
 """
 

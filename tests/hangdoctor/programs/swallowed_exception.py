@@ -1,8 +1,8 @@
-"""Rank 1 fails in its loss, swallows the error, and its cleanup meets a barrier while its peers reduce gradients.
+"""Rank 1 fails in its loss, swallows the error, and its cleanup meets a barrier while its peer reduces gradients.
 
 label: cleanup_deadlock
 culprits: 1
-ranks: 3
+ranks: 2
 """
 
 import torch

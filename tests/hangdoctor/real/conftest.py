@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.host import Options, collect_host
+from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
+from hangdoctor.collect.sample import Options
 from hangdoctor.diagnose import diagnose
 from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hangdoctor.collect.host import Options
+from hangdoctor.collect.sample import Options
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.judge import Limits
 from hangdoctor.watch.loop import Plan, watch_command, watch_pids
