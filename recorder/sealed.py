@@ -54,11 +54,11 @@ def json_bytes(document: dict[str, Json]) -> bytes:
 
 
 def json_text(value: Json) -> str:
-    """The value as JSON on one line."""
+    """The value, which may hold dataclasses, as JSON on one line."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, default=vars)
     except ValueError:
-        return json.dumps(plain(value), allow_nan=False)
+        return json.dumps(plain(value), allow_nan=False, default=vars)
 
 
 def seal(document: dict[str, Json]) -> bytes:

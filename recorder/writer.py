@@ -10,7 +10,7 @@ happened, so a process may die at any byte.
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def describe_run(facts: Mapping[str, Any]) -> RecordHeader:
 
 def write_header(folder: Path, header: RecordHeader) -> None:
     """Commits record.json."""
-    commit_file(folder / RECORD_FILE, seal(asdict(header)))
+    commit_file(folder / RECORD_FILE, seal(vars(header)))
 
 
 def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
@@ -209,7 +209,7 @@ def write_rank(
 
 def hand_over(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
     """Leaves a rank's part of step.json for rank 0; not waited for, because it is read once and never again."""
-    (folder / rank_file("manifest", rank, num_ranks, "json")).write_bytes(seal(asdict(written)))
+    (folder / rank_file("manifest", rank, num_ranks, "json")).write_bytes(seal(vars(written)))
 
 
 def take_over(folder: Path, rank: int, num_ranks: int) -> RankFiles:
@@ -226,7 +226,7 @@ def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles
     files = {name: entry for written in ranks for name, entry in written.files.items()}
     manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
     sync(folder.parent)
-    commit_file(folder / STEP_FILE, seal(asdict(manifest)))
+    commit_file(folder / STEP_FILE, seal(vars(manifest)))
 
 
 def commit_anchor(folder: Path, step: int) -> None:
@@ -235,4 +235,4 @@ def commit_anchor(folder: Path, step: int) -> None:
     for path in paths:
         sync(path)
     files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}
-    commit_file(folder / ANCHOR_FILE, seal(asdict(AnchorManifest(FORMAT_VERSION, step, files))))
+    commit_file(folder / ANCHOR_FILE, seal(vars(AnchorManifest(FORMAT_VERSION, step, files))))
