@@ -29,9 +29,22 @@ TELLING = (
     "file_lock",
     "prompt",
 )
-# A waiter's main thread is woken a few times by the sampling itself; a rank that steps is woken hundreds of
-# times.
-MOVING_SWITCHES_PER_S = 20.0
+# Measured: the main thread of a hung rank is not switched to once between two samples; that of a rank which steps is
+# switched to at least 20 times a second, however loaded the machine.
+RAN_SWITCHES = 5
+# A wait that spins or polls runs as well: its switches say nothing. These kinds only run when there is work.
+WORKING_KINDS = (
+    "running",
+    "blocked",
+    "compile",
+    "import",
+    "load",
+    "file",
+    "checkpoint",
+    "lock",
+    "gil",
+    "backward",
+)
 BUSY_CPU_FRACTION = 0.5
 
 
@@ -45,8 +58,10 @@ class ThreadStance:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One process of the job. `moved` is None with one sample; `cpu_fraction` is CPU seconds per second
-    between samples.
+    """One process of the job, over all samples.
+
+    `moved`: the main thread stood elsewhere in the program; `ran`: the kernel switched to it in between; `cpu_fraction`: CPU
+    seconds of the process per second. Each is None where the samples cannot tell.
     """
 
     name: str
@@ -60,6 +75,7 @@ class Standing:
     thread: str
     threads: tuple[ThreadStance, ...]
     moved: bool | None
+    ran: bool | None
     cpu_fraction: float | None
     facts: ProcessFacts
     pid: int | None
@@ -67,6 +83,11 @@ class Standing:
     @property
     def busy(self) -> bool:
         return self.cpu_fraction is not None and self.cpu_fraction > BUSY_CPU_FRACTION
+
+    @property
+    def works(self) -> bool:
+        """Whether it gets something done: it computes, or its main thread ran although it waits for nobody."""
+        return self.busy or (bool(self.ran) and self.stance.kind in WORKING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +174,7 @@ def standing_of(
         thread=thread,
         threads=threads,
         moved=has_moved(mains, dumps, stance) if len(mains) > 1 else None,
+        ran=has_run(dumps),
         cpu_fraction=cpu_fraction(dumps),
         facts=dump.facts,
         pid=dump.pid,
@@ -257,8 +279,10 @@ def has_moved(mains: list[ThreadStance], dumps: list[ProcessDump], stance: Stanc
             continue
         if before.stance.chain != after.stance.chain or leaf(before.stance) != leaf(after.stance):
             return True
-    rate = switch_rate(dumps)
-    return rate is not None and stance.waits_for_peers and rate > MOVING_SWITCHES_PER_S
+    first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
+    spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
+    woken = first is not None and last is not None and last - first >= RAN_SWITCHES
+    return stance.kind in ("collective", "p2p") and woken and not spins
 
 
 def leaf(stance: Stance) -> Frame | None:
@@ -269,13 +293,16 @@ def leaf(stance: Stance) -> Frame | None:
     return python[0]
 
 
-def switch_rate(dumps: list[ProcessDump]) -> float | None:
-    """Voluntary context switches of the main thread per second between the first and the last sample."""
-    first, last = dumps[0], dumps[-1]
-    before, after = first.facts.voluntary_switches, last.facts.voluntary_switches
-    if before is None or after is None or first.time is None or last.time is None or last.time <= first.time:
+def has_run(dumps: list[ProcessDump]) -> bool | None:
+    """Whether the kernel switched to the main thread between the first and the last sample."""
+    first, last = switches(dumps[0].facts), switches(dumps[-1].facts)
+    return None if len(dumps) < 2 or first is None or last is None else last - first >= RAN_SWITCHES
+
+
+def switches(facts: ProcessFacts) -> int | None:
+    if facts.voluntary_switches is None or facts.involuntary_switches is None:
         return None
-    return (after - before) / (last.time - first.time)
+    return facts.voluntary_switches + facts.involuntary_switches
 
 
 def cpu_fraction(dumps: list[ProcessDump]) -> float | None:

@@ -58,6 +58,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return from_records(case, graph, recorded)
     if graph.sources or case.missing or not graph.waiting or same_place(graph.waiting):
         return None
+    if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
+        return None  # making a group is the start-up's business: init_deadlock
     named_clusters = [c for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")]
     odd = odd_ones(named_clusters)
     usual = [s for s in graph.waiting_ranks if s not in odd]

@@ -57,7 +57,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return together(case, graph, starting)
     if len(starting) * 2 <= len(waiters) or all(s.stance.kind == "store" for s in starting):
         return verdict(
-            case, graph, starting, f"is in {operation(starting[0])}, which every rank must call", "medium"
+            case, graph, starting, f"is in {operation(starting[0])}, which every rank must call", "high"
         )
     return None
 

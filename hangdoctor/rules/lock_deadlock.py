@@ -57,13 +57,13 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 def holds_gil_asleep(standing: Standing, case: Case) -> bool:
     """A thread owns the GIL although the process used no CPU and its stack stood still: native code keeps it."""
-    if standing.busy or standing.moved or case.num_samples < 2:
+    if standing.works or standing.moved or case.num_samples < 2:
         return False
     holder = next((t for t in standing.threads if t.holds_gil), None)
     if holder is None or standing.stance.kind == "stopped":
         return False
     waits = any(t.waits_for_gil or t.stance.kind == "gil" for t in standing.threads if t is not holder)
-    return waits or (standing.cpu_fraction is not None and standing.cpu_fraction < 0.1)
+    return waits or (standing.ran is False and standing.facts.state == "S")
 
 
 def rival(standing: Standing) -> bool:

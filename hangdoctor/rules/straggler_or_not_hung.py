@@ -54,7 +54,7 @@ def job_moves(case: Case, graph: Graph) -> Verdict | None:
     waiters = graph.waiting_ranks
     moved = [s for s in case.ranks if s.moved]
     gone_on = [s for s in waiters if s.moved]
-    stuck_alone = [s for s in graph.source_ranks if not s.moved and not s.busy]
+    stuck_alone = [s for s in graph.source_ranks if not s.moved and not s.works]
     if not moved or (waiters and not gone_on) or (stuck_alone and len(gone_on) * 2 < len(waiters) + 1):
         return None
     return Verdict(
@@ -78,7 +78,7 @@ def works(standing: Standing) -> bool:
     stance = standing.stance
     if stance.phases & {"error", "cleanup"} or stance.kind not in WORKING:
         return False
-    return standing.busy or bool(standing.moved and stance.kind in ("running", "compile", "import", "load"))
+    return standing.works or bool(standing.moved and stance.kind in ("running", "compile", "import", "load"))
 
 
 def slow(case: Case, graph: Graph, sources: tuple[Standing, ...]) -> Verdict:

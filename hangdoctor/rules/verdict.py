@@ -39,6 +39,8 @@ def confidence(
         level = min(level, 1)
     elif any(standing.moved for standing in culprits):
         level -= 1
+    if any(standing.works for standing in culprits):
+        level = 0
     unseen = sum(
         1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
     )
