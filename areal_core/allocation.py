@@ -59,17 +59,25 @@ class Allocation:
     train_backend: Literal["fsdp"] | None
     kind: Kind
 
+    @property
+    def engine(self) -> str:
+        """The rollout side by itself: 'sglang:d4', 'embedded' or ''."""
+        if self.rollout_backend == "sglang":
+            return f"sglang:{self.rollout}"
+        return self.rollout_backend or ""
+
+    @property
+    def trainer(self) -> str:
+        """The training side by itself: 'fsdp:d4' or ''."""
+        return f"fsdp:{self.train}" if self.train is not None else ""
+
     def __str__(self) -> str:
-        engine = (
-            "embedded" if self.rollout_backend == "embedded" else f"{self.rollout_backend}:{self.rollout}"
-        )
-        trainer = f"{self.train_backend}:{self.train}"
         return {
-            "decoupled": f"{engine}+{trainer}",
-            "colocated": f"{engine}|{trainer}",
-            "train_only": trainer,
-            "servers_only": engine,
-            "eval": f"{engine}+eval",
+            "decoupled": f"{self.engine}+{self.trainer}",
+            "colocated": f"{self.engine}|{self.trainer}",
+            "train_only": self.trainer,
+            "servers_only": self.engine,
+            "eval": f"{self.engine}+eval",
         }[self.kind]
 
 
@@ -89,19 +97,23 @@ def allocation_from_backends(rollout_backend: str, train_backend: str) -> Alloca
 def resolve_allocation(config: "BaseExperimentConfig") -> Allocation:
     """The run's allocation: `allocation_mode`, or else the `backend` of rollout and actor. Raises AllocationError."""
     rollout = getattr(config, "rollout", None)  # supervised runs have no rollout
-    backends = (rollout.backend if rollout is not None else "", config.actor.backend)
-    if not config.allocation_mode:
-        if not any(backends):
-            raise AllocationError(
-                "allocation_mode, rollout.backend and actor.backend are all empty; "
-                "give for example allocation_mode='embedded|fsdp:d1' or 'sglang:d1+fsdp:d2'"
-            )
-        return allocation_from_backends(*backends)
-    allocation = parse_allocation(config.allocation_mode)
-    if any(backends) and allocation_from_backends(*backends) != allocation:
+    engine, trainer = rollout.backend if rollout is not None else "", config.actor.backend
+    if not (config.allocation_mode or engine or trainer):
         raise AllocationError(
-            f"allocation_mode is {config.allocation_mode!r}, but rollout.backend is {backends[0]!r} and "
-            f"actor.backend is {backends[1]!r}; keep one of the two spellings"
+            "allocation_mode, rollout.backend and actor.backend are all empty; "
+            "give for example allocation_mode='embedded|fsdp:d1' or 'sglang:d1+fsdp:d2'"
+        )
+    if not config.allocation_mode:
+        return allocation_from_backends(engine, trainer)
+    allocation = parse_allocation(config.allocation_mode)
+    # Beside allocation_mode, files of 2025 name the bare kind of engine; that says nothing about sizes.
+    engine = "" if engine == "sglang" else engine
+    trainer = "" if trainer == "fsdp" else trainer
+    other = allocation_from_backends(engine or allocation.engine, trainer or allocation.trainer)
+    if (other.engine, other.trainer) != (allocation.engine, allocation.trainer):
+        raise AllocationError(
+            f"allocation_mode is {config.allocation_mode!r}, but rollout.backend is {engine!r} and "
+            f"actor.backend is {trainer!r}; keep one of the two spellings"
         )
     return allocation
 

@@ -39,7 +39,9 @@ def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
 def wrong_choices(section: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
-        choices = field.metadata["choices"]
+        choices = (
+            field.metadata["choices"] if field.metadata else ()
+        )  # a user's own subclass has plain fields
         if dataclasses.is_dataclass(value):
             yield from wrong_choices(value, f"{name}.")
         elif choices and value not in choices:

@@ -114,6 +114,8 @@ class SGLangConfig:
     enable_multithread_load: bool = option(False, "Load weights with several threads.")
     enable_fast_load: bool = option(False, "Load weights with the fast loader.")
     enable_metrics: bool = option(True, "Serve Prometheus metrics.")
+    enable_multimodal: bool = option(False, "Serve images as well as text.")
+    allow_auto_truncate: bool = option(False, "Cut prompts that are too long instead of refusing them.")
     enable_lora: bool | None = option(None, "Serve adapters.")
     torch_compile_max_bs: int = option(32, "Largest batch to compile for.")
     torchao_config: str = option("", "Quantisation by torchao.")

@@ -20,6 +20,14 @@ from areal_core.errors import ConfigError
 
 C = TypeVar("C")
 logger = logging.getLogger(__name__)
+ELSEWHERE = {  # names that upstream had, or has for what is not built here
+    "model": "it is called 'actor'",
+    "behave_imp_weight_cap": "use rejection_sampling.upper",
+    "behave_imp_weight_mode": "use rejection_sampling.level and rejection_sampling.action",
+    "request_tracer": "it is called 'session_tracer'",
+    "megatron": "there is no Megatron engine; remove the section",
+    "archon": "there is no Archon engine; remove the section",
+}
 
 
 def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
@@ -140,9 +148,7 @@ def refuse_unknown_keys(
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in sections:
-            nearest = nearest_option(prefix, str(key), cls, root)
-            hint = f"; did you mean {nearest!r}?" if nearest else ""
-            raise ConfigError(f"{source}: unknown option {name!r}{hint}")
+            raise ConfigError(f"{source}: unknown option {name!r}{hint_for(prefix, str(key), cls, root)}")
         nested = sections[key]
         if nested is None or value is None or (isinstance(value, str) and "${" in value):
             continue
@@ -160,6 +166,14 @@ def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + key
         elif isinstance(value, dict):
             yield from missing_options(value, f"{prefix}{key}.")
+
+
+def hint_for(prefix: str, key: str, owner: type, root: type) -> str:
+    """The end of the sentence about an unknown key: where its value belongs, if that can be guessed."""
+    if key in ELSEWHERE:
+        return f"; {ELSEWHERE[key]}"
+    nearest = nearest_option(prefix, key, owner, root)
+    return f"; did you mean {nearest!r}?" if nearest else ""
 
 
 def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None:
@@ -199,4 +213,5 @@ def help_of(cls: type, option: str) -> str:
     nested = sections_of(cls)[first]
     if rest and nested is not None:
         return help_of(nested, rest)
-    return next(field.metadata["help"] for field in dataclasses.fields(cls) if field.name == first)
+    metadata = next(field.metadata for field in dataclasses.fields(cls) if field.name == first)
+    return metadata["help"] if metadata else "an option of your own"

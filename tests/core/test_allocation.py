@@ -103,6 +103,18 @@ def test_two_spellings_that_disagree_are_refused():
         resolve_allocation(config)
 
 
+def test_backends_beside_an_allocation_that_agree_pass():
+    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
+    for engine, trainer in (
+        ("sglang:d1", ""),
+        ("", "fsdp:d2"),
+        ("sglang", "fsdp"),
+        ("sglang.d1t1", "fsdp:d2p1"),
+    ):
+        config.rollout.backend, config.actor.backend = engine, trainer
+        assert resolve_allocation(config) == decoupled(1, 2)
+
+
 def test_no_allocation_at_all_is_refused_with_an_example():
     with pytest.raises(AllocationError, match=r"all empty.*embedded"):
         resolve_allocation(PPOConfig())

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,8 @@ def test_override_takes_part_in_interpolation(write):
         ("~actor.eps_clp", "unknown option 'actor.eps_clp'; did you mean 'actor.eps_clip'?"),
         ("actor.learning_rate=1", "unknown option 'actor.learning_rate'"),
         ("actor.max_tokens_per_mb=1", "did you mean 'actor.mb_spec.max_tokens_per_mb'?"),
-        ("actor.behave_imp_weight_cap=5.0", "did you mean 'actor.behav_imp_weight_cap'?"),
+        ("actor.behave_imp_weight_cap=5.0", "'actor.behave_imp_weight_cap'; use rejection_sampling.upper"),
+        ("model.path=x", "unknown option 'model'; it is called 'actor'"),
         ("debug.dump_rollout=true", "did you mean 'debug.dump_rollout_data'?"),
     ],
 )
@@ -266,6 +268,23 @@ def test_dict_round_trip_is_exact(write):
 def test_dict_from_elsewhere_is_checked_like_a_file():
     with pytest.raises(ConfigError, match=r"record.json: unknown option 'sede'; did you mean 'seed'"):
         config_from_dict({"sede": 1}, SFTConfig, source="record.json")
+
+
+@dataclass
+class OwnConfig(PPOConfig):
+    """What a user's script may add."""
+
+    max_turns: int = 3
+    prompt_style: str = "???"
+
+
+def test_subclass_with_plain_fields_is_a_config_too(write):
+    path = write(GRPO_0_5_1 + "max_turns: 5\nprompt_style: short\n")
+    config, _ = load_expr_config(["--config", path], OwnConfig)
+    assert (config.max_turns, config.prompt_style, config.seed) == (5, "short", 7)
+    message = refused(["--config", path, "max_turn=1"], OwnConfig)
+    assert message.endswith("unknown option 'max_turn'; did you mean 'max_turns'?")
+    assert "prompt_style must be given" in refused(["--config", path, "~prompt_style"], OwnConfig)
 
 
 def test_every_option_says_what_it_is():
