@@ -1,13 +1,18 @@
 """Child processes that end when we do: started in sessions of their own, ended with every descendant."""
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
 import psutil
+
+_LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def thread_limits(num_threads: int) -> dict[str, str]:
@@ -17,7 +22,10 @@ def thread_limits(num_threads: int) -> dict[str, str]:
 
 
 def start(command: list[str], env: Mapping[str, str], output: int | BinaryIO) -> subprocess.Popen[bytes]:
-    """Starts a command in its own session with our environment changed by `env`; both its streams go to `output`."""
+    """Starts a command in its own session with our environment changed by `env`; both its streams go to `output`.
+
+    On Linux it gets SIGTERM when the thread that started it ends, so that not even SIGKILL to us leaves it behind.
+    """
     return subprocess.Popen(
         command,
         env={**os.environ, **env},
@@ -25,7 +33,12 @@ def start(command: list[str], env: Mapping[str, str], output: int | BinaryIO) ->
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:

@@ -74,8 +74,11 @@ def copy_output(source: BinaryIO, log: BinaryIO, echo: bool) -> None:
         log.write(chunk)
         log.flush()
         if echo:
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+            try:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:  # whoever read us has left; the ranks must not notice
+                echo = False
 
 
 def terminal_environment() -> dict[str, str]:

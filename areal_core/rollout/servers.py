@@ -19,7 +19,8 @@ from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 LOGS_VARIABLE = "AREAL_LLM_SERVER_LOGS"
-MESSAGE_LIMIT = 500
+MESSAGE_LIMIT = 500  # characters of a reply in an error message
+LINE_LIMIT = 300
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Server:
 
 
 def last_lines(path: Path, num_lines: int = 15, max_bytes: int = 16384) -> str:
-    """The end of a log file, indented."""
+    """The end of a log file, indented, without empty lines and the ends of very long ones."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - max_bytes))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return "\n".join(f"    {line[:LINE_LIMIT]}" for line in lines[-num_lines:])
 
 
 def servers_from_environment(environ: Mapping[str, str] = os.environ) -> list[Server]:

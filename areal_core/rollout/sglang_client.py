@@ -106,7 +106,7 @@ class SGLangClient:
                 return parse_generate(await self._post(server, "/generate", payload))
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.alive = [s for s in self.alive if s != server]
-                self._last_failure = f"{error!r} from server {server.describe()}"
+                self._last_failure = f"{type(error).__name__} ({error}) from server {server.describe()}"
         raise ServerDied(f"no inference server is left: {self._last_failure}")
 
     async def _post(self, server: Server, path: str, payload: dict) -> bytes:

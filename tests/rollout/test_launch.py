@@ -15,7 +15,7 @@ import pytest
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SGLangConfig
 from areal_core.environment import DETERMINISTIC as DETERMINISM
-from areal_core.launch import local
+from areal_core.launch import local, torchrun
 from areal_core.launch.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, option_args, server_args
@@ -133,7 +133,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_line_and_no_rank_start
 
 
 def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    monkeypatch.setattr(torchrun, "GRACE_S", 0.5)
     argv = script(
         f"""
         import pathlib, time
@@ -166,7 +166,8 @@ sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"
 """
 
 
-def test_sigterm_to_the_launcher_ends_the_ranks(script, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     argv = script(
         "import pathlib, os, sys, time; pathlib.Path(sys.argv[1], str(os.getpid()) + '.pid').touch(); time.sleep(60)"
     )
@@ -174,9 +175,12 @@ def test_sigterm_to_the_launcher_ends_the_ranks(script, tmp_path):
     while not (started := list(tmp_path.glob("*.pid"))):
         assert launcher.poll() is None
         time.sleep(0.05)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(30) == 128 + signal.SIGTERM
-    assert not psutil.pid_exists(int(started[0].stem))
+    launcher.send_signal(number)
+    assert launcher.wait(30) == code
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(started[0].stem)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_server_that_is_late_is_stopped_and_told(tmp_path, monkeypatch):

@@ -128,7 +128,7 @@ def test_a_completion_that_a_push_cuts_goes_on_with_the_new_weights(pool, model,
 
 def test_weights_of_a_wrong_shape_are_refused_and_generation_goes_on(pool, model):
     wrong = ((n, p[:-1] if n == "model.norm.weight" else p) for n, p in model.named_parameters())
-    with pytest.raises(PushFailed, match=r"size|shape"):
+    with pytest.raises(PushFailed, match="Attempted to load weight"):
         BroadcastPush(pool, "gloo").push(wrong, 11)
     assert len(generate(pool, 1, 4, ignore_eos=True)[0].output_tokens) == 4
 

@@ -1,0 +1,91 @@
+"""Tokens per second of our SGLang client, beside a bare aiohttp load generator on the same server in the same run.
+
+Starts a real SGLang server on the CPU with a tiny model, then lets the two take turns. Prints one JSON line; the goal is a ratio
+of at least 0.98.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from areal_core.config import SGLangConfig
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.servers import Server
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.sglang_wire import generate_payload
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.testing import make_tiny_model
+
+GOAL = 0.98
+
+
+def make_requests(num_requests: int, num_tokens: int) -> list[ModelRequest]:
+    sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
+    return [
+        ModelRequest(input_ids=[10 + i % 80 + j % 7 for j in range(24)], sampling=sampling)
+        for i in range(num_requests)
+    ]
+
+
+async def run_bare(server: Server, requests: list[ModelRequest]) -> int:
+    """Only posts, and counts the tokens that come back."""
+    url = f"http://{server.address}/generate"
+
+    async def one(session: aiohttp.ClientSession, request: ModelRequest) -> int:
+        payload = generate_payload(request.input_ids, request.sampling, request.num_new_tokens(), 0)
+        async with session.post(url, json=payload) as reply:
+            return json.loads(await reply.read())["meta_info"]["completion_tokens"]
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return sum(await asyncio.gather(*(one(session, request) for request in requests)))
+
+
+async def run_client(server: Server, requests: list[ModelRequest]) -> int:
+    client = SGLangClient([server])
+    responses = await asyncio.gather(*(client.agenerate(request) for request in requests))
+    await client.aclose()
+    return sum(len(response.output_tokens) for response in responses)
+
+
+def measure(server: Server, rounds: int, requests: list[ModelRequest]) -> dict[str, float]:
+    """Tokens per second of each, over all rounds; whoever goes first changes every round."""
+    arms = {"bare": run_bare, "client": run_client}
+    tokens, seconds = dict.fromkeys(arms, 0), dict.fromkeys(arms, 0.0)
+    for arm in arms.values():
+        asyncio.run(arm(server, requests))  # warm up
+    for number in range(rounds):
+        for name in sorted(arms, reverse=bool(number % 2)):
+            began = time.perf_counter()
+            tokens[name] += asyncio.run(arms[name](server, requests))
+            seconds[name] += time.perf_counter() - began
+            print(
+                f"round {number + 1}/{rounds} {name}: {tokens[name] / seconds[name]:.0f} tokens/s", flush=True
+            )
+    return {name: tokens[name] / seconds[name] for name in arms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model")
+        config = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=32768)
+        log = Path(folder) / "llm_server_0.log"
+        print("starting an SGLang server (half a minute)", flush=True)
+        with SGLangServer(model, log, server_args(config, "cpu"), cpu_environment()) as running:
+            speeds = measure(running.server, options.rounds, make_requests(options.requests, options.tokens))
+    ratio = speeds["client"] / speeds["bare"]
+    result = {"client_tokens_per_s": round(speeds["client"]), "bare_tokens_per_s": round(speeds["bare"])}
+    print(json.dumps({**result, "ratio": round(ratio, 4), "goal": GOAL, "reached": ratio >= GOAL}))
+
+
+if __name__ == "__main__":
+    main()
