@@ -1,21 +1,22 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program says in its docstring what it is (`label`, `culprits`, `ranks`, `starts`, `launch`), so it is its own oracle.
-Its ranks are started one by one, which is quicker; where torchrun would not change the fault (`launch` is not said) the long
-tests use that.
+Every day its ranks are forked in the nursery, several programs at a time; the long tests start them with torchrun.
 """
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
+NURSERY = Path(__file__).with_name("nursery.py")
+PROGRAMS_AT_ONCE = 4
 REACH_HANG_POINT_S = 120
-PROGRAMS_AT_ONCE = 2
 STILL_S = 0.5
 SETTLE_S = 6
 
@@ -47,8 +49,9 @@ class Program:
     launch: str
 
 
-def read_program(path: Path) -> Program:
-    """The program at `path`, as its docstring describes it."""
+def read_program(name: str) -> Program:
+    """The program of that name, as its docstring describes it."""
+    path = PROGRAMS / f"{name}.py"
     told = dict(re.findall(r"^(\w+): (.+)$", path.read_text(), re.MULTILINE))
     num_ranks = int(told["ranks"])
     return Program(
@@ -61,94 +64,109 @@ def read_program(path: Path) -> Program:
     )
 
 
-@dataclass(frozen=True)
-class RunningProgram:
-    """A started program: `pids` of its ranks (or of its launcher) as a user would name them."""
+class Nursery:
+    """The process that forks ranks; one for the whole session."""
 
-    program: Program
-    pids: tuple[int, ...]
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        placeholders = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "0",
+            "MASTER_PORT": "00000",
+            "HANG_POINT_DIR": "0" * 4,
+        }
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.process = subprocess.Popen(
+            [sys.executable, str(NURSERY)],
+            env=_environment() | placeholders | {"MASTER_ADDR": "127.0.0.1"},
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.num_runs = 0
+
+    def start(self, program: Program, folder: Path) -> tuple[int, ...]:
+        """Fork the ranks of a program; gives their pids. Markers go to `folder / "markers"`."""
+        with self.lock:
+            self.num_runs += 1
+            markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the nursery
+            (self.folder / markers).symlink_to(folder / "markers")
+            port = free_port()
+            return tuple(
+                self._fork(program, rank, port, markers, folder / f"{rank}.log") for rank in program.starts
+            )
+
+    def _fork(self, program: Program, rank: int, port: int, markers: str, log: Path) -> int:
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(program.num_ranks),
+            "MASTER_PORT": str(port),
+            "HANG_POINT_DIR": markers,
+        }
+        request = {"program": str(program.path), "environment": environment, "log": str(log)}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """Let it end; its ranks have ended before."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
 
 
 def free_port() -> int:
-    """A port that the operating system says is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that the operating system says is free; five digits, as the nursery wants it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            if (port := probe.getsockname()[1]) >= 10_000:
+                return port
 
 
-def environment_of(markers: Path, port: int, rank: int, world_size: int) -> dict[str, str]:
-    """What torchrun would give a rank, as far as these programs use it."""
-    return os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "HANG_POINT_DIR": str(markers),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+def _environment() -> dict[str, str]:
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
-def commands_of(program: Program, markers: Path) -> list[tuple[list[str], dict[str, str]]]:
-    """One command a rank, or one of a launcher, each with its environment."""
-    if program.launch in ("any", "plain"):
-        port = free_port()
-        return [
-            ([sys.executable, str(program.path)], environment_of(markers, port, rank, program.num_ranks))
-            for rank in program.starts
-        ]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={program.num_ranks}",
-    ]
-    command = [*torchrun, str(program.path)]
+def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
+    """The program under torchrun, in a network namespace of its own when it wants to break the network."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={program.num_ranks}"]
+    command = [sys.executable, *torchrun, str(program.path)]
     if program.launch == "network_namespace":
         command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
-    environment = environment_of(markers, 0, 0, 1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del environment[name]
-    return [(command, environment)]
+    environment = _environment() | {"HANG_POINT_DIR": str(folder / "markers")}
+    with (folder / "torchrun.log").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
 @contextmanager
-def running(program: Program, folder: Path) -> Iterator[RunningProgram]:
-    """The program at its hang point, every rank of it; all its processes are killed afterwards."""
-    markers = folder / "markers"
-    markers.mkdir(parents=True)
-    started = [
-        _start(command, environment, folder / f"{index}.log")
-        for index, (command, environment) in enumerate(commands_of(program, markers))
-    ]
-    pids = tuple(process.pid for process in started)
+def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator[tuple[int, ...]]:
+    """The program at its hang point: the pids of its ranks, or of torchrun without a nursery. All of it is killed
+    afterwards."""
+    (folder / "markers").mkdir(parents=True)
+    launcher = None
+    if nursery is None or program.launch == "network_namespace":
+        launcher = start_torchrun(program, folder)
+    pids = (launcher.pid,) if launcher else nursery.start(program, folder)
     try:
-        _wait_for_markers(program, markers, started, folder)
+        _wait_for_markers(program, pids, folder)
         _wait_until_still(pids)
-        yield RunningProgram(program, pids, folder)
+        yield pids
     finally:
         _kill_tree(pids)
-        for process in started:
-            process.wait()
-            process.stdin.close()
+        if launcher:
+            launcher.wait()
+            launcher.stdin.close()
 
 
-def _start(command: list[str], environment: dict[str, str], log_path: Path) -> subprocess.Popen:
-    """With a stdin that stays open and says nothing, as a terminal nobody looks at."""
-    with log_path.open("w") as log:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-        )
-
-
-def _wait_for_markers(program: Program, markers: Path, started: list[subprocess.Popen], folder: Path) -> None:
+def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> None:
     deadline = time.monotonic() + REACH_HANG_POINT_S
-    while len(list(markers.iterdir())) < len(program.starts):
-        ended = [process for process in started if process.poll() not in (None, -signal.SIGKILL)]
-        if ended or time.monotonic() > deadline:
+    while len(list((folder / "markers").iterdir())) < len(program.starts):
+        stats = [read_stat(pid) for pid in pids]
+        if time.monotonic() > deadline or any(stat is None or stat.state == "Z" for stat in stats):
             logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
             pytest.fail(f"{program.path.name} did not reach its hang point:\n{logs[-4000:]}")
         time.sleep(0.05)
@@ -175,42 +193,54 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
             continue
 
 
-@pytest.fixture
-def hanging(tmp_path):
-    """Call with a program's name inside `with`: the program under torchrun, at its hang point."""
-    return lambda name: running(under_torchrun(read_program(PROGRAMS / f"{name}.py")), tmp_path / "run")
-
-
-def under_torchrun(program: Program) -> Program:
-    """The same program started by torchrun, unless its fault forbids that."""
-    return replace(program, launch="torchrun") if program.launch == "any" else program
-
-
-def diagnose_program(program: Program, folder: Path) -> Diagnosis:
+def diagnose_program(program: Program, folder: Path, nursery: Nursery | None) -> Diagnosis:
     """Run a program until it hangs, collect it through the real py-spy, and diagnose the collection."""
-    collection = folder / "collection"
-    with running(program, folder / "run") as hung:
-        collect_host(Search(hung.pids), collection, Options(interval_s=1.0))
-    return diagnose(read_snapshot((collection,), None, {}))
+    with running(program, folder / "run", nursery) as pids:
+        collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
+    return diagnose(read_snapshot((folder / "collection",), None, {}))
 
 
 @pytest.fixture(scope="session")
-def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """Program name to its future diagnosis, for every program that this session asks for, two at a time."""
-    names = [
-        item.callspec.params["program"] for item in request.session.items if "diagnoses" in item.fixturenames
-    ]
+def nursery(tmp_path_factory) -> Iterator[Nursery]:
+    """Where ranks are forked."""
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Call with a program's name inside `with`: the program under torchrun, at its hang point; gives the pids."""
+    return lambda name: running(read_program(name), tmp_path / "run", nursery=None)
+
+
+@pytest.fixture(scope="session")
+def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """Test id to future diagnosis, for every program test of this session that asks for it, several at a time."""
+    items = [item for item in request.session.items if "diagnoses" in item.fixturenames]
     pool = ThreadPoolExecutor(PROGRAMS_AT_ONCE)
     yield {
-        name: pool.submit(
-            diagnose_program, read_program(PROGRAMS / f"{name}.py"), tmp_path_factory.mktemp(name)
+        item.nodeid: pool.submit(
+            diagnose_program,
+            read_program(item.callspec.params["program"]),
+            tmp_path_factory.mktemp(item.callspec.params["program"]),
+            nursery,
         )
-        for name in names
+        for item in items
     }
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture
-def diagnose_under_torchrun(tmp_path):
-    """Call with a program's name: its diagnosis when torchrun has started it."""
-    return lambda name: diagnose_program(under_torchrun(read_program(PROGRAMS / f"{name}.py")), tmp_path)
+def diagnosis(request, diagnoses) -> Diagnosis:
+    """What was said of the program of this test, run in the nursery."""
+    return diagnoses[request.node.nodeid].result()
+
+
+@pytest.fixture
+def diagnosis_under_torchrun(request, tmp_path) -> Diagnosis:
+    """What is said of the program of this test, started by torchrun."""
+    program = read_program(request.node.callspec.params["program"])
+    if program.launch == "plain":
+        pytest.skip("torchrun would end, start or serve what this fault leaves dead, absent or unserved")
+    return diagnose_program(program, tmp_path, nursery=None)

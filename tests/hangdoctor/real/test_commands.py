@@ -26,8 +26,7 @@ update()
 
 
 def test_live_diagnosis_of_a_torchrun_job_by_the_pid_of_its_launcher(hanging):
-    with hanging("extra_all_reduce") as hung:
-        [launcher] = hung.pids
+    with hanging("extra_all_reduce") as [launcher]:
         done = subprocess.run(
             [*COMMAND, "--pid", str(launcher), "--json"], capture_output=True, text=True, check=False
         )
