@@ -4,7 +4,10 @@ Rich drops colour by itself when output is piped or NO_COLOR is set.
 """
 
 import functools
+import itertools
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
@@ -21,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 200
+HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 
 def console(stderr: bool = False) -> Console:
@@ -69,8 +73,10 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def print_json(facts: Any) -> None:
-    """Facts as JSON on standard output."""
-    click.echo(json.dumps(facts, indent=2, default=str))
+    """Facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
+    from recorder.sealed import plain
+
+    click.echo(json.dumps(plain(facts), indent=2, allow_nan=False, default=str))
 
 
 def format_number(value: float) -> str:
@@ -96,13 +102,21 @@ def format_seconds(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """One bar a value, lowest to highest over the range of the finite values; a blank where it is not finite."""
-    finite = [value for value in values if abs(value) < float("inf")]
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """One bar a value, lowest to highest over the range of the finite values; a blank where it is not finite.
+
+    More values than `width` are averaged in `width` equal shares.
+    """
+    edges = (
+        [len(values) * i // width for i in range(width + 1)]
+        if len(values) > width
+        else range(len(values) + 1)
+    )
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)]
     low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
     return "".join(
-        BARS[int((value - low) / span * (len(BARS) - 1))] if abs(value) < float("inf") else " "
-        for value in values
+        BARS[int((mean - low) / span * (len(BARS) - 1))] if math.isfinite(mean) else " " for mean in means
     )
 
 
@@ -110,7 +124,7 @@ def format_value(value: Any) -> str:
     """A recorded value: hex floats as decimals beside their bits, absent ones as such."""
     if value is None:
         return "absent"
-    if isinstance(value, str) and value.lstrip("-").startswith("0x") and "p" in value:
+    if isinstance(value, str) and HEX_FLOAT.fullmatch(value):
         return f"{float.fromhex(value):.9g} ({value})"
     return str(value)
 

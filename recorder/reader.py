@@ -87,12 +87,15 @@ class RecordedStep:
         name = self.rank_name("batch", rank, "safetensors")
         return name, self.manifest.batches[name]
 
+    def num_rows(self, rank: int) -> int:
+        """Rows in the rank's batch."""
+        return self.batch_entry(rank)[1].num_rows
+
     def check_row(self, rank: int, row: int) -> None:
         """Raises StepNotRecorded unless the rank has the row."""
-        _, entry = self.batch_entry(rank)
-        if not 0 <= row < entry.num_rows:
+        if not 0 <= row < self.num_rows(rank):
             raise StepNotRecorded(
-                f"step {self.manifest.step}, rank {rank} has rows 0 to {entry.num_rows - 1}, not {row}"
+                f"step {self.manifest.step}, rank {rank} has rows 0 to {self.num_rows(rank) - 1}, not {row}"
             )
 
     def rank_name(self, kind: str, rank: int, suffix: str) -> str:

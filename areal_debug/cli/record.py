@@ -1,52 +1,18 @@
 """`areal-debug record`: what is in a record, what it says token by token, and whether its bytes are whole."""
 
-import json
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
-from rich.text import Text
 
-from areal_debug.render import (
-    console,
-    errors_as_sentences,
-    fail,
-    format_bytes,
-    format_number,
-    print_json,
-    sparkline,
-    with_progress,
-)
+from areal_debug import record_output
+from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
 
 if TYPE_CHECKING:
-    from recorder import Record, RecordedStep, VerifyReport
-    from recorder.samples import Sample, Token
-
-FINISH_REASONS = ("stop", "length", "abort")
-# lowest probability of each band, its colour, and its words in the legend
-BANDS = (
-    (0.9, "green", "90 % and more"),
-    (0.5, "cyan", "50 to 90 %"),
-    (0.1, "yellow", "10 to 50 %"),
-    (0.01, "magenta", "1 to 10 %"),
-    (0.0, "bold red", "below 1 %"),
-)
-
-
-@dataclass(frozen=True)
-class StepSummary:
-    """One line of `record ls`. `mean_reward` is None for a step without rows."""
-
-    step: int
-    version: int
-    num_rows: int
-    num_tokens: int
-    size_bytes: int
-    mean_reward: float | None
+    from recorder import Record, RecordedStep
+    from recorder.samples import Sample
 
 
 @click.group()
@@ -60,11 +26,18 @@ json_option = click.option("--json", "as_json", is_flag=True, help="The same fac
 
 @command.command()
 @record_argument
+@click.option(
+    "--all",
+    "all_steps",
+    is_flag=True,
+    help=f"Every step, where there are more than {record_output.MAX_LINES}.",
+)
 @json_option
 @errors_as_sentences
-def ls(record: Path, as_json: bool) -> None:
+def ls(record: Path, all_steps: bool, as_json: bool) -> None:
     """List the run and its steps."""
     from recorder import open_record
+    from recorder.summary import summarise_steps
 
     opened = open_record(record)
     summaries = with_progress("reading steps", len(opened.steps), lambda tick: summarise_steps(opened, tick))
@@ -78,7 +51,9 @@ def ls(record: Path, as_json: bool) -> None:
             }
         )
     else:
-        print_listing(opened, summaries)
+        record_output.print_listing(
+            opened, summaries, len(summaries) if all_steps else record_output.MAX_LINES
+        )
 
 
 @command.command()
@@ -113,12 +88,15 @@ def show(
     if as_json:
         print_json([asdict(sample) for sample in samples])
         return
-    out = console()
     for sample in samples:
         text = None if decode else recorded.text(sample.rank)
-        out.print(heading(sample))
-        out.print(token_table(sample) if tokens else text_of(sample, text))
-    out.print(legend())
+        record_output.print_sample(sample, tokens, text)
+    record_output.print_legend()
+    if row is None and prompt_id is None:
+        console().print(
+            f"one of {recorded.num_rows(rank)} rows of this rank: --sample I or --prompt-id P shows others",
+            style="dim",
+        )
 
 
 @command.command()
@@ -134,59 +112,8 @@ def verify(record: Path, as_json: bool) -> None:
     if as_json:
         print_json({"record": str(record), "intact": report.intact, **asdict(report)})
     else:
-        print_verification(record, report)
+        record_output.print_verification(record, report)
     raise SystemExit(0 if report.intact else 1)
-
-
-def summarise_steps(record: "Record", tick: Callable[[object], None]) -> list[StepSummary]:
-    """One summary a committed step, over all ranks; reads step.json and the rewards."""
-    summaries = []
-    for number in record.steps:
-        step = record.step(number)
-        ranks = range(step.manifest.num_ranks)
-        batches, files = step.manifest.batches.values(), step.manifest.files.values()
-        rewards = [reward for rank in ranks for reward in step.batch(rank, ["rewards"])["rewards"].tolist()]
-        summaries.append(
-            StepSummary(
-                step=number,
-                version=step.manifest.version,
-                num_rows=sum(batch.num_rows for batch in batches),
-                num_tokens=sum(batch.num_tokens for batch in batches),
-                size_bytes=sum(b.size_bytes for b in batches) + sum(f.size_bytes for f in files),
-                mean_reward=sum(rewards) / len(rewards) if rewards else None,
-            )
-        )
-        tick(number)
-    return summaries
-
-
-def print_listing(record: "Record", summaries: list[StepSummary]) -> None:
-    """The run in a few lines, then one line a step."""
-    out, header = console(), record.header
-    num_tokens = sum(summary.num_tokens for summary in summaries)
-    size_bytes = sum(summary.size_bytes for summary in summaries)
-    out.print(f"{len(summaries)} steps, {num_tokens:,} tokens, {format_bytes(size_bytes)}", style="bold")
-    facts = {
-        "recorded": header.created,
-        "model": header.model["path"],
-        "allocation": header.allocation,
-        "data-parallel ranks": header.num_ranks,
-        "torch": header.environment["torch"]["build"],
-        "code": header.environment["code"]["commit"],
-        "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
-    }
-    for name, value in facts.items():
-        out.print(Text(f"{name:<20}", style="dim") + Text(str(value if value is not None else "-")))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("step", "weights", "rows", "tokens", "size", "mean reward"):
-        table.add_column(heading, justify="right")
-    for summary in summaries:
-        reward = "-" if summary.mean_reward is None else f"{summary.mean_reward:.4f}"
-        counts = (summary.step, summary.version, summary.num_rows, f"{summary.num_tokens:,}")
-        table.add_row(*map(str, counts), format_bytes(summary.size_bytes), reward)
-    out.print(table)
-    for step in record.uncommitted:
-        out.print(f"step {step} was not finished and is not part of the record", style="yellow")
 
 
 def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
@@ -226,70 +153,3 @@ def select_samples(
             )
         return [sample for rank in ranks for sample in read_samples(step, rank, chosen[rank], decode)]
     return read_samples(step, rank, [row or 0], decode)
-
-
-def heading(sample: "Sample") -> Text:
-    """Which row this is and how it ended."""
-    trained = [token.logprob for token in sample.tokens if token.trained]
-    mean = format_number(sum(trained) / len(trained)) if trained else "-"
-    name = f"step {sample.step}, rank {sample.rank}, row {sample.row}"
-    facts = (
-        f"prompt {sample.prompt_id}, sample {sample.sample_id}",
-        f"reward {format_number(sample.reward)}",
-        f"finished by {FINISH_REASONS[sample.finish_reason]}",
-        f"{len(trained)} of {len(sample.tokens)} tokens trained",
-        f"mean logprob {mean}",
-    )
-    return Text(name, style="bold") + Text("  " + "  ".join(facts), style="dim")
-
-
-def style_of(token: "Token") -> str:
-    """Dim where the token is not trained, else the colour of its probability's band."""
-    if not token.trained:
-        return "dim"
-    return next((colour for lowest, colour, _ in BANDS if math.exp(token.logprob) >= lowest), "reverse red")
-
-
-def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
-    """The row's text in colours; from the recorded text, which has no tokens to colour, where there is no tokenizer."""
-    if recorded is not None:
-        line = recorded[sample.row]
-        return Text(line["prompt"], style="dim") + Text(line["completion"])
-    return Text.assemble(*((token.text, style_of(token)) for token in sample.tokens))
-
-
-def token_table(sample: "Sample") -> Table:
-    """One line a token with its numbers."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("position", "id", "trained", "logprob", "version"):
-        table.add_column(name, justify="right")
-    table.add_column("text")
-    for position, token in enumerate(sample.tokens):
-        numbers = (f"{token.logprob:.6f}", str(token.version)) if token.trained else ("-", "-")
-        trained = "yes" if token.trained else "no"
-        text = Text(json.dumps(token.text, ensure_ascii=False), style=style_of(token))
-        table.add_row(str(position), str(token.id), trained, *numbers, text)
-    return table
-
-
-def legend() -> Text:
-    """What the colours mean."""
-    bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
-    return Text.assemble("probability when sampled: ", *bands, ("not trained", "dim"))
-
-
-def print_verification(record: Path, report: "VerifyReport") -> None:
-    """The verdict, then each problem with its file and tensor, then what to do."""
-    out = console()
-    if report.intact:
-        out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as it was written")
-        return
-    out.print(f"[red]{len(report.problems)} problems[/red], {len(report.steps_ok)} steps are intact")
-    for problem in report.problems:
-        tensor = f", tensor {problem.tensor}" if problem.tensor else ""
-        out.print(Text(f"  {problem.file}{tensor}: {problem.what}"))
-    if report.steps_missing:
-        out.print(f"steps missing: {', '.join(map(str, report.steps_missing))}")
-    out.print(
-        "intact steps can still be read and replayed; copy the others again from where they were recorded"
-    )

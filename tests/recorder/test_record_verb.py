@@ -73,6 +73,19 @@ def test_ls_as_json_has_the_same_facts(tmp_path):
     assert facts["header"]["config"] == {"seed": 1, "actor": {"lr": 1e-06}}
 
 
+def test_ls_of_a_long_record_shows_its_two_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_debug.record_output.MAX_LINES", 4)
+    write_scripted_record(tmp_path / "record", num_steps=9)
+    lines = [line.split() for line in run("ls", tmp_path / "record").output.splitlines()]
+    first = [
+        line[0]
+        for line in lines[lines.index(["step", "weights", "rows", "tokens", "size", "mean", "reward"]) :]
+    ]
+    assert first == ["step", "0", "1", "...", "7", "8", "5"]
+    assert "5 steps left out: --all lists them" in " ".join(lines[-1])
+    assert "..." not in run("ls", tmp_path / "record", "--all").output
+
+
 def test_show_prints_the_decoded_text_plain_when_piped(record_of_text):
     result = run("show", record_of_text)
     assert result.exit_code == 0

@@ -1,0 +1,149 @@
+"""What `areal-debug record` prints: a listing, text in the colours of its probabilities, a verdict on the bytes."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from areal_debug.render import console, format_bytes, format_number, sparkline
+
+if TYPE_CHECKING:
+    from recorder import Record, VerifyReport
+    from recorder.samples import Sample, Token
+    from recorder.summary import StepSummary
+
+MAX_LINES = 40
+FINISH_REASONS = ("stop", "length", "abort")
+# lowest probability of each band, its colour, and its words in the legend
+BANDS = (
+    (0.9, "green", "90 % and more"),
+    (0.5, "cyan", "50 to 90 %"),
+    (0.1, "yellow", "10 to 50 %"),
+    (0.01, "magenta", "1 to 10 %"),
+    (0.0, "bold red", "below 1 %"),
+)
+
+
+def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: int) -> None:
+    """The run in a few lines, then one line a step; of more than `max_lines` steps, the first and the last."""
+    out, header = console(), record.header
+    num_tokens = sum(summary.num_tokens for summary in summaries)
+    size_bytes = sum(summary.size_bytes for summary in summaries)
+    out.print(f"{len(summaries)} steps, {num_tokens:,} tokens, {format_bytes(size_bytes)}", style="bold")
+    facts = {
+        "recorded": header.created,
+        "model": header.model["path"],
+        "allocation": header.allocation,
+        "data-parallel ranks": header.num_ranks,
+        "torch": header.environment["torch"]["build"],
+        "code": header.environment["code"]["commit"],
+        "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
+    }
+    for name, value in facts.items():
+        out.print(Text(f"{name:<20}", style="dim") + Text(str(value if value is not None else "-")))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("step", "weights", "rows", "tokens", "size", "mean reward"):
+        table.add_column(heading, justify="right")
+    num_left_out = max(0, len(summaries) - max_lines)
+    head = max_lines // 2 if num_left_out else len(summaries)
+    for summary in summaries[:head]:
+        table.add_row(*step_cells(summary))
+    if num_left_out:
+        table.add_row("...")
+    for summary in summaries[head + num_left_out :]:
+        table.add_row(*step_cells(summary))
+    out.print(table)
+    if num_left_out:
+        out.print(f"{num_left_out:,} steps left out: --all lists them", style="dim")
+    for step in record.uncommitted:
+        out.print(f"step {step} was not finished and is not part of the record", style="yellow")
+
+
+def step_cells(summary: "StepSummary") -> tuple[str, ...]:
+    """A step as a row of the listing."""
+    return (
+        str(summary.step),
+        str(summary.version),
+        str(summary.num_rows),
+        f"{summary.num_tokens:,}",
+        format_bytes(summary.size_bytes),
+        "-" if summary.mean_reward is None else f"{summary.mean_reward:.4f}",
+    )
+
+
+def print_sample(sample: "Sample", as_table: bool, recorded_text: list[dict[str, Any]] | None) -> None:
+    """A row under its heading, as text in colours or one line a token."""
+    out = console()
+    out.print(heading(sample))
+    out.print(token_table(sample) if as_table else text_of(sample, recorded_text))
+
+
+def heading(sample: "Sample") -> Text:
+    """Which row this is and how it ended."""
+    trained = [token.logprob for token in sample.tokens if token.trained]
+    mean = format_number(sum(trained) / len(trained)) if trained else "-"
+    name = f"step {sample.step}, rank {sample.rank}, row {sample.row}"
+    facts = (
+        f"prompt {sample.prompt_id}, sample {sample.sample_id}",
+        f"reward {format_number(sample.reward)}",
+        f"finished by {FINISH_REASONS[sample.finish_reason]}",
+        f"{len(trained)} of {len(sample.tokens)} tokens trained",
+        f"mean logprob {mean}",
+    )
+    return Text(name, style="bold") + Text("  " + "  ".join(facts), style="dim")
+
+
+def style_of(token: "Token") -> str:
+    """Dim where the token is not trained, else the colour of its probability's band."""
+    if not token.trained:
+        return "dim"
+    return next((colour for lowest, colour, _ in BANDS if math.exp(token.logprob) >= lowest), "reverse red")
+
+
+def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
+    """The row's text in colours; from the recorded text, which has no tokens to colour, where there is no tokenizer."""
+    if recorded is not None:
+        line = recorded[sample.row]
+        return Text(line["prompt"], style="dim") + Text(line["completion"])
+    return Text.assemble(*((token.text, style_of(token)) for token in sample.tokens))
+
+
+def token_table(sample: "Sample") -> Table:
+    """One line a token with its numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("position", "id", "trained", "logprob", "version"):
+        table.add_column(name, justify="right")
+    table.add_column("text")
+    for position, token in enumerate(sample.tokens):
+        numbers = (f"{token.logprob:.6f}", str(token.version)) if token.trained else ("-", "-")
+        trained = "yes" if token.trained else "no"
+        text = Text(json.dumps(token.text, ensure_ascii=False), style=style_of(token))
+        table.add_row(str(position), str(token.id), trained, *numbers, text)
+    return table
+
+
+def print_legend() -> None:
+    """What the colours mean."""
+    bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
+    console().print(Text.assemble("probability when sampled: ", *bands, ("not trained", "dim")))
+
+
+def print_verification(record: Path, report: "VerifyReport") -> None:
+    """The verdict, then each problem with its file and tensor, then what to do."""
+    out = console()
+    if report.intact:
+        out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as it was written")
+        return
+    plural = "" if len(report.problems) == 1 else "s"
+    out.print(f"[red]{len(report.problems)} problem{plural}[/red], {len(report.steps_ok)} steps are intact")
+    for problem in report.problems:
+        tensor = f", tensor {problem.tensor}" if problem.tensor else ""
+        out.print(Text(f"  {problem.file}{tensor}: {problem.what}"))
+    if report.steps_missing:
+        out.print(f"steps missing: {', '.join(map(str, report.steps_missing))}")
+    out.print(
+        "intact steps can still be read and replayed; copy the others again from where they were recorded"
+    )
