@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from hangdoctor.frames import is_library, main_thread, python_only
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status, Thread
-from hangdoctor.patterns import SOURCE, WCHAN
+from hangdoctor.patterns import POSTED, SOURCE, WCHAN
 from hangdoctor.waits import Stance, compiled, stance_of
 
 # A main thread that waits for another thread of its process: that thread knows what for.
@@ -207,14 +207,22 @@ def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
     if thread.waits_for_gil:
         return replace(stance, kind="gil", operation="GIL")
     if stance.kind == "running" and not (thread.active or thread.holds_gil):
-        innermost = next((f for f in thread.frames if not f.native), None)
-        line = source.get(f"{innermost.file}:{innermost.line}", "") if innermost else ""
-        for kind, operation, pattern in SOURCE:
-            if line and compiled(pattern).search(line):
-                phases = stance.phases | {"cleanup"} if kind == "destroy" else stance.phases
-                return replace(stance, kind=kind, operation=operation, phases=phases)
-        return replace(stance, kind="blocked")
+        return told_by_source(stance, [f for f in thread.frames if not f.native], source)
     return stance
+
+
+def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
+    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not tell."""
+    texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
+    for kind, operation, pattern in SOURCE:
+        if not texts or not compiled(pattern).search(texts[0]):
+            continue
+        phases = stance.phases | {"cleanup"} if kind == "destroy" else stance.phases
+        if kind == "collective" and (posted := POSTED.search(" ".join(texts))):
+            # `work.wait()` waits for what this line, or a caller's, has posted.
+            kind, operation = "p2p" if posted[1] else "collective", posted[0]
+        return replace(stance, kind=kind, operation=operation, phases=phases)
+    return replace(stance, kind="blocked")
 
 
 def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:

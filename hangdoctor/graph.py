@@ -90,10 +90,9 @@ def cluster(ranks: tuple[Standing, ...]) -> tuple[Cluster, ...]:
 def path_to(stance: Stance) -> tuple[Frame, ...]:
     """The calls that led to the wait, innermost first, without what the waiting library does inside it."""
     python = python_only(stance.frames)
-    if stance.frame in python:
-        return (
-            python[python.index(stance.frame) + 1 :] if stance.kind in ("collective", "p2p") else stance.chain
-        )
+    if stance.frame in python and stance.kind in ("collective", "p2p"):
+        inside_library = stance.frame not in stance.chain
+        return python[python.index(stance.frame) + inside_library :]
     return stance.chain
 
 

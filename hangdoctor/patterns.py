@@ -6,6 +6,7 @@ must match in full. `USER` as a file means: not in a library. A new framework is
 branch in the code.
 """
 
+import re
 from dataclasses import dataclass
 
 # Kinds that end only when other ranks come: a rank in one of them is a victim as long as somebody else is
@@ -323,6 +324,9 @@ SOURCE = (
     ("socket", "socket", r"\.(recv\w*|accept|connect)\(|getaddrinfo\("),
     ("device", "device sync", r"\.(item|cpu|tolist|numpy|synchronize)\(|\bsynchronize\("),
     ("file", "file", r"\bopen\(|\.(open|read\w*|write\w*|readline\w*)\(|\bos\.(read|write|fsync)\("),
+)
+POSTED = re.compile(
+    r"\b(i?recv|i?send|batch_isend_irecv)\b|\b(all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|all_to_all\w*|barrier)\b"
 )
 # Where the stack shows nothing but a line of Python, the kernel still says in which call the main thread
 # sleeps.

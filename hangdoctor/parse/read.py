@@ -301,7 +301,9 @@ def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Ke
     return ProcessDump(
         name=name,
         rank=entry.rank if entry else process.rank,
-        role="launcher" if name == "launcher" or is_launcher(reading, name) else role,
+        role="launcher"
+        if role == "launcher" or (process.rank is None and is_launcher(reading, name))
+        else role,
         host=entry.host if entry else process.host,
         pid=entry.pid if entry and entry.pid else reading.pids.get(name),
         parent=entry.parent if entry else process.parent,

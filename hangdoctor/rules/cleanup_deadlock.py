@@ -60,7 +60,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} on the way out ({operation(culprits[0])} at {where}) "
         f"while {others}.",
         stack_evidence(culprits, f"leaves: {operation(culprits[0])}", graph)
-        + waiting_evidence(graph)
+        + waiting_evidence(graph, culprits)
         + stillness(case),
         (
             step(

@@ -80,7 +80,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         f"while {named(usual or against) if usual or against else 'the others'} wait in {operation(other)} at {place(other)}.",
         stack_evidence(odd, f"waits in {operation(odd[0])}", graph)
         + (record_evidence(behind) if behind else ())
-        + waiting_evidence(graph)
+        + waiting_evidence(graph, odd)
         + stillness(case),
         STEPS,
         REFUTE,

@@ -97,7 +97,7 @@ def verdict(
         confidence(case, graph, culprits, best),
         ranks_of(culprits),
         f"{named(culprits).capitalize()} {fact}: it stands at {place(culprits[0])}{others}.",
-        stack_evidence(culprits, fact, graph) + waiting_evidence(graph) + stillness(case),
+        stack_evidence(culprits, fact, graph) + waiting_evidence(graph, culprits) + stillness(case),
         STEPS,
         (
             "The culprit reaches the call its peers wait in within a few minutes: then it was only slow to start.",

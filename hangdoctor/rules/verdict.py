@@ -119,10 +119,11 @@ def stack_evidence(
     return tuple(found)
 
 
-def waiting_evidence(graph: Graph) -> tuple[Evidence, ...]:
-    """One line per place where ranks wait for others."""
+def waiting_evidence(graph: Graph, culprits: Sequence[Standing] = ()) -> tuple[Evidence, ...]:
+    """One line per place where ranks wait for others; places where only culprits wait have theirs already."""
     found = []
-    for cluster in graph.waiting[:4]:
+    blamed = {standing.name for standing in culprits}
+    for cluster in [c for c in graph.waiting if not blamed.issuperset(m.name for m in c.members)][:4]:
         frame = cluster.stance.frame
         site = f" called from {show(cluster.stance.chain[0])}" if cluster.stance.chain else ""
         found.append(
