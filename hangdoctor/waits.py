@@ -26,6 +26,9 @@ from hangdoctor.patterns import (
     Pattern,
 )
 
+# These call the program back: a module's own code under an import is what waits, not the import.
+AROUND = ("import", "load", "compile")
+
 
 @dataclass(frozen=True, slots=True)
 class Stance:
@@ -115,7 +118,12 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
     """The innermost specific wait, else the outermost generic one, else what the native frames say, else
     running.
     """
-    found = [(wait, f) for f in python if (wait := specific_wait(f.function, f.file))]
+    found = [
+        (wait, f)
+        for f in python
+        if (wait := specific_wait(f.function, f.file))
+        and not (wait[0] in AROUND and outside_generic(python, f))
+    ]
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
     if found:
         (kind, operation), frame = found[0]

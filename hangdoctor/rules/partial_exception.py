@@ -24,7 +24,9 @@ REFUTE = (
 def judge(case: Case, graph: Graph) -> Verdict | None:
     strong = [s for s in graph.source_ranks if s.stance.kind == "prompt" or in_own_error(s, graph)]
     asleep = [
-        s for s in graph.source_ranks if s.stance.kind in ("sleep", "idle", "event") and s not in strong
+        s
+        for s in graph.source_ranks
+        if s.stance.kind in ("sleep", "idle", "event") and s not in strong and "engine" not in s.stance.phases
     ]
     culprits = strong or asleep
     if not culprits or (not graph.waiting and not strong):

@@ -24,6 +24,8 @@ from hangdoctor.rules.verdict import (
     waiting_for,
 )
 
+# What a job does once, at its start: with one sample it is more likely slow than stuck.
+ONCE = ("compile", "load", "running")
 WORKING = (
     "running",
     "blocked",
@@ -46,7 +48,31 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     sources = graph.source_ranks
     if sources and all(works(s) for s in sources):
         return slow(case, graph, sources)
+    if sources and all("engine" in s.stance.phases and "error" not in s.stance.phases for s in case.ranks):
+        return idle_engine(case, graph)
+    if sources and case.num_samples < 2 and all(s.stance.kind in ONCE for s in sources):
+        return slow(case, graph, sources)
     return None
+
+
+def idle_engine(case: Case, graph: Graph) -> Verdict:
+    """An inference engine without requests: one rank polls its socket, the others wait for what it will broadcast."""
+    return Verdict(
+        "straggler_or_not_hung",
+        "low",
+        (),
+        f"All {len(case.ranks)} engine ranks stand in their scheduler's loop: an engine without requests looks like this.",
+        stack_evidence(graph.source_ranks[:3], "polls for requests")
+        + waiting_evidence(graph)
+        + stillness(case),
+        (
+            step(
+                "curl -m 5 http://SERVER/health_generate",
+                "a request that is answered proves that it is alive",
+            ),
+        ),
+        ("Requests that were sent and are not answered.",),
+    )
 
 
 def job_moves(case: Case, graph: Graph) -> Verdict | None:
@@ -93,11 +119,10 @@ def slow(case: Case, graph: Graph, sources: tuple[Standing, ...]) -> Verdict:
     )
     return Verdict(
         "straggler_or_not_hung",
-        "low" if len(sources) * 2 > len(case.ranks) and not everybody else "medium",
+        "low" if case.num_samples < 2 or (len(sources) * 2 > len(case.ranks) and not everybody) else "medium",
         culprits,
         summary,
-        stack_evidence(sources, f"is {doing}: it used CPU or moved between the samples", graph)
-        + waiting_evidence(graph),
+        stack_evidence(sources, f"is {doing}", graph) + waiting_evidence(graph),
         (
             step("areal-debug hang collect --to LATER", "see whether it gets anywhere in a few minutes"),
             step(
