@@ -9,6 +9,7 @@ its library, gives the checksum of each tensor while its bytes pass and makes no
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def flatten(batch: Mapping[str, Any]) -> FlatBatch:
     for key in sorted(set(batch) - {"attention_mask"}):
         dtype, array = as_array(batch[key])
         if array.shape[:2] == mask_shape:
-            tensors[key] = FlatTensor(dtype, "token", narrow(ragged(key, array, lengths)))
+            flat = ragged(key, array, lengths)
+            tensors[key] = FlatTensor(dtype, "token", flat if dtype in BITS_ONLY.values() else narrow(flat))
         elif array.shape[:1] == mask_shape[:1]:
             tensors[key] = FlatTensor(dtype, "row", array.copy())
         else:
@@ -136,40 +138,44 @@ def stored_type(tensor: FlatTensor) -> str:
     return tensor.dtype if tensor.array.dtype == NUMPY_TYPES[tensor.dtype] else NAMES[tensor.array.dtype]
 
 
+def header_bytes(tensors: dict[str, FlatTensor], begins: dict[str, int]) -> bytes:
+    """The safetensors header; `begins` count from its end."""
+    header = {
+        name: {
+            "dtype": stored_type(tensor),
+            "shape": tensor.array.shape,
+            "data_offsets": (begins[name], begins[name] + tensor.array.nbytes),
+        }
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_batch(path: Path, batch: FlatBatch) -> BatchEntry:
     """Writes the safetensors file durably and returns its entry for step.json."""
     # widest type first, then by name, as the safetensors library does: every buffer is aligned to its item size
-    names = sorted(batch.tensors, key=lambda name: (-batch.tensors[name].array.itemsize, name))
-    header, position = {}, 0
-    for name in names:
-        tensor = batch.tensors[name]
-        end = position + tensor.array.nbytes
-        header[name] = {
-            "dtype": stored_type(tensor),
-            "shape": tensor.array.shape,
-            "data_offsets": (position, end),
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    buffers = [np.ascontiguousarray(batch.tensors[name].array).reshape(-1).view(np.uint8) for name in names]
-    write_durably(path, head, *buffers)
-    entries, offset = {}, len(head)
-    for name, buffer in zip(names, buffers, strict=True):
-        tensor = batch.tensors[name]
-        entries[name] = TensorEntry(
+    tensors = dict(sorted(batch.tensors.items(), key=lambda item: (-item[1].array.itemsize, item[0])))
+    sizes = [tensor.array.nbytes for tensor in tensors.values()]
+    begins = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
+    head = header_bytes(tensors, begins)
+    buffers = {name: tensor.array.reshape(-1).view(np.uint8) for name, tensor in tensors.items()}
+    write_durably(path, head, *buffers.values())
+    entries = {
+        name: TensorEntry(
             dtype=tensor.dtype,
             stored=stored_type(tensor),
             shape=tensor.array.shape,
             axis=tensor.axis,
-            offset=offset,
-            size_bytes=buffer.nbytes,
-            crc32c=checksum(buffer),
+            offset=len(head) + begins[name],
+            size_bytes=tensor.array.nbytes,
+            crc32c=checksum(buffers[name]),
         )
-        offset += buffer.nbytes
+        for name, tensor in tensors.items()
+    }
     return BatchEntry(
-        size_bytes=offset,
+        size_bytes=len(head) + sum(sizes),
         header_bytes=len(head),
         header_crc32c=checksum(head),
         num_rows=batch.num_rows,
