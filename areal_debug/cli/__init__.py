@@ -4,7 +4,7 @@ import importlib
 
 import click
 
-VERBS = {"train": "train", "replay": "replay", "record": "record", "hang": "hang"}
+VERBS = {"demo": "demo", "train": "train", "replay": "replay", "record": "record", "hang": "hang"}
 
 
 class LazyGroup(click.Group):

@@ -17,7 +17,6 @@ from hangdoctor.model import Diagnosis
 @click.option(
     "--to", type=click.Path(path_type=Path), help="Where post-mortems go.  [default: hang-watch-TIME]"
 )
-@click.option("--beats", type=click.Path(path_type=Path), help="Folder of heartbeat files, with --pid.")
 @click.option(
     "--quiet", "quiet_s", type=float, help="Seconds of silence that are suspicious.  [default: learned]"
 )
@@ -40,7 +39,6 @@ def watch(
     job: tuple[str, ...],
     pids: tuple[int, ...],
     to: Path | None,
-    beats: Path | None,
     quiet_s: float | None,
     watchdog_s: float,
     poll_s: float,
@@ -66,7 +64,7 @@ def watch(
     plan = Plan(folder, Limits(quiet_s, watchdog_s), poll_s, then, hook, max_restarts)  # type: ignore[arg-type]
     if job:
         sys.exit(watch_command(list(job), plan, _post_mortem, _tell))
-    sys.exit(watch_pids(pids, beats or folder / "beats", plan, _post_mortem, _tell))
+    sys.exit(watch_pids(pids, plan, _post_mortem, _tell))
 
 
 def _tell(text: str) -> None:
@@ -77,9 +75,8 @@ def _post_mortem(folder: Path) -> Diagnosis:
     """Diagnose a collection and lay the page and the JSON beside it."""
     import json
 
-    from hangdoctor.diagnose import diagnose
-
     from areal_debug.hang_render import write_post_mortem
+    from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
     snapshot = read_snapshot((folder,), None, {})

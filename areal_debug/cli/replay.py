@@ -1,8 +1,8 @@
 """`areal-debug replay`: run a record again without an inference engine, and compare every bit."""
 
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,9 +28,6 @@ def command(
     as_json: bool,
 ) -> None:
     """Train again on the batches of RECORD and compare every loss, gradient norm and parameter, bit by bit."""
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.torchrun import run_ranks
-    from areal_debug.report_file import QUIET, REPORT_FILE, read_report
     from recorder import open_record
     from replayer.before import check_model, check_ranks, step_range
 
@@ -44,23 +41,38 @@ def command(
         console(stderr=True).print(
             f"[yellow]not finished when the run ended, left out: step {steps}[/yellow]"
         )
+    code, found = run_replay(record, opened.header.num_ranks, first, last, model, quiet=as_json)
+    if found is None:
+        fail(f"the replay ended with exit code {code} before its last step; what it said stands above", code)
+    if as_json:
+        print_json(found)
+    raise SystemExit(code)
+
+
+def run_replay(
+    record: Path, num_ranks: int, first: int, last: int, model: str | None = None, quiet: bool = False
+) -> tuple[int, dict[str, Any] | None]:
+    """Replay on ranks of this machine, which print what they find unless `quiet`.
+
+    Returns:
+        0 and the report if every bit is the recorded one, 1 and the report if not; the ranks' exit code and None if they failed.
+    """
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.torchrun import run_ranks
+    from areal_debug.report_file import QUIET, REPORT_FILE, read_report
+
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         code = run_ranks(
             ["-m", "areal_debug.replay_rank", str(record), str(first), str(last), model or ""],
-            opened.header.num_ranks,
-            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if as_json else {}),
+            num_ranks,
+            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {}),
             Path(folder),
         )
-        if code != 0:
-            fail(
-                f"the replay ended with exit code {code} before its last step; what it said stands above",
-                code,
-            )
+        if code != 0 or not report.exists():
+            return code or 1, None
         found = read_report(report)
-    if as_json:
-        print_json(found)
-    sys.exit(0 if found["identical"] else 1)
+    return (0 if found["identical"] else 1), found
 
 
 def refuse_damage(record: Path, num_steps: int) -> None:

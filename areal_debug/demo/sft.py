@@ -1,36 +1,40 @@
-"""Teaches a tiny model to add from examples, and stops when it is right sometimes: enough for reward to build on."""
+"""Makes a tiny model and teaches it to add from examples, until it is right sometimes: enough for reward to build on."""
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from areal_core.config import SFTConfig, load_expr_config
 from areal_core.dataset import arithmetic_rows, get_dataset
 from areal_core.engine.replica import Replica
 from areal_core.rollout.embedded import EmbeddedEngine
 from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.testing import make_tiny_model
+from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.sft import SFTTrainer
+
+Row = dict[str, Any]
 
 RIGHT_ENOUGH = 0.3
 STEPS_BETWEEN_TESTS = 5
 
 
 def main(argv: list[str]) -> None:
-    """Train as the config says, to the first test that is passed."""
+    """Make the model at `actor.path` and train it as the config says, to the first test that is passed."""
     config, _ = load_expr_config(argv, SFTConfig)
+    make_tiny_model(config.actor.path, seed=config.seed)
     rows = arithmetic_rows(**config.train_dataset.dataset_kwargs)
     with SFTTrainer(config, sft_dataset(config)) as trainer:
         trainer.train(stop=right_sometimes(trainer, rows[:96]))
 
 
-def sft_dataset(config: SFTConfig) -> list:
+def sft_dataset(config: SFTConfig) -> Sequence[Row]:
     """Questions with their answers as token ids."""
-    from areal_core.trainer.build import load_tokenizer
-
     return get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
 
 
-def right_sometimes(trainer: SFTTrainer, rows: list) -> Callable[[int], bool]:
+def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int], bool]:
     """Whether sampled answers are right often enough, asked every few steps."""
     replica = Replica(trainer.config.actor.path, trainer.actor.dtype, trainer.ranks.device)
 
@@ -43,18 +47,20 @@ def right_sometimes(trainer: SFTTrainer, rows: list) -> Callable[[int], bool]:
     return stop
 
 
-async def share_right(trainer: SFTTrainer, replica: Replica, rows: list) -> float:
+async def share_right(trainer: SFTTrainer, replica: Replica, rows: Sequence[Row]) -> float:
     """The share of questions to which one sampled answer is right."""
-    tokenizer = trainer.tokenizer
+    tokenizer: Any = trainer.tokenizer  # its methods return unions that no caller wants
     end = tokenizer.eos_token_id
     engine = EmbeddedEngine(replica, replica.model.config.vocab_size, end_token_ids=(end,))
     sampling = Sampling(max_new_tokens=4, stop_token_ids=[end])
 
-    async def is_right(index: int, row: dict) -> bool:
+    async def is_right(index: int, row: Row) -> bool:
         ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
         request = ModelRequest(input_ids=ids, sampling=sampling, metadata={"prompt_id": index})
         response = await engine.agenerate(request)
-        return tokenizer.decode(response.output_tokens, skip_special_tokens=True).strip() == row["answer"]
+        return bool(
+            tokenizer.decode(response.output_tokens, skip_special_tokens=True).strip() == row["answer"]
+        )
 
     right = await asyncio.gather(*(is_right(index, row) for index, row in enumerate(rows)))
     return sum(right) / len(right)
