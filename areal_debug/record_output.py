@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from recorder.summary import StepSummary
 
 MAX_LINES = 40
+# a model may write escape sequences, which would move the cursor: show them as symbols
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 FINISH_REASONS = ("stop", "length", "abort")
 # lowest probability of each band, its colour, and its words in the legend
 BANDS = (
@@ -107,8 +109,10 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
     """The row's text in colours; from the recorded text, which has no tokens to colour, where there is no tokenizer."""
     if recorded is not None:
         line = recorded[sample.row]
-        return Text(line["prompt"], style="dim") + Text(line["completion"])
-    return Text.assemble(*((token.text, style_of(token)) for token in sample.tokens))
+        return Text(line["prompt"].translate(CONTROLS), style="dim") + Text(
+            line["completion"].translate(CONTROLS)
+        )
+    return Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in sample.tokens))
 
 
 def token_table(sample: "Sample") -> Table:

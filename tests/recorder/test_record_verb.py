@@ -37,19 +37,23 @@ def bytes_tokenizer(tmp_path):
     return tokenizer
 
 
-@pytest.fixture
-def record_of_text(tmp_path, bytes_tokenizer):
-    """One step with one row: prompt `2+2=`, completion ` café` with known logprobs."""
-    ids = bytes_tokenizer.encode("2+2= café").ids
+def record_of_one_row(folder, tokenizer, text, logprobs=()):
+    """One step with one row, whose first four tokens are the prompt."""
+    ids = tokenizer.encode(text).ids
     batch = scripted_batch([len(ids)], prompt_length=4)
     batch["input_ids"] = np.array([ids], np.int32)
-    batch["logprobs"] = np.array([[0] * 4 + [-0.01, -0.3, -1.0, -3.0, -6.0, -0.01]], np.float32)
-    model = folder_identity(str(tmp_path / "model"))
-    writer = RecordWriter(tmp_path / "record", 0, 1, lambda: None)
-    (tmp_path / "record").mkdir()
-    write_header(tmp_path / "record", replace(SCRIPTED_HEADER, model=model))
+    batch["logprobs"][0, 4 : 4 + len(logprobs)] = logprobs
+    writer = RecordWriter(folder / "record", 0, 1, lambda: None)
+    (folder / "record").mkdir()
+    write_header(folder / "record", replace(SCRIPTED_HEADER, model=folder_identity(str(folder / "model"))))
     send_step(writer, 0, batch)
-    return tmp_path / "record"
+    return folder / "record"
+
+
+@pytest.fixture
+def record_of_text(tmp_path, bytes_tokenizer):
+    """Prompt `2+2=`, completion ` café` with known logprobs."""
+    return record_of_one_row(tmp_path, bytes_tokenizer, "2+2= café", [-0.01, -0.3, -1.0, -3.0, -6.0, -0.01])
 
 
 def test_ls_gives_one_line_a_step_and_names_the_unfinished(tmp_path):
@@ -113,6 +117,11 @@ def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal
         assert ("\x1b[1;31m" in output) == coloured  # 0.2 %
     os.close(reader)
     os.close(terminal)
+
+
+def test_show_makes_escape_sequences_of_the_model_visible(tmp_path, bytes_tokenizer):
+    record = record_of_one_row(tmp_path, bytes_tokenizer, "2+2=\x1b[2Jgone")
+    assert "2+2=␛[2Jgone" in run("show", record).output
 
 
 def test_show_as_json_gives_every_token(record_of_text):
