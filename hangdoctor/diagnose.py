@@ -1,10 +1,14 @@
-"""Snapshot in, diagnosis out: understand, ask every rule, prefer the most certain answer, say what came second.
+"""Snapshot in, diagnosis out: understand, ask every rule, prefer the most certain answer, say what came
+second.
 
 Snapshot -> build_case -> wait_for_graph -> rules -> Verdicts -> Diagnosis
 """
 
+from dataclasses import replace
+
 from hangdoctor.case import Case, Standing, build_case
 from hangdoctor.frames import show
+from hangdoctor.fuse import behind_by_ras, findings_of
 from hangdoctor.graph import Graph, wait_for_graph
 from hangdoctor.groups import StackClass, rank_ranges, stack_classes
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, Rank, RankVerdict, Snapshot
@@ -19,8 +23,9 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     """Name the class of a hang, its culprits and the evidence. Pure: reads nothing but the snapshot."""
     case = build_case(snapshot)
     graph = wait_for_graph(case)
-    verdicts = [verdict for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
-    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked last.
+    verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
+    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked
+    # last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
     classes = stack_classes(case.ranks)
     return Diagnosis(
@@ -39,6 +44,32 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         ranks=rank_map(case, graph, first, classes),
         collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
     )
+
+
+def weighed(verdict: Verdict, case: Case) -> Verdict:
+    """A verdict from stacks held against the records: agreement makes it surer, contradiction is shown and costs."""
+    behind, said = recorded_behind(case.snapshot)
+    blamed = set(verdict.culprits)
+    if not behind or not blamed or not case.ranks or verdict.label in ("collective_mismatch", "unknown"):
+        return verdict
+    agrees = blamed == set(behind)
+    level = LEVELS.index(verdict.confidence)
+    if agrees:
+        level, fact = min(level + 1, 2), f"agrees with the stacks: {said}"
+    elif blamed.isdisjoint(behind):
+        level, fact = max(level - 1, 0), f"contradicts the stacks: {said}"
+    else:
+        fact = said
+    evidence = Evidence(rank_ranges(behind), fact)
+    return replace(verdict, confidence=LEVELS[level], evidence=(*verdict.evidence, evidence))
+
+
+def recorded_behind(snapshot: Snapshot) -> tuple[tuple[int, ...], str]:
+    """Ranks that Flight Recorder, or else RAS, puts behind the others."""
+    for finding in findings_of(snapshot.records):
+        if finding.kind == "behind":
+            return finding.odd_ranks, f"Flight Recorder, group {finding.group}: {finding.detail}"
+    return behind_by_ras(snapshot.ras)
 
 
 def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:

@@ -34,6 +34,8 @@ STEPS = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    if not case.ranks:
+        return from_records(case)
     if graph.sources or case.missing or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
         return None
     first = next(
@@ -60,6 +62,28 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             "A rank of the group that is not among these dumps and stands elsewhere.",
             "Flight Recorder numbers that differ between the ranks: then they are not in the same collective.",
         ),
+    )
+
+
+def from_records(case: Case) -> Verdict | None:
+    """No stacks, but every rank's record ends in the same unfinished collective."""
+    findings = findings_of(case.snapshot.records)
+    if not findings or any(finding.kind != "same" for finding in findings):
+        return None
+    finding = findings[0]
+    return Verdict(
+        "nccl_timeout",
+        "medium",
+        (),
+        f"By Flight Recorder {finding.detail} of group {finding.group}, and it has not completed.",
+        (
+            Evidence(
+                rank_ranges(finding.agreeing_ranks),
+                f"Flight Recorder, group {finding.group}: {finding.detail}",
+            ),
+        ),
+        STEPS,
+        ("A rank of that group whose record is not here.",),
     )
 
 

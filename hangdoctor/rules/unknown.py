@@ -5,7 +5,10 @@ not be read. An honest "cannot tell" and a list of what to collect is worth more
 """
 
 from hangdoctor.case import Case
+from hangdoctor.fuse import behind_by_ras, findings_of
 from hangdoctor.graph import Graph
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Evidence
 from hangdoctor.rules.verdict import (
     Verdict,
     named,
@@ -32,7 +35,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         only = case.ranks[0]
         summary = f"Only {named([only])} was read: it stands at {place(only)}; what the others do decides."
     elif not case.ranks:
-        summary = "No rank's stack was read."
+        return from_records_alone(case)
     else:
         summary = f"{len(case.ranks)} ranks were read; their stacks do not say what they wait for."
     return Verdict(
@@ -48,6 +51,29 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             ),
         ),
         ("Any of the missing evidence listed under `collect`.",),
+    )
+
+
+def from_records_alone(case: Case) -> Verdict:
+    """No stacks: records still say who is behind, and not where that rank is instead."""
+    behind = next((f for f in findings_of(case.snapshot.records) if f.kind == "behind"), None)
+    odd, said = (behind.odd_ranks, behind.detail) if behind else behind_by_ras(case.snapshot.ras)
+    who = f"{'Rank' if len(odd) == 1 else 'Ranks'} {rank_ranges(odd)}"
+    return Verdict(
+        "unknown",
+        "low",
+        odd,
+        f"{who} {'is' if len(odd) == 1 else 'are'} behind ({said}); without stacks nobody can say why."
+        if odd
+        else "No rank's stack was read.",
+        (Evidence(rank_ranges(odd), said),) if odd else (),
+        (
+            step(
+                "areal-debug hang collect --to FOLDER",
+                "the stack of the rank that is behind says where it is instead",
+            ),
+        ),
+        ("Records that were taken at different times.",),
     )
 
 

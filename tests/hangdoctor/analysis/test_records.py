@@ -1,0 +1,204 @@
+"""Recorded operations: what Flight Recorder, RAS and the watchdog say, and how it weighs against the stacks."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hangdoctor.diagnose import diagnose
+from hangdoctor.errors import UnreadableDump
+from hangdoctor.parse.flight_recorder import parse_flight_recorder
+from hangdoctor.parse.logs import parse_log, watchdog_timeouts
+from hangdoctor.parse.pickles import read_plain_pickle
+from hangdoctor.parse.ras import parse_ras_text
+from hangdoctor.parse.read import read_snapshot
+
+WAITING = """Process {pid}: python train.py
+Python v3.11.7
+
+Thread {pid} (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2806)
+    step (train.py:60)
+    <module> (train.py:90)
+"""
+LOADING = """Process {pid}: python train.py
+Python v3.11.7
+
+Thread {pid} (idle): "MainThread"
+    wait (threading.py:324)
+    _try_get_data (torch/utils/data/dataloader.py:1131)
+    __next__ (torch/utils/data/dataloader.py:631)
+    <module> (train.py:90)
+"""
+RAS_TEXT = """NCCL version 2.28.3 compiled with CUDA 12.9
+Job summary
+===========
+
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      1          4            1          4        4
+
+Communicators... (0.00s)
+=============
+
+Warnings
+========
+
+#0-0 (cf264af53edbe986) MISMATCH
+  Communicator ranks have different collective operation counts
+  3 ranks have launched up to operation 6650
+  1 rank has launched up to operation 6649
+    Rank 2 -- GPU 2 managed by process 1123 on node 10.0.0.1
+"""
+
+
+def entry(
+    sequence: int, operation: str = "all_reduce", done: bool = True, size: int = 8, dtype: str = "Float"
+) -> dict:
+    return {
+        "record_id": sequence, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": sequence,
+        "p2p_seq_id": 0, "op_id": sequence, "profiling_name": f"nccl:{operation}", "time_created_ns": 10**18 + sequence,
+        "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]], "output_dtypes": [dtype],
+        "state": "completed" if done else "scheduled", "retired": done, "timeout_ms": 600000, "is_p2p": False,
+        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3}],
+    }  # fmt: skip
+
+
+def dump(entries: list[dict]) -> bytes:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    return pickle.dumps(
+        {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}, protocol=2
+    )
+
+
+def write(folder: Path, records: dict[int, list[dict]], stacks: dict[int, str]) -> Path:
+    for rank, entries in records.items():
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(dump(entries))
+    for rank, text in stacks.items():
+        (folder / f"rank_{rank}.txt").write_text(text.format(pid=100 + rank))
+    return folder
+
+
+def test_record_of_one_collective_is_read_whole():
+    (record,) = parse_flight_recorder(dump([entry(7, "all_gather", done=False)]), 1)
+    assert record.rank == 1
+    assert (record.group, record.group_ranks) == ("0:default_pg", (0, 1, 2))
+    assert (record.operation, record.sequence, record.state) == ("all_gather", 7, "scheduled")
+    assert (record.input_sizes, record.input_dtypes) == (((8,),), ("Float",))
+
+
+def test_json_and_pickle_of_a_dump_give_the_same_records():
+    document = pickle.loads(dump([entry(1), entry(2, done=False)]))
+    assert parse_flight_recorder(json.dumps(document).encode(), 0) == parse_flight_recorder(
+        dump([entry(1), entry(2, done=False)]), 0
+    )
+
+
+def test_send_and_receive_name_their_peer():
+    sent = entry(1, "send 0->3") | {"is_p2p": True, "p2p_seq_id": 5}
+    (record,) = parse_flight_recorder(dump([sent]), 0)
+    assert (record.operation, record.peer, record.sequence, record.is_p2p) == ("send", 3, 5, True)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, protocol):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    with pytest.raises(UnreadableDump):
+        read_plain_pickle(pickle.dumps({"version": "1", "entries": [Evil()]}, protocol=protocol))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_other_operation_at_the_same_number_is_a_mismatch_with_high_confidence(tmp_path):
+    records = {
+        rank: [entry(1), entry(2, "broadcast" if rank == 2 else "all_reduce", done=False)]
+        for rank in range(4)
+    }
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "collective_mismatch",
+        "high",
+        (2,),
+    )
+    assert diagnosis.summary == (
+        "Ranks 2 and 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
+        "broadcast where the others have all_reduce."
+    )
+
+
+def test_other_size_at_the_same_number_is_a_mismatch(tmp_path):
+    records = {rank: [entry(1, done=False, size=9 if rank == 0 else 8)] for rank in range(3)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("collective_mismatch", (0,))
+    assert "((9,),) where the others have ((8,),)" in diagnosis.summary
+
+
+def test_records_alone_name_who_is_behind_but_not_why(tmp_path):
+    records = {rank: [entry(1), entry(2, done=False)] if rank != 1 else [entry(1)] for rank in range(4)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("unknown", "low", (1,))
+    assert "stacks" in diagnosis.collect[0]
+
+
+def test_records_that_agree_with_the_stacks_make_one_sample_certain(tmp_path):
+    records = {rank: [entry(1), entry(2, done=False)] if rank != 1 else [entry(1)] for rank in range(3)}
+    stacks = {rank: LOADING if rank == 1 else WAITING for rank in range(3)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, stacks)]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "dataloader_stall",
+        "high",
+        (1,),
+    )
+
+
+def test_records_that_contradict_the_stacks_are_shown_and_cost_confidence(tmp_path):
+    records = {rank: [entry(1), entry(2, done=False)] if rank != 0 else [entry(1)] for rank in range(3)}
+    stacks = {rank: LOADING if rank == 1 else WAITING for rank in range(3)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, stacks)]))
+    assert (diagnosis.label, diagnosis.confidence) == ("dataloader_stall", "low")
+    assert any(evidence.fact.startswith("contradicts the stacks") for evidence in diagnosis.evidence)
+
+
+def test_equal_records_beside_equal_stacks_point_at_the_network(tmp_path):
+    records = {rank: [entry(1), entry(2, done=False)] for rank in range(4)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, dict.fromkeys(range(4), WAITING))], 4))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("nccl_timeout", "medium", ())
+
+
+def test_ras_text_names_the_rank_with_fewer_operations():
+    (rank,) = parse_ras_text(RAS_TEXT)
+    assert (rank.communicator, rank.rank, rank.operations, rank.status) == (
+        "cf264af53edbe986",
+        2,
+        6649,
+        "RUNNING",
+    )
+
+
+def test_ras_json_names_missing_ranks(tmp_path):
+    report = {
+        "communicators": [
+            {
+                "hash": "ab",
+                "ranks": [{"rank": 0, "collective_operation_counts": {"AllReduce": 5}}],
+                "missing_ranks": [{"rank": 1}],
+            }
+        ]
+    }
+    (tmp_path / "ras.json").write_text(json.dumps(report))
+    snapshot = read_snapshot([tmp_path])
+    assert [(r.rank, r.operations, r.status) for r in snapshot.ras] == [
+        (1, None, "MISSING"),
+        (0, 5, "RUNNING"),
+    ]
+
+
+def test_watchdog_message_gives_rank_number_and_operation():
+    line = (
+        "[rank3]:[E1120 10:00:00 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds"
+    )
+    assert watchdog_timeouts(parse_log("rank_3", 3, f"{line}\nbye\n", "x")) == [(3, 42, "allreduce")]
