@@ -7,7 +7,6 @@ process table --(search)--> scope --(claims a rank, no ancestor claims the same)
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hangdoctor.collect.errors import NoRanksFound, SeveralJobs
@@ -91,8 +90,9 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
     if any(
         claim.process.pid in search.pids for claim in claims
     ):  # one rank names its job: its peers say why it waits
-        jobs = {claim.identity.job for claim in claims}
-        claims = [claim for claim in _rank_claims(_own(table), table) if claim.identity.job in jobs] or claims
+        jobs = {(claim.identity.job, claim.process.uid) for claim in claims}
+        everywhere = _rank_claims([pid for pid in table if pid not in _ours(table)], table)
+        claims = [claim for claim in everywhere if (claim.identity.job, claim.process.uid) in jobs]
     _refuse_several_jobs(claims)
     servers = _servers(scope, claims, table) if search != Search() else []
     if not claims and not servers:
@@ -104,25 +104,27 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
     return Job((*ranks, *children, *launcher), tuple(_absent(ranks, world_size)), world_size)
 
 
-def _own(table: dict[int, Process]) -> list[int]:
-    return [process.pid for process in table.values() if process.uid == os.getuid()]
+def _ours(table: dict[int, Process]) -> set[int]:
+    """This process and what called it: never of the job, unless named by pid."""
+    return {os.getpid(), *ancestors(os.getpid(), table)}
 
 
 def _scope(search: Search, table: dict[int, Process]) -> list[int]:
-    """Pids that may be of the job. Never this process, nor what called it."""
+    """Pids that may be of the job, with everything below them."""
     if search.pids:
-        seeds: Iterable[int] = search.pids
-    elif search.match:
-        pattern = re.compile(search.match)
-        seeds = [pid for pid, process in table.items() if pattern.search(" ".join(process.command))]
-    elif search.variable:
-        seeds = [pid for pid, process in table.items() if _carries(process, search.variable)]
-    else:
-        seeds = _own(table)
-    ours = {os.getpid(), *ancestors(os.getpid(), table)} - set(search.pids)
-    seeds = [pid for pid in seeds if pid in table and pid not in ours]
-    helpers = {os.getpid(), *descendants([os.getpid()], table)} if not search.pids else set()
-    return [pid for pid in dict.fromkeys([*seeds, *descendants(seeds, table)]) if pid not in helpers]
+        named = [pid for pid in search.pids if pid in table]
+        return list(dict.fromkeys([*named, *descendants(named, table)]))
+    ours = _ours(table)
+    seeds = [pid for pid, process in table.items() if pid not in ours and _matches(search, process)]
+    return [pid for pid in dict.fromkeys([*seeds, *descendants(seeds, table)]) if pid not in ours]
+
+
+def _matches(search: Search, process: Process) -> bool:
+    if search.match:
+        return re.search(search.match, " ".join(process.command)) is not None
+    if search.variable:
+        return _carries(process, search.variable)
+    return process.uid == os.getuid()
 
 
 def _carries(process: Process, variable: tuple[str, str]) -> bool:

@@ -112,13 +112,16 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
 
 def read_facts(pid: int) -> Facts:
     """The facts of one process at this moment."""
-    stat = read_stat(pid)
-    status = _status_lines(pid)
-    switches = (_whole_number(status, f"{kind}voluntary_ctxt_switches") for kind in ("", "non"))
-    if stat is None:
-        return Facts(None, None, None, None, None, None, None)
-    started = boot_time() + stat.start_ticks / CLOCK_TICKS
-    return Facts(stat.state, _wchan(pid), stat.parent_pid, stat.cpu_s, *switches, started)
+    stat, status = read_stat(pid), _status_lines(pid)
+    return Facts(
+        state=stat.state if stat else None,
+        wchan=_wchan(pid),
+        parent_pid=stat.parent_pid if stat else None,
+        cpu_s=stat.cpu_s if stat else None,
+        voluntary_switches=_whole_number(status, "voluntary_ctxt_switches"),
+        involuntary_switches=_whole_number(status, "nonvoluntary_ctxt_switches"),
+        start_time=boot_time() + stat.start_ticks / CLOCK_TICKS if stat else None,
+    )
 
 
 def boot_time() -> float:

@@ -86,15 +86,27 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell
     raise AssertionError("the last attempt returns")
 
 
-def watch_pids(pids: tuple[int, ...], beats: Path, plan: Plan, diagnose: Diagnose, tell: Tell) -> int:
-    """Watch processes that somebody else has started until they end; 1 when they hung and were killed."""
+def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, tell: Tell) -> int:
+    """Watch processes that somebody else has started until they end; 1 when they hung and were killed.
+
+    Their heartbeats are found by the variable in their environment.
+    """
 
     def ended() -> int | None:
-        stats = [read_stat(pid) for pid in pids]
-        return 0 if all(stat is None or stat.state in "ZX" for stat in stats) else None
+        return None if any(_lives(pid) for pid in pids) else 0
 
-    finding, tracks = _watch(pids, beats, plan, diagnose, tell, ended)
+    finding, tracks = _watch(pids, _beats_of(pids), plan, diagnose, tell, ended)
     return STUCK if finding is not None or finished_without_steps(tracks) else 0
+
+
+def _beats_of(pids: tuple[int, ...]) -> Path:
+    """The heartbeat folder that these processes or those below them were started with; else one that is empty."""
+    table = process_table()
+    for pid in [*pids, *descendants(pids, table)]:
+        environment = table[pid].environment if pid in table else None
+        if environment and VARIABLE in environment:
+            return Path(environment[VARIABLE])
+    return Path(os.devnull)
 
 
 def _watch(

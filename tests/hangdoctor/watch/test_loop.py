@@ -1,5 +1,6 @@
 """Real small jobs under watch: stuck, slow, failing, empty, partly done; and what the watch does about each."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import threading
 import pytest
 
 from hangdoctor.collect.sample import Options
+from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.judge import Limits
 from hangdoctor.watch.loop import Plan, watch_command, watch_pids
@@ -94,14 +96,30 @@ def test_ranks_that_end_while_another_does_not_are_told(watched):
     assert "; others have ended: lock_deadlock" in told[0]
 
 
-def test_process_of_somebody_else_is_watched_by_its_pid(tmp_path):
-    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def test_process_of_somebody_else_is_watched_by_its_pid_and_its_own_heartbeats(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(BEAT_THEN.format(steps=3, ending=STUCK))
+    job = subprocess.Popen(
+        [sys.executable, str(program)], env=os.environ | {VARIABLE: str(tmp_path / "beats")}
+    )
     reaper = threading.Thread(target=job.wait)  # as its own parent would
     reaper.start()
     told = []
-    plan = Plan(tmp_path, Limits(quiet_s=0.5), 0.1, then="kill", options=Options(1))
-    hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 sleeps.")
-    assert watch_pids((job.pid,), tmp_path / "beats", plan, lambda folder: hung, told.append) == 1
+    plan = Plan(tmp_path, Limits(quiet_s=1.0), 0.1, then="kill", options=Options(1))
+    hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 waits.")
+    assert watch_pids((job.pid,), plan, lambda folder: hung, told.append) == 1
     reaper.join()
     assert job.returncode == -15
-    assert "external_wait" in told[0]
+    assert told[0].startswith("rank_0 silent for 1 s (limit 1 s): external_wait: Rank 0 waits.")
+    assert read_beats(tmp_path / "beats")["rank_0"].step == 3
+
+
+def test_process_without_heartbeats_is_watched_by_its_cpu_time(tmp_path):
+    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    told = []
+    plan = Plan(tmp_path, Limits(quiet_s=0.5), 0.1, options=Options(1))
+    hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 sleeps.")
+    threading.Timer(3, job.kill).start()
+    threading.Thread(target=job.wait).start()
+    assert watch_pids((job.pid,), plan, lambda folder: hung, told.append) == 1
+    assert told[0].startswith("rank_0 silent for ")
