@@ -87,12 +87,8 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
     """
     scope = _scope(search, table)
     claims = _rank_claims(scope, table)
-    if any(
-        claim.process.pid in search.pids for claim in claims
-    ):  # one rank names its job: its peers say why it waits
-        jobs = {(claim.identity.job, claim.process.uid) for claim in claims}
-        everywhere = _rank_claims([pid for pid in table if pid not in _ours(table)], table)
-        claims = [claim for claim in everywhere if (claim.identity.job, claim.process.uid) in jobs]
+    if any(claim.process.pid in search.pids for claim in claims):
+        claims = _with_peers(claims, table)
     _refuse_several_jobs(claims)
     servers = _servers(scope, claims, table) if search != Search() else []
     if not claims and not servers:
@@ -161,6 +157,14 @@ def _inherited(pid: int, claims: dict[int, Claim], table: dict[int, Process]) ->
     return any(parent.rank == mine.rank and parent.job == mine.job for parent in above)
 
 
+def _with_peers(claims: list[Claim], table: dict[int, Process]) -> list[Claim]:
+    """Every rank of the jobs that these ranks are of: only its peers can say why a rank waits."""
+    jobs = {(claim.identity.job, claim.process.uid) for claim in claims}
+    ours = _ours(table)
+    everywhere = _rank_claims([pid for pid in table if pid not in ours], table)
+    return [claim for claim in everywhere if (claim.identity.job, claim.process.uid) in jobs]
+
+
 def _refuse_several_jobs(claims: list[Claim]) -> None:
     jobs: dict[str, list[Claim]] = defaultdict(list)
     for claim in claims:
@@ -216,15 +220,12 @@ def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) 
 
 
 def _name_ranks(claims: list[Claim]) -> list[Target]:
-    """One target a rank; a second process that claims the same rank is left to be a child of nobody."""
+    """One target a rank: the oldest process, where several claim it."""
     named: dict[str, Target] = {}
     for claim in claims:
         prefix = "" if claim.identity.role == "trainer" else f"{claim.identity.role}_"
         name = f"{prefix}rank_{claim.identity.rank}"
-        named.setdefault(
-            name,
-            Target(name, claim.identity.rank, claim.identity.role, claim.process),
-        )
+        named.setdefault(name, Target(name, claim.identity.rank, claim.identity.role, claim.process))
     return list(named.values())
 
 
@@ -248,7 +249,7 @@ def _between(pid: int, top: int, table: dict[int, Process]) -> list[int]:
 
 
 def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
-    """The nearest common launcher of the ranks, when it is a known one."""
+    """The nearest known launcher above a rank."""
     for rank in ranks:
         for pid in ancestors(rank.pid, table):
             if table[pid].is_python and is_launcher(table[pid].command):
