@@ -1,5 +1,6 @@
 """Direct preference optimisation, on packed pairs: chosen and rejected sequences take turns."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,13 +24,14 @@ def dpo_loss(
     (arXiv 2310.12036 eq. 17).
     """
     ids, num_rows = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
-    mask = loss_mask.bool().double()
-    log_ratio = segment_sum((logprobs - reference_logprobs).double() * mask, ids, num_rows)  # [2 pairs]
+    mask = loss_mask.bool()
+    log_ratio = torch.where(mask, logprobs - reference_logprobs, 0.0).double()  # [tokens]
+    log_ratio = segment_sum(log_ratio, ids, num_rows)  # [2 pairs]
     chosen, rejected = log_ratio.view(-1, 2).unbind(1)  # [pairs]
     if loss_type == "sigmoid":
         loss = -F.logsigmoid(beta * (chosen - rejected))
     elif loss_type == "ipo":
-        lengths = segment_sum(mask, ids, num_rows).clamp(min=1)
+        lengths = segment_sum(mask.double(), ids, num_rows).clamp(min=1)
         per_token = (log_ratio / lengths).view(-1, 2)
         loss = (per_token[:, 0] - per_token[:, 1] - 1 / (2 * beta)) ** 2
     else:

@@ -4,8 +4,8 @@ Groups are named by an id, never guessed from the position of a row, so a group 
 Sums run in float64. A set without spread carries no signal and becomes exactly 0, never x / eps.
 
 Ranks: `sum_over_ranks` adds a small float64 tensor over the data-parallel ranks, in place or not, and returns it. It is
-called once or twice as soon as a level is "batch", whatever the data are: a rank whose mask is empty calls it too, or the
-others would wait for ever. Groups never cross ranks and need no call.
+called twice if a level is "batch", whatever the data are: a rank whose mask is empty calls it too, or the others would
+wait for ever. Groups never cross ranks and need no call.
 """
 
 from collections.abc import Callable
@@ -105,20 +105,16 @@ def _normalize(
 ) -> Tensor:
     """[N] and group numbers [N] -> [N] float64."""
     values = values.double()
-    sets = {
-        "batch": (torch.zeros_like(groups), sum_over_ranks),
-        "group": (groups, on_one_rank),
-    }
-    moments = {
-        level: _moments(values, *sets[level])
-        for level in ("batch", "group")
-        if level in (mean_level, std_level)
-    }
+    levels = {mean_level, std_level}
+    moments = {}
+    if "batch" in levels:
+        moments["batch"] = _moments(values, torch.zeros_like(groups), sum_over_ranks)
+    if "group" in levels:
+        moments["group"] = _moments(values, groups, on_one_rank)
+    centred = values
     if mean_level is not None:
         mean = moments[mean_level].mean_without_self(values) if leave_one_out else moments[mean_level].mean()
         centred = values - mean
-    else:
-        centred = values
     if std_level is None:
         return centred
     std = moments[std_level].std(unbiased)

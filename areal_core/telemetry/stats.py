@@ -5,6 +5,7 @@ end of a step the ranks exchange these by name, as one small object, so a rank t
 cannot leave the others waiting in a collective.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ class Reduce(Enum):
 class Moments:
     """Count, sum, minimum and maximum of everything recorded under one name."""
 
-    reduce: str
+    reduce: Reduce
     count: float
     total: float
     minimum: float
@@ -161,26 +162,22 @@ def _joined(entries: list[tuple[Reduce, Tensor]]) -> Moments:
     kinds = {reduce for reduce, _ in entries}
     assert len(kinds) == 1, f"one name was recorded as {kinds}"
     kind = kinds.pop()
-    moments = [Moments(kind.value, *four) for four in torch.stack([four for _, four in entries]).tolist()]
-    joined = moments[0]
-    for other in moments[1:]:
-        joined = joined.joined(other)
-    return joined
+    moments = [Moments(kind, *four) for four in torch.stack([four for _, four in entries]).tolist()]
+    return functools.reduce(Moments.joined, moments)
 
 
 def _reported(name: str, moments: Moments) -> Iterator[tuple[str, float]]:
-    kind = Reduce(moments.reduce)
-    if kind is Reduce.SUM:
+    if moments.reduce is Reduce.SUM:
         yield name, moments.total
         return
     if moments.count == 0:
         return
     average = moments.total / moments.count
-    if kind is Reduce.AVG_MIN_MAX:
+    if moments.reduce is Reduce.AVG_MIN_MAX:
         yield f"{name}/avg", average
         yield f"{name}/max", moments.maximum
         yield f"{name}/min", moments.minimum
     else:
         yield name, average
-    if kind is Reduce.SCALAR:
+    if moments.reduce is Reduce.SCALAR:
         yield f"{name}__count", moments.count

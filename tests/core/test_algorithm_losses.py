@@ -261,6 +261,14 @@ def test_value_loss_takes_the_worse_of_clipped_and_not():
     assert stats["clip_mask"].tolist() == [False, True, False]
 
 
+def test_value_loss_equals_numpy():
+    values, old, returns, mask, _ = packed(5, [14])
+    clipped = old + np.clip(values - old, -0.3, 0.3)
+    worse = 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    loss, _ = value_loss(*map(torch.from_numpy, (values, old, returns, mask)), eps_clip=0.3)
+    np.testing.assert_allclose(loss.item(), worse[mask].sum(), rtol=1e-10)
+
+
 def test_sft_loss_sums_over_trainable_tokens():
     loss, stats = sft_loss(torch.tensor([-1.0, -2.0, -float("inf")]), torch.tensor([1, 1, 0]))
     assert loss.item() == 3.0
@@ -318,6 +326,26 @@ def test_dpo_by_hand():
     assert dpo_loss(logprobs, reference, torch.ones(4), TWO, beta=0.5, loss_type="ipo")[0].item() == 0.0
     with pytest.raises(ValueError, match="'hinge' is unknown"):
         dpo_loss(logprobs, reference, torch.ones(4), TWO, loss_type="hinge")
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_dpo_equals_numpy(loss_type):
+    logprobs, reference, _, mask, cu_seqlens = packed(3, [4, 7, 2, 5])
+    expected = 0.0
+    for pair in (0, 2):
+        ratios, lengths = [], []
+        for row in (pair, pair + 1):
+            tokens = np.arange(cu_seqlens[row], cu_seqlens[row + 1])[
+                mask[cu_seqlens[row] : cu_seqlens[row + 1]]
+            ]
+            ratios.append((logprobs[tokens] - reference[tokens]).sum())
+            lengths.append(len(tokens))
+        if loss_type == "sigmoid":
+            expected += math.log(1 + math.exp(-0.2 * (ratios[0] - ratios[1])))
+        else:
+            expected += (ratios[0] / lengths[0] - ratios[1] / lengths[1] - 1 / (2 * 0.2)) ** 2
+    arrays = map(torch.from_numpy, (logprobs, reference, mask, cu_seqlens))
+    assert dpo_loss(*arrays, beta=0.2, loss_type=loss_type)[0].item() == pytest.approx(expected)
 
 
 def test_reward_model_compares_last_tokens():
