@@ -14,8 +14,8 @@ LEAST_QUIET_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. `quiet_s` fixes when silence is suspicious; None learns it from the job's own pauses.
-    `watchdog_s` is when NCCL (or the scheduler) will kill the job: we want to be there at half of it."""
+    """Seconds. `quiet_s` fixes when silence is suspicious once the first step is done; None learns it from the job's
+    own pauses. `watchdog_s` is when NCCL (or the scheduler) will kill the job: we want to be there at half of it."""
 
     quiet_s: float | None = None
     watchdog_s: float = 600.0
@@ -75,13 +75,14 @@ def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
     if silent_s > limit_s:
         quiet = tuple(name for name, silent in silence.items() if silent > limit_s)
         return Judgement("partly_done" if ended else "quiet", quiet, silent_s, limit_s)
-    started = any(track.num_moves for track in tracks.values())
-    return Judgement("moving" if started else "starting", (), silent_s, limit_s)
+    return Judgement("moving" if _has_started(tracks) else "starting", (), silent_s, limit_s)
 
 
 def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
-    """How long a silence may last: as told, or a multiple of the longest pause between two beats so far, but in time
-    before the watchdog."""
+    """How long a silence may last: half the watchdog's time before the first step, which downloads and compiles; then
+    as told, or a multiple of the longest pause between two beats so far, but in time before the watchdog."""
+    if not _has_started(tracks):
+        return limits.watchdog_s / 2
     if limits.quiet_s is not None:
         return limits.quiet_s
     beating = [track for track in tracks.values() if track.signs.beat_time is not None]
@@ -94,6 +95,10 @@ def finished_without_steps(tracks: dict[str, Track]) -> bool:
     """Whether processes that keep beats ended before any of them finished a step."""
     steps = [track.signs.step for track in tracks.values() if track.signs.step is not None]
     return bool(steps) and max(steps) == 0
+
+
+def _has_started(tracks: dict[str, Track]) -> bool:
+    return any(track.num_moves or track.signs.step for track in tracks.values())
 
 
 def _has_ended(track: Track) -> bool:

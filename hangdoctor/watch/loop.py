@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -71,9 +72,9 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell
         beats = plan.folder / f"beats-{attempt}"
         beats.mkdir(parents=True)
         child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)})
-        _forward_signals(child)
-        finding, tracks = _watch((child.pid,), beats, plan, diagnose, tell, child.poll)
-        status = child.wait()
+        with _signals_forwarded_to(child):
+            finding, tracks = _watch((child.pid,), beats, plan, diagnose, tell, child.poll)
+            status = child.wait()
         if finding is not None and plan.then != "notify":
             if plan.then == "restart" and attempt < plan.max_restarts:
                 tell(f"restarting, {plan.max_restarts - attempt} more times at most")
@@ -221,10 +222,18 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
             continue
 
 
-def _forward_signals(child: subprocess.Popen[bytes]) -> None:
+@contextmanager
+def _signals_forwarded_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """What a scheduler or Ctrl-C tells the watcher is meant for the job, whose end then ends the watcher."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda received, _frame: child.send_signal(received))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [
+        signal.signal(number, lambda received, _frame: child.send_signal(received)) for number in numbers
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _adopt_orphans() -> None:

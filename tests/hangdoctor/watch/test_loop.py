@@ -1,9 +1,11 @@
 """Real small jobs under watch: stuck, slow, failing, empty, partly done; and what the watch does about each."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -37,7 +39,7 @@ def watched(tmp_path):
 
         program = tmp_path / "train.py"
         program.write_text(BEAT_THEN.format(steps=steps, ending=ending))
-        chosen = Plan(tmp_path / "watch", Limits(quiet_s=1.0), 0.1, options=Options(1), **plan)
+        chosen = Plan(tmp_path / "watch", Limits(quiet_s=1.0, watchdog_s=20), 0.1, options=Options(1), **plan)
         status = watch_command([sys.executable, str(program)], chosen, diagnose, told.append)
         return status, told, folders
 
@@ -105,7 +107,7 @@ def test_process_of_somebody_else_is_watched_by_its_pid_and_its_own_heartbeats(t
     reaper = threading.Thread(target=job.wait)  # as its own parent would
     reaper.start()
     told = []
-    plan = Plan(tmp_path, Limits(quiet_s=1.0), 0.1, then="kill", options=Options(1))
+    plan = Plan(tmp_path, Limits(quiet_s=1.0, watchdog_s=20), 0.1, then="kill", options=Options(1))
     hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 waits.")
     assert watch_pids((job.pid,), plan, lambda folder: hung, told.append) == 1
     reaper.join()
@@ -117,9 +119,29 @@ def test_process_of_somebody_else_is_watched_by_its_pid_and_its_own_heartbeats(t
 def test_process_without_heartbeats_is_watched_by_its_cpu_time(tmp_path):
     job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     told = []
-    plan = Plan(tmp_path, Limits(quiet_s=0.5), 0.1, options=Options(1))
+    plan = Plan(tmp_path, Limits(watchdog_s=1.0), 0.1, options=Options(1))
     hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 sleeps.")
     threading.Timer(3, job.kill).start()
     threading.Thread(target=job.wait).start()
     assert watch_pids((job.pid,), plan, lambda folder: hung, told.append) == 1
     assert told[0].startswith("rank_0 silent for ")
+
+
+def test_signals_to_the_watcher_reach_the_job(watched, tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    ready = tmp_path / "ready"
+
+    def send_when_ready():
+        while not ready.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send_when_ready)
+    sender.start()
+    ending = (
+        f"import signal\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\nopen({str(ready)!r}, 'w')"
+    )
+    status, _, _ = watched(f"{ending}\ntime.sleep(60)", label="straggler_or_not_hung")
+    sender.join()
+    assert status == 5
+    assert signal.getsignal(signal.SIGUSR1) is before
