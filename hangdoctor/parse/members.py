@@ -76,8 +76,11 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
                 if not member.isreg():
                     continue
                 if member.size > MAX_FILE_BYTES:
-                    notes.append(f"{member.name[:200]}: larger than {MAX_FILE_BYTES >> 20} MiB, passed over")
-                    continue
+                    # Skipping it would mean reading through a size that only the header claims.
+                    notes.append(
+                        f"{member.name[:200]}: larger than {MAX_FILE_BYTES >> 20} MiB, the tar was read up to it"
+                    )
+                    return
                 file = tar.extractfile(member)
                 if file is not None:
                     yield without_top(member.name), file.read(MAX_FILE_BYTES)

@@ -32,7 +32,7 @@ def parse_ras_text(text: str) -> tuple[RasRank, ...]:
     """Ranks that the errors and warnings of a RAS report name."""
     found: list[RasRank] = []
     marks = list(COMMUNICATOR.finditer(text))
-    for mark, end in zip(marks, [m.start() for m in marks[1:]] + [len(text)], strict=True):
+    for mark, end in zip(marks, [*(m.start() for m in marks[1:]), len(text)], strict=False):
         block, name = text[mark.end() : end], mark["hash"]
         found += [ras_rank(name, m["rank"], m["count"], "RUNNING") for m in LAUNCHED.finditer(block)]
         for count in COUNT.finditer(block):

@@ -1,0 +1,204 @@
+"""Ten thousand mutated dumps of every format: no crash, no hang, no code that runs, nothing that reaches a terminal or a browser."""
+
+import json
+import pickle
+import random
+import re
+import tarfile
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+from areal_debug.hang_render import report
+from hangdoctor.diagnose import diagnose
+from hangdoctor.errors import HangInputError
+from hangdoctor.parse.members import members_of
+from hangdoctor.parse.read import Reading, finish, read_snapshot, take
+from hangdoctor.report.html import page
+from hangdoctor.report.markdown import markdown
+
+NUM_MUTANTS = 10_000
+CASES = Path(__file__).parent / "cases"
+ESCAPES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+POISON = [
+    b"\x1b[2J\x1b]0;owned\x07", b"<script>alert(1)</script>", b'"><img src=x onerror=alert(1)>', b"\x00", b"\xff\xfe", "\u202e".encode(),
+    b"cposix\nsystem\n(S'touch ran'\ntR.", b"99999999999999999999999", b"-1", b"[" * 3000, b"(" * 500, b" (x.py:" * 200,
+        b"`]]>", b"NaN", b"null", b"\n", b"\x80\x04\x95",
+]  # fmt: skip
+
+
+def seeds() -> list[tuple[str, bytes]]:
+    """One file of each format, by the name under which it would lie in a collection."""
+    frame = {
+        "name": "f",
+        "filename": "/v/site-packages/torch/x.py",
+        "short_filename": "torch/x.py",
+        "module": None,
+        "line": 3,
+        "locals": None,
+    }
+    thread = {
+        "pid": 1,
+        "thread_id": 2,
+        "thread_name": "MainThread",
+        "os_thread_id": 1,
+        "active": True,
+        "owns_gil": False,
+        "frames": [frame] * 3,
+    }
+    entry = {
+        "pg_id": 0, "process_group": ("0", "d"), "collective_seq_id": 1, "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce",
+        "time_created_ns": 5, "input_sizes": [[1]], "input_dtypes": ["Float"], "output_sizes": [[1]], "output_dtypes": ["Float"],
+        "state": "scheduled", "retired": False, "is_p2p": False, "frames": [{"name": "f", "filename": "x.py", "line": 1}],
+    }  # fmt: skip
+    recorder = {
+        "version": "2.10",
+        "pg_config": {"0": {"name": "0", "desc": "d", "ranks": "[0, 1]"}},
+        "entries": [entry] * 3,
+    }
+    processes = [
+        {
+            "name": "rank_0",
+            "rank": 0,
+            "role": "trainer",
+            "host": "a",
+            "pid": 1,
+            "parent": None,
+            "status": "dumped",
+        }
+    ]
+    contents = {
+        "format": "hangdoctor-collection",
+        "version": 1,
+        "world_size": 2,
+        "hosts": [],
+        "samples": [{"time": 1.0}],
+        "processes": processes,
+    }
+    texts = [("loose.txt", path.read_bytes()) for path in sorted(CASES.glob("*.txt"))[:6]]
+    return [
+        *texts,
+        ("samples/0/rank_0.json", json.dumps([thread] * 3, indent=1).encode()),
+        ("samples/0/rank_1.native.txt",
+            b'Process 3: x\n\nThread 3 (idle): "MainThread"\n    c10d::Work::wait (libtorch.so)\n    f (x.py:3)\n'),
+        ("rank_0.txt", b'Current thread 0x01 (most recent call first):\n  File "x.py", line 1 in f\n  File "x.py", line 2 in <module>\n'),
+        ("rank_1.txt", b'Traceback for thread 1 (p) [Has the GIL] (most recent call last):\n    (Python) File "x.py", line 1, in f\n'),
+        ("rank_2.txt", b'Thread 1 (Thread 0x7f (LWP 1) "p"):\n#0  0x0 in futex (a=1) from /lib/libc.so.6\n'),
+        ("fr/rank_0.pickle", pickle.dumps(recorder, protocol=2)),
+        ("nccl_trace_rank_1", pickle.dumps(recorder, protocol=4)),
+        ("rank_1.json", json.dumps(recorder).encode()),
+        ("ras/a.json", json.dumps({"communicators": [{"hash": "a", "ranks": [{"rank": 0,
+            "collective_operation_counts": {"AllReduce": 1}}]}]}).encode()),
+        ("ras/a.txt",
+            b"NCCL version\nJob summary\nCommunicators\n#0-0 (ab) MISMATCH\n  1 rank has launched up to operation 5\n    Rank 2 -- GPU 2\n"),
+        ("collection.json", json.dumps(contents).encode()),
+        ("proc/0/rank_0.json", b'{"state": "S", "wchan": "futex_do_wait", "cpu_s": 1.0, "voluntary_switches": 3,
+            "involuntary_switches": 4}'),
+        ("env/rank_0.json", b'{"WORLD_SIZE": "2"}'),
+        ("errors/rank_0.json", b'{"message": {"message": "boom", "extraInfo": {"timestamp": "1", "py_callstack": "x"}}}'),
+        ("logs/rank_0.log", b"[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE)\nbye\n"),
+        ("gpu/0/a.json", b'[{"index": 0, "utilization_percent": 100, "power_watts": 1.5}]'),
+        ("source/rank_0.json", b'{"/v/site-packages/torch/x.py:3": "work.wait()"}'),
+    ]  # fmt: skip
+
+
+def mutate(data: bytes, chance: random.Random) -> bytes:
+    """`data` with one to four wounds."""
+    wounded = bytearray(data)
+    for _ in range(chance.randrange(1, 5)):
+        at = chance.randrange(len(wounded) + 1)
+        match chance.randrange(5):
+            case 0:
+                wounded[at:at] = chance.choice(POISON)
+            case 1:
+                del wounded[at : at + chance.randrange(1, 40)]
+            case 2:
+                wounded[at : at + 1] = bytes([chance.randrange(256)])
+            case 3:
+                wounded[at:at] = wounded[: chance.randrange(1, 200)]
+            case 4:
+                del wounded[max(at, 1) :]
+    return bytes(wounded)
+
+
+class Tags(HTMLParser):
+    """Tags and attributes of a page, as a browser would see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+def check_reports(diagnosis, snapshot) -> None:
+    terminal, text, html = str(report(diagnosis)), markdown(diagnosis), page(diagnosis, snapshot)
+    assert not ESCAPES.search(terminal + text + html)
+    seen = Tags()
+    seen.feed(html)
+    assert seen.tags <= {
+        "html", "head", "meta", "title", "style", "body", "div", "h1", "h2", "p", "span", "table", "tr", "td",
+        "code", "br", "b", "i", "ul", "li", "details", "summary", "pre",
+    }  # fmt: skip
+    assert seen.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title", "style"}
+    json.dumps(diagnosis.as_json())
+
+
+def test_mutated_dumps_are_diagnosed_or_refused_and_never_more(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chance, originals = random.Random(7), seeds()
+    slowest = 0.0
+    for number in range(NUM_MUTANTS):
+        reading = Reading()
+        files = [originals[number % len(originals)], *chance.sample(originals, 2)]
+        started = time.process_time()
+        try:
+            for name, data in files:
+                take(reading, name, mutate(data, chance))
+            snapshot = finish(reading, None)
+            diagnosis = diagnose(snapshot)
+        except HangInputError:
+            continue
+        slowest = max(slowest, time.process_time() - started)
+        if number % 20 == 0:
+            check_reports(diagnosis, snapshot)
+    assert list(tmp_path.iterdir()) == []
+    assert slowest < 5
+
+
+def test_poison_in_every_name_reaches_no_report(tmp_path):
+    evil = '\x1b[31m<script>alert(1)</script>\u202e"\x07'
+    text = f'Process 1: {evil}\n\nThread 1 (idle): "{evil}"\n    {evil} (torch/distributed/{evil}.py:3)\n    <module> (a.py:1)\n'
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.txt").write_text(text.replace("\x1b[31m", "\x1b[31m\x9b"))
+    (tmp_path / f"rank_2{evil[:6].strip(chr(27))}.log").write_text(f"Error: {evil}\n")
+    snapshot = read_snapshot([tmp_path])
+    check_reports(diagnose(snapshot), snapshot)
+
+
+def test_a_tar_that_promises_a_huge_member_is_passed_over(tmp_path):
+    info = tarfile.TarInfo("rank_0.txt")
+    info.size = 1 << 40
+    (tmp_path / "huge.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024)
+    notes: list[str] = []
+    assert list(members_of(tmp_path / "huge.tar", notes)) == []
+    assert "larger than" in notes[0]
+
+
+def test_a_pipe_in_a_folder_cannot_block_the_reader(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "rank_0.txt")
+    notes: list[str] = []
+    assert list(members_of(tmp_path, notes)) == []
+    assert notes == ["rank_0.txt: not a regular file, passed over"]
+
+
+def test_a_pickle_with_a_giant_memo_index_uses_no_memory():
+    reading = Reading()
+    take(reading, "fr/rank_0.pickle", b"\x80\x02}r\xff\xff\xff\xff.")
+    assert reading.records == []
+    assert "Flight Recorder" in reading.notes[0]
