@@ -96,14 +96,14 @@ def flight_recorder_dump(rank: int, environment: dict[str, str], started: float)
     """A rank's Flight Recorder dump: asked for through its pipe where it listens on one, else a file that it has
     written since `started` (seconds since the epoch; older ones are of another run)."""
     asked = time.time()
-    wanted = asked if _ring(rank, environment) else started
+    rung = _ring(rank, environment)
+    since, deadline = (asked, asked + DUMP_WAIT_S) if rung else (started, asked)
     prefix = _first(environment, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     cache = Path(environment.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     prefixes = [prefix] if prefix else [str(cache / "torch/comm_lib_trace_rank_"), "/tmp/nccl_trace_rank_"]
-    deadline = asked + (DUMP_WAIT_S if wanted == asked else 0)
     while True:
         for candidate in prefixes:
-            if content := _settled(Path(f"{candidate}{rank}"), wanted):
+            if content := _settled(Path(f"{candidate}{rank}"), since):
                 return content
         if time.time() >= deadline:
             return None

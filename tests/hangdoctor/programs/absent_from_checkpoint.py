@@ -1,0 +1,35 @@
+"""Two ranks wait in the barrier of a checkpoint; rank 2 never came, because it waits for its tokens over HTTP.
+
+label: external_wait
+culprits: 2
+ranks: 3
+"""
+
+import http.client
+import socket
+
+import torch.distributed as dist
+from hang_point import here
+
+
+def fetch_samples() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    connection = http.client.HTTPConnection("127.0.0.1", server.getsockname()[1])
+    connection.request("POST", "/generate", body="{}")
+    connection.getresponse()
+
+
+def save_checkpoint() -> None:
+    dist.barrier()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    here()
+    if dist.get_rank() == 2:
+        fetch_samples()
+    save_checkpoint()
+
+
+main()
