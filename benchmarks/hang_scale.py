@@ -27,11 +27,12 @@ import json, resource, sys, time
 from pathlib import Path
 from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
-started = time.perf_counter()
+started, cpu_started = time.perf_counter(), time.process_time()
 diagnosis = diagnose(read_snapshot([Path(sys.argv[1])]))
-seconds = time.perf_counter() - started
+seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
 peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(json.dumps([seconds, peak_mib, diagnosis.label, len(diagnosis.culprit_ranks), len(diagnosis.victim_ranks)]))
+found = [diagnosis.label, len(diagnosis.culprit_ranks), len(diagnosis.victim_ranks)]
+print(json.dumps([seconds, cpu_s, peak_mib, *found]))
 """
 
 
@@ -109,12 +110,12 @@ def measure_scale(num_ranks: int, folder: Path) -> None:
         [sys.executable, "-c", DIAGNOSE, str(path)], capture_output=True, text=True, check=True
     )
     path.unlink()
-    seconds, peak_mib, label, culprits, victims = json.loads(done.stdout)
+    seconds, cpu_s, peak_mib, label, culprits, victims = json.loads(done.stdout)
     goal = GOALS_S.get(num_ranks)
     ratio = f", {seconds / goal:.2f} of the goal of {goal:g} s" if goal else ""
     print(
-        f"{num_ranks:>7} ranks, {size / 2**20:,.0f} MiB: {seconds:.2f} s{ratio}, peak {peak_mib:,.0f} MiB; {label},
-            {culprits} culprits, {victims} victims",
+        f"{num_ranks:>7} ranks, {size / 2**20:,.0f} MiB: {seconds:.2f} s{ratio}, {cpu_s:.2f} s of CPU, peak {peak_mib:,.0f} MiB; "
+        f"{label}, {culprits} culprits, {victims} victims",
         flush=True,
     )
 
@@ -169,9 +170,9 @@ def measure_frtrace(num_ranks: int, folder: Path) -> None:
     ours_s = time.perf_counter() - started
     named = "names" if f"{num_ranks - 1}" in theirs.stdout + theirs.stderr else "does not name"
     print(
-        f"Flight Recorder of {num_ranks} ranks x 200: ours {ours_s:.2f} s ({json.loads(ours.stdout)[2]}),
-            torchfrtrace {theirs_s:.2f} s (rc {theirs.returncode}, {named} the rank behind),
-            ratio {theirs_s / ours_s:.1f}",
+        f"Flight Recorder of {num_ranks} ranks x 200: ours {ours_s:.2f} s ({json.loads(ours.stdout)[3]}), "
+        f"torchfrtrace {theirs_s:.2f} s (rc {theirs.returncode}, {named} the rank behind), "
+        f"ratio {theirs_s / ours_s:.1f}",
         flush=True,
     )
 
