@@ -7,7 +7,6 @@ file is that, and is put on the path of the server process only.
 import os
 import socket
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,8 @@ from typing import Self
 from areal_core.config import SGLangConfig
 from areal_core.launch.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start, thread_limits
-from areal_core.rollout.servers import Server, is_healthy
+from areal_core.rollout.errors import ServerDied
+from areal_core.rollout.servers import Server, wait_until_healthy
 
 SHIM = Path(__file__).parent / "sgl_kernel_cpu"
 CPU_CACHE_TOKENS = 32768
@@ -56,15 +56,11 @@ class SGLangServer:
 
     def wait_until_ready(self) -> Self:
         """Raises `ServerFailed`, with the last log lines, when the server ends or is late; it is stopped then."""
-        deadline = time.monotonic() + self._ready_timeout_s
-        while not is_healthy(self.server):
-            self.check()
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ServerFailed(
-                    f"not ready after {self._ready_timeout_s:.0f} s: server {self.server.describe()}"
-                )
-            time.sleep(0.5)
+        try:
+            wait_until_healthy([self.server], self._ready_timeout_s, self.check)
+        except (ServerDied, ServerFailed) as failure:
+            self.stop()
+            raise ServerFailed(str(failure)) from failure
         return self
 
     def check(self) -> None:

@@ -9,8 +9,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,13 @@ class ServerPool:
 
     def wait(self, futures: list[Future[str]]) -> None:
         """Waits for `start_post`. Raises `ServerDied` or `RequestRefused`, after every reply is in."""
-        errors = [(server, future.exception()) for server, future in zip(self.servers, futures, strict=True)]
-        for server, error in errors:
+        wait(futures)
+        self.raise_failures(futures)
+
+    def raise_failures(self, futures: list[Future[str]]) -> None:
+        """Raises for the first server whose reply is in and is a failure."""
+        for server, future in zip(self.servers, futures, strict=True):
+            error = future.exception() if future.done() else None
             if isinstance(error, OSError):
                 raise ServerDied(f"no answer ({error!r}) from server {server.describe()}") from error
             if error is not None:
@@ -134,6 +140,18 @@ class ServerPool:
 
     def resume(self) -> None:
         self.post("/continue_generation", {})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pauses, and lets generation go on however the body ends; the body's failure is the one that is told."""
+        try:
+            self.pause()
+            yield
+        except BaseException:
+            with suppress(ServerDied, RequestRefused):
+                self.resume()
+            raise
+        self.resume()
 
     def flush_cache(self) -> None:
         """Empties the prefix caches. Raises `RequestRefused` while requests are running."""

@@ -110,24 +110,23 @@ class SGLangClient:
         raise ServerDied(f"no inference server is left: {self._last_failure}")
 
     async def _post(self, server: Server, path: str, payload: dict) -> bytes:
-        for attempt in itertools.count():
+        """The body of a 200 reply. Raises `RequestRefused` for a 4xx, and aiohttp's error or `TimeoutError` after the last attempt."""
+        for attempt in range(self._num_retries + 1):
+            if attempt > 0:
+                await asyncio.sleep(self._retry_delay_s)
             try:
                 async with self._open_session().post(f"http://{server.address}{path}", json=payload) as reply:
                     body = await reply.read()
-                if reply.status < 500:
-                    break
-                error: Exception = aiohttp.ClientPayloadError(
-                    f"status {reply.status}: {body[:MESSAGE_LIMIT]!r}"
-                )
             except (aiohttp.ClientError, TimeoutError) as caught:
                 error = caught
-            if attempt == self._num_retries:
-                raise error
-            await asyncio.sleep(self._retry_delay_s)
-        if reply.status != 200:
-            text = body[:MESSAGE_LIMIT].decode(errors="replace")
-            raise RequestRefused(f"{server.address}{path} answered {reply.status}: {text}", reply.status)
-        return body
+                continue
+            if reply.status == 200:
+                return body
+            said = f"answered {reply.status}: {body[:MESSAGE_LIMIT].decode(errors='replace')}"
+            if reply.status < 500:
+                raise RequestRefused(f"{server.address}{path} {said}", reply.status)
+            error = aiohttp.ClientPayloadError(said)
+        raise error
 
     def _open_session(self) -> aiohttp.ClientSession:
         """One session per event loop, with connections that stay open."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
-from areal_core.rollout.errors import PushFailed
 from areal_core.rollout.servers import ServerPool
 
 GROUP_NAME = "update_weight_group"
@@ -76,7 +75,7 @@ class UpdateGroup:
 
         threading.Thread(target=form, name="update-group", daemon=True).start()
         while not formed.done():
-            raise_refusal(joining)
+            self.pool.raise_failures(joining)
             time.sleep(0.01)
         return formed.result()
 
@@ -96,7 +95,7 @@ class UpdateGroup:
         ]
         # A server that has refused never enters the broadcast, so waiting in it alone would not end.
         while not all(work.is_completed() for work in works):
-            raise_refusal(replies)
+            self.pool.raise_failures(replies)
             time.sleep(0.001)
         for work in works:
             work.wait()
@@ -104,13 +103,6 @@ class UpdateGroup:
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
-
-
-def raise_refusal(replies: list[Future[str]]) -> None:
-    """Raises `PushFailed` when a server has answered with an error."""
-    for reply in replies:
-        if reply.done() and reply.exception() is not None:
-            raise PushFailed(f"a server left the group: {reply.exception()}") from reply.exception()
 
 
 def own_address(peer: str) -> str:

@@ -13,7 +13,7 @@ raises it at the end.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -59,28 +59,20 @@ class DiskPush:
         self.bucket_bytes = bucket_bytes
 
     def push(self, weights: NamedTensors, version: int) -> None:
-        if self.pool is None:
-            drain(weights)
-            agree_on_failure(None)
-            return
+        from_rank_0(weights, None if self.pool is None else lambda: self._send(weights, version))
+
+    def _send(self, weights: NamedTensors, version: int) -> None:
         folder = self.folder / f"v{version}"
-        failure = None
         try:
             self._write(weights, folder)
             self.pool.drop_dead()
-            self.pool.pause()
-            try:
+            with self.pool.paused():
                 self.pool.post(
                     "/update_weights_from_disk",
                     {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
                 )
-            finally:
-                self.pool.resume()
-        except (OSError, RuntimeError) as error:
-            failure = error
-        drain(weights)
-        shutil.rmtree(folder, ignore_errors=True)
-        agree_on_failure(failure)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, weights: NamedTensors, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,43 +115,27 @@ class BroadcastPush:
         self._group: UpdateGroup | None = None
 
     def push(self, weights: NamedTensors, version: int) -> None:
-        if self.pool is None:
-            drain(weights)
-            agree_on_failure(None)
-            return
-        failure = None
-        try:
-            self._join()
-            self.pool.pause()
-            try:
-                self._send(weights, version)
-            finally:
-                self.pool.resume()
-        except (OSError, RuntimeError) as error:
-            failure = error
-        drain(weights)
-        agree_on_failure(failure)
+        from_rank_0(weights, None if self.pool is None else lambda: self._send(weights, version))
+
+    def _send(self, weights: NamedTensors, version: int) -> None:
+        self._join()
+        with self.pool.paused():
+            in_session = self._begin()
+            for bucket, is_last in bucketed(weights, self.bucket_bytes):
+                # The version and the flush come with the last bucket: before it the server holds a mixture.
+                last = {"weight_version": str(version), "flush_cache": True}
+                self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
+            if in_session:
+                self.pool.post("/end_weight_update", {})
 
     def _join(self) -> None:
         """Forms the group with the servers that are alive; again when one has died."""
         self.pool.drop_dead()
-        if self._group is not None and self._group.servers == self.pool.servers:
-            return
-        self._group = UpdateGroup(self.pool, self.backend, self.ranks_per_server, self.timeout_s)
-
-    def _send(self, weights: NamedTensors, version: int) -> None:
-        in_session = self._begin()
-        for bucket, is_last in bucketed(weights, self.bucket_bytes):
-            # The version and the flush come with the last bucket: before it the server holds a mixture.
-            extra = (
-                {"weight_version": str(version), "flush_cache": True} if is_last else {"flush_cache": False}
-            )
-            self._group.broadcast(bucket, extra)
-        if in_session:
-            self.pool.post("/end_weight_update", {})
+        if self._group is None or self._group.servers != self.pool.servers:
+            self._group = UpdateGroup(self.pool, self.backend, self.ranks_per_server, self.timeout_s)
 
     def _begin(self) -> bool:
-        """Opens the server's update session. False for servers before SGLang 0.5.20, which have no such route."""
+        """Opens the server's update session. False for older servers, which have no such route."""
         try:
             self.pool.post("/begin_weight_update", {})
         except RequestRefused as refused:
@@ -188,24 +164,29 @@ def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tu
     yield bucket, True
 
 
-def drain(weights: NamedTensors) -> None:
-    """Iterates to the end: each step is a collective that the other ranks are in."""
-    for _ in weights:
+def from_rank_0(weights: NamedTensors, send: Callable[[], None] | None) -> None:
+    """Runs `send`, which rank 0 passes, while the other ranks iterate. Raises `PushFailed` on every rank. Collective."""
+    failure = None
+    if send is not None:
+        try:
+            send()
+        except Exception as error:  # of any kind: it must reach the other ranks, which wait for this one
+            failure = error
+    for _ in (
+        weights
+    ):  # what rank 0 has left after a failure, and all of it elsewhere: the others are in each full_tensor
         pass
-
-
-def agree_on_failure(failure: Exception | None) -> None:
-    """Raises `PushFailed` on every rank when rank 0 passes a failure. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if failure is not None:
-            raise PushFailed(f"the weights did not reach the servers: {failure}") from failure
-        return
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    text = str(failure or "").encode()[:MESSAGE_BYTES]
-    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    if text:
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(message, src=0)
-    said = bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    said = broadcast_text("" if failure is None else f"{type(failure).__name__}: {failure}")
     if said:
         raise PushFailed(f"the weights did not reach the servers: {said}") from failure
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text, on every rank. Collective."""
+    if not dist.is_initialized():
+        return text
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    padded = text.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    message = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    dist.broadcast(message, src=0)
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")

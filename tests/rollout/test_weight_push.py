@@ -146,7 +146,7 @@ def test_a_failure_on_rank_0_reaches_every_rank(start_fake, tmp_path, model_path
     assert code == 7
     for rank in (0, 1):
         assert (
-            f"rank {rank}: the weights did not reach the servers: {fake.server.address}/pause_generation"
+            f"rank {rank}: the weights did not reach the servers: RequestRefused: {fake.server.address}/pause_generation"
             in log
         )
     assert "shutting down" in capfd.readouterr().out
