@@ -29,22 +29,13 @@ TELLING = (
     "file_lock",
     "prompt",
 )
-# Measured: the main thread of a hung rank is not switched to once between two samples; that of a rank which steps is
-# switched to at least 20 times a second, however loaded the machine.
+# Measured: the main thread of a hung rank is not switched to once between two samples; that of a rank which
+# steps is switched to at least 20 times a second, however loaded the machine.
 RAN_SWITCHES = 5
 # A wait that spins or polls runs as well: its switches say nothing. These kinds only run when there is work.
 WORKING_KINDS = (
-    "running",
-    "blocked",
-    "compile",
-    "import",
-    "load",
-    "file",
-    "checkpoint",
-    "lock",
-    "gil",
-    "backward",
-)
+    "running", "blocked", "compile", "import", "load", "file", "checkpoint", "lock", "gil", "backward", "data", "http",
+)  # fmt: skip
 BUSY_CPU_FRACTION = 0.5
 
 
@@ -60,8 +51,8 @@ class ThreadStance:
 class Standing:
     """One process of the job, over all samples.
 
-    `moved`: the main thread stood elsewhere in the program; `ran`: the kernel switched to it in between; `cpu_fraction`: CPU
-    seconds of the process per second. Each is None where the samples cannot tell.
+    `moved`: the main thread stood elsewhere in the program; `ran`: the kernel switched to it in between;
+    `cpu_fraction`: CPU seconds of the process per second. Each is None where the samples cannot tell.
     """
 
     name: str
@@ -86,13 +77,17 @@ class Standing:
 
     @property
     def works(self) -> bool:
-        """Whether it gets something done: it computes, or its main thread ran although it waits for nobody."""
+        """Whether it gets something done: it computes, or its main thread ran although it waits for
+        nobody.
+        """
         return self.busy or (bool(self.ran) and self.stance.kind in WORKING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Everything a rule looks at. `ranks` are the trainer's ranks, or those of the only role there is."""
+    """Everything a rule looks at. `ranks` are the trainer's ranks, or those of the only role there is;
+    `span_s` is the time between the first and the last sample.
+    """
 
     snapshot: Snapshot
     role: str
@@ -100,6 +95,7 @@ class Case:
     others: tuple[Standing, ...]
     missing: dict[int, Status]
     certain_missing: bool
+    span_s: float
 
     @property
     def num_samples(self) -> int:
@@ -131,6 +127,7 @@ def build_case(snapshot: Snapshot) -> Case:
         top = max((rank for rank in present if isinstance(rank, int)), default=-1)
         missing = {rank: "gone" for rank in range(min(top, 1_000_000)) if rank not in present}
         certain = False
+    times = {dump.time for dump in snapshot.dumps if dump.time is not None}
     missing = {rank: "gone" if status == "dumped" else status for rank, status in missing.items()}
     return Case(
         snapshot=snapshot,
@@ -139,6 +136,7 @@ def build_case(snapshot: Snapshot) -> Case:
         others=tuple(others),
         missing=missing,
         certain_missing=certain,
+        span_s=max(times) - min(times) if times else 0.0,
     )
 
 
@@ -212,7 +210,9 @@ def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
 
 
 def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
-    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not tell."""
+    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not
+    tell.
+    """
     texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
     for kind, operation, pattern in SOURCE:
         if not texts or not compiled(pattern).search(texts[0]):

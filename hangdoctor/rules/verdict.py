@@ -13,6 +13,22 @@ from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Label, NextStep, Rank
 
+# Waits that a healthy step may sit in for seconds: being still for less than this proves little.
+SLOW_KINDS = (
+    "data",
+    "http",
+    "rpc",
+    "subprocess",
+    "checkpoint",
+    "file",
+    "future",
+    "queue",
+    "socket",
+    "join",
+    "load",
+    "import",
+)
+PATIENCE_S = 10.0
 LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
 MAX_EVIDENCE = 8
 
@@ -39,6 +55,8 @@ def confidence(
         level = min(level, 1)
     elif any(standing.moved for standing in culprits):
         level -= 1
+    if case.span_s < PATIENCE_S and any(standing.stance.kind in SLOW_KINDS for standing in culprits):
+        level = min(level, 1)
     if any(standing.works for standing in culprits):
         level = 0
     unseen = sum(
