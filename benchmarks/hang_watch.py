@@ -52,7 +52,7 @@ def measure(num_ranks: int) -> dict[str, float]:
             tracks: dict[str, Track] = {}
             started = time.process_time()
             for look in range(NUM_LOOKS):
-                tracks = follow(tracks, read_signs(job, read_beats(folder)), float(look))
+                tracks = follow(tracks, read_signs(job, read_beats(folder), None), float(look))
                 judge(tracks, float(look), Limits())
             look_s = (time.process_time() - started) / NUM_LOOKS
         finally:

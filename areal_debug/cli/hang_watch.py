@@ -63,24 +63,25 @@ def watch(
     folder = to or Path(time.strftime("hang-watch-%Y%m%d-%H%M%S"))
     plan = Plan(folder, Limits(quiet_s, watchdog_s), poll_s, then, hook, max_restarts)  # type: ignore[arg-type]
     if job:
-        sys.exit(watch_command(list(job), plan, _post_mortem, _tell))
-    sys.exit(watch_pids(pids, plan, _post_mortem, _tell))
+        sys.exit(watch_command(list(job), plan, post_mortem, tell))
+    sys.exit(watch_pids(pids, plan, post_mortem, tell))
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """One line of the watch on stderr, beside the job's own output."""
     click.echo(f"hang watch: {text}", err=True)
 
 
-def _post_mortem(folder: Path) -> Diagnosis:
+def post_mortem(folder: Path) -> Diagnosis:
     """Diagnose a collection and lay the page and the JSON beside it."""
     import json
 
-    from areal_debug.hang_render import write_post_mortem
+    from areal_debug.hang_render import writepost_mortem
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
     snapshot = read_snapshot((folder,), None, {})
     diagnosis = diagnose(snapshot)
-    write_post_mortem(diagnosis, snapshot, folder)
+    writepost_mortem(diagnosis, snapshot, folder)
     (folder / "diagnosis.json").write_text(json.dumps(diagnosis.as_json(), indent=1) + "\n")
     return diagnosis

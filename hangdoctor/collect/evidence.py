@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from hangdoctor.collect.process import PROC
@@ -142,19 +143,29 @@ def _first(environment: dict[str, str], *names: str) -> str:
     return next((environment[name] for name in names if environment.get(name)), "")
 
 
-def gpus() -> list[dict[str, object]] | None:
-    """Utilisation, power and pids of each GPU by nvidia-smi, in the shape of `gpu/K/HOST.json`."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One entry of `gpu/K/HOST.json`; None where the driver does not tell."""
+
+    index: int
+    utilization_percent: float | None
+    power_watts: float | None
+    pids: tuple[int, ...]
+
+
+def gpus() -> list[Gpu] | None:
+    """Every GPU of this host by nvidia-smi; None where there is no such tool."""
     if shutil.which("nvidia-smi") is None:
         return None
     cards = _query("--query-gpu=uuid,index,utilization.gpu,power.draw")
     apps = _query("--query-compute-apps=gpu_uuid,pid")
     return [
-        {
-            "index": int(index),
-            "utilization_percent": _float(utilization),
-            "power_watts": _float(power),
-            "pids": [int(pid) for card, pid in apps if card == uuid],
-        }
+        Gpu(
+            int(index),
+            _float(utilization),
+            _float(power),
+            tuple(int(pid) for card, pid in apps if card == uuid),
+        )
         for uuid, index, utilization, power in cards
     ]
 

@@ -7,6 +7,7 @@ find_job ─> sample 0 ─(interval)─> sample 1 ... ─> surroundings ─> col
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
             outcomes.append(
                 dict(zip([target.name for target in job.targets], pool.map(one, job.targets), strict=True))
             )
-            _keep(folder / f"gpu/{sample}/{options.host}.json", evidence.gpus())
+            if cards := evidence.gpus():
+                write_json(folder / f"gpu/{sample}/{options.host}.json", [asdict(card) for card in cards])
         list(pool.map(partial(_keep_source, folder=folder), job.targets))
         list(pool.map(partial(_surroundings, folder=folder, options=options), job.targets))
     ras = evidence.nccl_ras()
@@ -84,11 +86,6 @@ def _surroundings(target: Target, folder: Path, options: Options) -> None:
         path = folder / f"fr/{target.name}.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(recorded)
-
-
-def _keep(path: Path, value: object) -> None:
-    if value is not None:
-        write_json(path, value)
 
 
 def _manifest(job: Job, outcomes: list[dict[str, Outcome]], times: list[float], host: str) -> Manifest:

@@ -10,6 +10,10 @@ from hangdoctor.watch.signs import Signs
 PAUSES_BEFORE_QUIET = 5
 """A process is quiet when it has paused this many times longer than it ever did before."""
 LEAST_QUIET_S = 120.0
+GPU_POWER_CHANGE = 0.1
+"""GPUs that compute draw more and less from step to step; those that wait in a collective draw the same within 1-2 %."""
+CPU_SHARE = 0.3
+"""Of one core, between two looks. Loggers and progress bars of a hung rank use a few percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +27,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One process over time: its last signs, when they last changed, and the longest pause between two changes."""
+    """One process over time: its last signs and when they were seen, those when it last moved and when that was,
+    and the longest pause between two moves."""
 
     signs: Signs
+    seen_at: float
+    anchor: Signs
     moved_at: float
     longest_pause_s: float = 0.0
     num_moves: int = 0
@@ -49,13 +56,27 @@ def follow(tracks: dict[str, Track], seen: list[Signs], now: float) -> dict[str,
     for signs in seen:
         before = tracks.get(signs.name)
         if before is None:
-            updated[signs.name] = Track(signs, now)
-        elif signs.proof == before.signs.proof:
-            updated[signs.name] = replace(before, signs=signs)
+            updated[signs.name] = Track(signs, now, signs, now)
+        elif not _has_moved(before, signs, now):
+            updated[signs.name] = replace(before, signs=signs, seen_at=now)
         else:
             pause_s = max(before.longest_pause_s, now - before.moved_at if before.num_moves else 0.0)
-            updated[signs.name] = Track(signs, now, pause_s, before.num_moves + 1)
+            updated[signs.name] = Track(signs, now, signs, now, pause_s, before.num_moves + 1)
     return updated
+
+
+def _has_moved(before: Track, signs: Signs, now: float) -> bool:
+    """By the best sign there is: beat, log, GPU power, and CPU time where nothing better is."""
+    if signs.beat_time is not None:
+        return (signs.step, signs.beat_time) != (before.signs.step, before.signs.beat_time)
+    if signs.log_bytes != before.signs.log_bytes:
+        return True
+    if signs.gpu_watts is not None:
+        usual = before.anchor.gpu_watts or 0.0
+        return abs(signs.gpu_watts - usual) > GPU_POWER_CHANGE * usual
+    if signs.cpu_s is None or before.signs.cpu_s is None:
+        return False
+    return signs.cpu_s - before.signs.cpu_s > CPU_SHARE * (now - before.seen_at)
 
 
 def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:

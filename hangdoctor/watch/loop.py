@@ -24,7 +24,7 @@ from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.judge import Judgement, Limits, Track, finished_without_steps, follow, judge
-from hangdoctor.watch.signs import read_signs
+from hangdoctor.watch.signs import gpu_watts, read_signs
 
 Then = Literal["notify", "kill", "restart"]
 RESCAN_S = 15.0
@@ -124,12 +124,12 @@ def _watch(
     silence has lasted half a limit longer: a checkpoint on slow storage looks hung and ends.
     """
     tracks: dict[str, Track] = {}
-    job, scanned_at, patience, finding = Job((), (), None), -RESCAN_S, 1, None
+    job, watts, scanned_at, patience, finding = Job((), (), None), None, -RESCAN_S, 1, None
     while ended() is None:
         now = time.monotonic()
         if now - scanned_at >= RESCAN_S or not job.targets:
-            job, scanned_at = _find(pids), now
-        tracks = follow(tracks, read_signs(job, read_beats(beats)), now)
+            job, watts, scanned_at = _find(pids), gpu_watts(), now
+        tracks = follow(tracks, read_signs(job, read_beats(beats), watts), now)
         judgement = judge(tracks, now, plan.limits)
         if judgement.silent_s < judgement.limit_s / 2:
             if finding is not None:
@@ -142,7 +142,7 @@ def _watch(
             _end(pids)
             return finding, tracks
         time.sleep(plan.poll_s)
-    return finding, follow(tracks, read_signs(job, read_beats(beats)), time.monotonic())
+    return finding, follow(tracks, read_signs(job, read_beats(beats), watts), time.monotonic())
 
 
 def _find(pids: tuple[int, ...]) -> Job:

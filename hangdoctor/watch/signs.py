@@ -1,20 +1,22 @@
-"""What a process shows of its life at one moment, read without touching it: its beat, its log, its CPU time, its GPU.
+"""What a process shows of its life at one moment, read without touching it: its beat, its log, its GPUs, its CPU time.
 
-A beat is proof of progress; a growing log nearly so. CPU time is not: a rank that spins in NCCL burns a whole core and
-stands still. So each sign is used only where the better one is absent.
+A beat is proof of progress; a growing log nearly so. GPU power that goes up and down is a sign of work, utilisation is
+not: a kernel that waits in NCCL shows 100 %. CPU time counts on hosts without GPUs only, for the same reason.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from hangdoctor.collect.discover import Job, Target
+from hangdoctor.collect.evidence import gpus
 from hangdoctor.collect.process import PROC, read_stat
 from hangdoctor.heartbeat import Beat
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """One process at one moment. None where there is no such sign; `log_bytes` is what its log files hold."""
+    """One process at one moment. None where there is no such sign; `log_bytes` is what its log files hold,
+    `gpu_watts` what all GPUs of the host draw, `cpu_s` user plus system time."""
 
     name: str
     alive: bool
@@ -22,34 +24,31 @@ class Signs:
     beat_time: float | None = None
     done: bool = False
     log_bytes: int | None = None
+    gpu_watts: float | None = None
     cpu_s: float | None = None
 
-    @property
-    def proof(self) -> tuple[object, ...]:
-        """What must change for the process to count as moving: the best sign that it has."""
-        if self.beat_time is not None:
-            return ("beat", self.step, self.beat_time)
-        if self.log_bytes is not None:
-            return ("log", self.log_bytes)
-        return ("cpu", None if self.cpu_s is None else round(self.cpu_s))
 
-
-def read_signs(job: Job, beats: dict[str, Beat]) -> list[Signs]:
+def read_signs(job: Job, beats: dict[str, Beat], gpu_watts: float | None) -> list[Signs]:
     """The signs of every rank and server of a job, and of every process that beats without being one."""
     ranks = [target for target in job.targets if target.role not in ("child", "launcher")]
-    found = [_signs_of(target, beats.get(target.name)) for target in ranks]
     known = {target.name for target in ranks}
+    found = [_signs_of(target, beats.get(target.name), gpu_watts) for target in ranks]
     return found + [_beating(beat) for name, beat in beats.items() if name not in known]
 
 
-def _signs_of(target: Target, beat: Beat | None) -> Signs:
+def gpu_watts() -> float | None:
+    """What all GPUs of this host draw together, or None without GPUs (or drivers that tell)."""
+    drawn = [card.power_watts for card in gpus() or [] if card.power_watts is not None]
+    return sum(drawn) if drawn else None
+
+
+def _signs_of(target: Target, beat: Beat | None, watts: float | None) -> Signs:
     stat = read_stat(target.pid)
     alive = stat is not None and stat.state not in "ZX"
     if beat is not None:
         return Signs(target.name, alive, beat.step, beat.time, beat.done)
-    return Signs(
-        target.name, alive, log_bytes=_log_bytes(target.pid), cpu_s=stat.cpu_s if stat is not None else None
-    )
+    cpu_s = stat.cpu_s if stat is not None else None
+    return Signs(target.name, alive, log_bytes=_log_bytes(target.pid), gpu_watts=watts, cpu_s=cpu_s)
 
 
 def _beating(beat: Beat) -> Signs:

@@ -31,8 +31,8 @@ def tool(tmp_path, monkeypatch):
 def test_gpus_are_read_with_their_processes(tool):
     tool("nvidia-smi", NVIDIA_SMI)
     assert evidence.gpus() == [
-        {"index": 0, "utilization_percent": 100.0, "power_watts": 121.5, "pids": [4711, 4712]},
-        {"index": 1, "utilization_percent": None, "power_watts": None, "pids": []},
+        evidence.Gpu(0, 100.0, 121.5, (4711, 4712)),
+        evidence.Gpu(1, None, None, ()),
     ]
 
 

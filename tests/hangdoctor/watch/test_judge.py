@@ -62,13 +62,32 @@ def test_without_beats_one_growing_log_is_enough_to_be_alive():
     assert judge(tracks, 61, Limits(quiet_s=10)).state == "quiet"
 
 
-def test_cpu_time_counts_only_without_beat_and_log():
-    tracks = tracks_of((0, Signs("rank_0", True, cpu_s=1.0)), (9, Signs("rank_0", True, cpu_s=3.0)))
-    assert judge(tracks, 12, Limits(quiet_s=10)).state == "moving"
-    spinning = tracks_of(
-        (0, Signs("rank_0", True, 4, 1.0, cpu_s=1.0)), (9, Signs("rank_0", True, 4, 1.0, cpu_s=10.0))
-    )
-    assert judge(spinning, 12, Limits(quiet_s=10)).state == "quiet"
+def test_cpu_time_counts_only_without_a_better_sign():
+    def looks(*signs):
+        return judge(tracks_of(*enumerate_by_ten(signs)), 50, Limits(quiet_s=15)).state
+
+    busy = [Signs("rank_0", True, cpu_s=4.0 * look) for look in range(6)]
+    idle = [*busy[:3], *(Signs("rank_0", True, cpu_s=8.1 + 0.3 * look) for look in range(3))]
+    spinning = [Signs("rank_0", True, 4, float(min(look, 2)), cpu_s=10.0 * look) for look in range(6)]
+    assert looks(*busy) == "moving"
+    assert looks(*idle) == "quiet"
+    assert looks(*spinning) == "quiet"
+
+
+def enumerate_by_ten(signs):
+    """One look every ten seconds."""
+    return [(10 * look, one) for look, one in enumerate(signs)]
+
+
+def test_gpus_that_draw_the_same_power_are_quiet_though_the_host_spins():
+    def looks(*watts):
+        signs = [
+            Signs("rank_0", True, gpu_watts=drawn, cpu_s=10.0 * look) for look, drawn in enumerate(watts)
+        ]
+        return judge(tracks_of(*enumerate_by_ten(signs)), 10 * len(watts) - 10, Limits(quiet_s=25)).state
+
+    assert looks(600, 500, 610, 480, 600, 500) == "moving"
+    assert looks(600, 500, 121, 122, 121, 120) == "quiet"
 
 
 @pytest.mark.parametrize("last", [beating("rank_0", 5, done=True), beating("rank_0", 5, alive=False)])
