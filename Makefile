@@ -7,6 +7,8 @@ PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Without cached bytecode every process compiles torch and Transformers anew: 10 s instead of 2 s a start.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo demo-real test test-long lint format env env-light clean
 
@@ -49,7 +51,7 @@ env-light:
 .venv/full.stamp: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv (full: with SGLang, Ray and the development tools) ..."
 	$(BIN)/pip install $(PIP_FLAGS) uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[all]"
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable ".[all]"
 	@touch $@
 
 clean:

@@ -3,6 +3,7 @@
 `python -m areal_debug.script SCRIPT.py ARGUMENTS`. Errors that are not mistakes of a kind we know keep their traceback.
 """
 
+import logging
 import os
 import runpy
 import sys
@@ -16,6 +17,7 @@ def main(arguments: list[str]) -> None:
     """Run the script as `__main__`, with its own arguments and its folder on the path."""
     script = arguments[0]
     sys.argv = arguments
+    logging.getLogger("areal_core.config").setLevel(logging.ERROR)  # the command has told the notes once
     sys.path.insert(0, str(Path(script).resolve().parent))
     with mistakes_as_sentences():
         runpy.run_path(script, run_name="__main__")

@@ -65,7 +65,7 @@ def write_anchor(record: Path, step: int, rank: int, save_checkpoint: Any) -> No
         commit_anchor(folder, step)
 
 
-def make_check(record: Record, trainer: PPOTrainer) -> Observer:
+def make_check(record: Record, trainer: PPOTrainer, first_step: int) -> Observer:
     """An observer that compares each step with the record and prints what it finds on rank 0."""
-    check = ReplayCheck(record, trainer.ranks.rank, trainer.ranks.gather_objects)
+    check = ReplayCheck(record, trainer.ranks.rank, trainer.ranks.gather_objects, first_step)
     return print_and_report(check) if trainer.ranks.rank == 0 else check

@@ -92,7 +92,7 @@ def torch_facts() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "build": torch.__version__,
+        "build": str(torch.__version__),  # a str subclass, which JSON would not give back
         "git": torch.version.git_version,
         "cuda": torch.version.cuda,
         "num_threads": torch.get_num_threads(),

@@ -32,9 +32,14 @@ def check_ranks(record: Record, num_ranks: int) -> None:
         raise WrongRankCount(record.header.num_ranks, num_ranks)
 
 
-def check_model(record: Record, path: str) -> None:
-    """Raises WrongModel unless the folder at `path` holds the files that the recorded run started from."""
+def check_model(record: Record, path: str, first_step: int = 0) -> None:
+    """Raises WrongModel unless the folder at `path` holds the files that the recorded run started from.
+
+    With an anchor at `first_step` or before, the weights come from there, and only the model's config must be the same.
+    """
     recorded = record.header.model["files"]
+    if any(step <= first_step for step in record.anchors()):
+        recorded = {name: identity for name, identity in recorded.items() if name == "config.json"}
     if not Path(path).is_dir():
         if recorded:
             raise WrongModel(
@@ -43,8 +48,8 @@ def check_model(record: Record, path: str) -> None:
             )
         return
     current = folder_identity(path)["files"]
-    if current != recorded:
-        names = sorted(n for n in recorded.keys() | current.keys() if recorded.get(n) != current.get(n))
+    names = [name for name, identity in recorded.items() if current.get(name) != identity]
+    if names:
         raise WrongModel(
             f"{path} is not the model that the run started from: {', '.join(names[:3])} differ; "
             f"give the right one with --model (or actor.path)"

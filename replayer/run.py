@@ -11,7 +11,7 @@ from replayer.before import step_range
 from replayer.source import RecordedRollouts
 
 C = TypeVar("C", bound=PPOConfig)
-MakeCheck = Callable[[Record, PPOTrainer], Observer]
+MakeCheck = Callable[[Record, PPOTrainer, int], Observer]  # the last: the first step to report
 
 
 def replay_config(record: Record, model: str | None = None) -> PPOConfig:
@@ -34,12 +34,12 @@ def without_side_effects(config: C) -> C:
     return config
 
 
-def replay_hooks(record_folder: str | Path, make_check: MakeCheck) -> dict[str, Any]:
+def replay_hooks(record_folder: str | Path, make_check: MakeCheck, first_step: int = 0) -> dict[str, Any]:
     """Arguments of PPOTrainer that make it a replay: recorded batches in, each step compared."""
     record = open_record(record_folder)
     return {
         "source": lambda trainer: RecordedRollouts(record, trainer.ranks.rank, trainer.ranks.world_size),
-        "observers": [lambda trainer: make_check(record, trainer)],
+        "observers": [lambda trainer: make_check(record, trainer, first_step)],
         "stop_after": record.steps[-1] if record.steps else None,
     }
 
@@ -63,7 +63,7 @@ def replay(
     start = anchors[-1] if anchors else 0
     for step in range(start, last + 1):
         record.step(step)  # a gap is an error now, not after an hour
-    hooks = replay_hooks(record_folder, make_check) | {
+    hooks = replay_hooks(record_folder, make_check, first) | {
         "stop_after": last,
         "checkpoint": record.anchor(start) / "checkpoint" if anchors else None,
         "total_steps": record.step(start).plan(0).details["total_steps"],

@@ -32,15 +32,17 @@ def run_ranks(
     healthy: Callable[[], bool] = lambda: True,
     echo: bool = True,
 ) -> int:
-    """Runs a script (or `-m module`) under torchrun; its output goes to `log_dir/trainer.log`, and to ours if `echo`.
+    """Runs a script (or `-m module`), under torchrun if on several ranks; its output goes to `log_dir/trainer.log`, and to ours if `echo`.
 
     `healthy` is asked now and then; the ranks are ended `GRACE_S` after it says no.
 
     Returns:
         The exit code of the first rank that failed, 0 when none did.
     """
-    torchrun = [sys.executable, "-m", "areal_core.launch.ranks", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [*torchrun, "--nproc-per-node", str(num_ranks), *script_argv]
+    command = [sys.executable, *script_argv]
+    if num_ranks > 1:  # a rank alone needs no agent, whose start takes as long as its own
+        agent = [sys.executable, "-m", "areal_core.launch.ranks", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*agent, "--nproc-per-node", str(num_ranks), *script_argv]
     log_dir.mkdir(parents=True, exist_ok=True)
     with ended_on_signals(), (log_dir / "trainer.log").open("wb") as log:
         ranks = start(command, {**thread_limits(1), **terminal_environment(), **env}, subprocess.PIPE)
@@ -59,7 +61,8 @@ def wait_for_ranks(ranks: subprocess.Popen[bytes], healthy: Callable[[], bool]) 
     deadline = None
     while True:
         try:
-            return ranks.wait(POLL_S)
+            code = ranks.wait(POLL_S)
+            return code if code >= 0 else 128 - code  # a negative code is a signal's number
         except subprocess.TimeoutExpired:
             pass
         if deadline is None and not healthy():

@@ -76,12 +76,12 @@ def post_mortem(folder: Path) -> Diagnosis:
     """Diagnose a collection and lay the page and the JSON beside it."""
     import json
 
-    from areal_debug.hang_render import writepost_mortem
+    from areal_debug.hang_render import write_post_mortem
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
     snapshot = read_snapshot((folder,), None, {})
     diagnosis = diagnose(snapshot)
-    writepost_mortem(diagnosis, snapshot, folder)
+    write_post_mortem(diagnosis, snapshot, folder)
     (folder / "diagnosis.json").write_text(json.dumps(diagnosis.as_json(), indent=1) + "\n")
     return diagnosis

@@ -34,7 +34,7 @@ def command(
     opened = open_record(record)
     first, last = step_range(opened, from_step, to_step)
     check_ranks(opened, nproc or opened.header.num_ranks)
-    check_model(opened, model or opened.header.config["actor"]["path"])
+    check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))
     if opened.uncommitted and not as_json:
         steps = ", ".join(map(str, opened.uncommitted))

@@ -1,0 +1,137 @@
+"""What recording and replaying cost a training step: the same batches, trained bare, recorded, and replayed, in turn, in one process.
+
+    python benchmarks/step_cost.py [--hidden 384] [--rows 32] [--tokens 192] [--rounds 3] [--steps 4]
+
+Prints medians of whole steps and their ratios to the bare step. Checksums of all parameters are part of both costs.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_core.batch import Batch
+from areal_core.config import PPOConfig, config_from_dict
+from areal_core.telemetry import read_stats
+from areal_core.testing import make_tiny_model
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import make_recorder
+from recorder import open_record
+from replayer.check import ReplayCheck
+from replayer.source import RecordedRollouts
+
+
+class FixedRollouts:
+    """The same batch at every step, from memory."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        return self.batch
+
+    def update_weights(self, engine: object, version: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def random_batch(num_rows: int, num_tokens: int) -> Batch:
+    """Rows of `num_tokens` tokens of which three quarters are trained, in groups of four."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_rows, num_tokens)
+    trained = (torch.arange(num_tokens) >= num_tokens // 4).expand(shape)
+    return {
+        "input_ids": torch.randint(5, 100, shape, generator=generator, dtype=torch.int32),
+        "attention_mask": torch.ones(shape, dtype=torch.bool),
+        "loss_mask": trained.int(),
+        "logprobs": -torch.rand(shape, generator=generator) * trained,
+        "versions": torch.where(trained, 0, -1).int(),
+        "rewards": torch.rand(num_rows, generator=generator),
+        "prompt_id": torch.arange(num_rows) // 4,
+        "sample_id": (torch.arange(num_rows) % 4).int(),
+        "finish_reason": torch.zeros(num_rows, dtype=torch.int32),
+    }
+
+
+def make_config(folder: Path, model: Path, steps: int, num_rows: int, trial: str) -> PPOConfig:
+    norm = {"mean_level": "group", "std_level": "group", "group_size": 4}
+    actor = {
+        "path": str(model),
+        "dtype": "float32",
+        "optimizer": {"lr": 1e-4},
+        "kl_ctl": 0.0,
+        "ppo_n_minibatches": 1,
+        "reward_norm": norm,
+        "mb_spec": {"max_tokens_per_mb": 4096},
+    }
+    tree = {
+        "experiment_name": "cost",
+        "trial_name": trial,
+        "device": "cpu",
+        "allocation_mode": "embedded|fsdp:d1",
+        "total_train_steps": steps,
+        "cluster": {"fileroot": str(folder)},
+        "debug": {"path": str(folder / "record"), "overwrite": True},
+        "train_dataset": {"path": "none", "type": "rl", "batch_size": num_rows // 4},
+        "actor": actor,
+    }
+    return config_from_dict(tree, PPOConfig)
+
+
+def step_seconds(config: PPOConfig, steps: int, **hooks: Any) -> list[float]:
+    """Seconds of each step but the first, which warms up."""
+    with PPOTrainer(config, total_steps=steps, print_steps=False, **hooks) as trainer:
+        trainer.train()
+    file = next(Path(config.cluster.fileroot).glob(f"logs/*/cost/{config.trial_name}/stats.jsonl"))
+    return [line["timeperf/step"] for line in read_stats(file)][-steps + 1 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {"hidden": 384, "rows": 32, "tokens": 192, "rounds": 3, "steps": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {"bare": [], "recorded": [], "replayed": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tiny_model(folder / "model", hidden_size=options.hidden, num_layers=6)
+        batch = random_batch(options.rows, options.tokens)
+
+        def fixed(trainer: PPOTrainer) -> FixedRollouts:
+            return FixedRollouts(batch)
+
+        def recorded(trainer: PPOTrainer) -> RecordedRollouts:
+            return RecordedRollouts(open_record(folder / "record"), 0, 1)
+
+        def check(trainer: PPOTrainer) -> ReplayCheck:
+            return ReplayCheck(open_record(folder / "record"), 0, trainer.ranks.gather_objects)
+
+        hooks = {
+            "bare": {"source": fixed},
+            "recorded": {"source": fixed, "observers": [make_recorder]},
+            "replayed": {"source": recorded, "observers": [check]},
+        }
+        for _ in range(options.rounds):
+            for kind, arguments in hooks.items():
+                config = make_config(folder, model, options.steps, options.rows, kind)
+                seconds[kind] += step_seconds(config, options.steps, **arguments)
+    bare = statistics.median(seconds["bare"])
+    print(f"{options.rows} rows x {options.tokens} tokens, hidden {options.hidden}, 6 layers, float32")
+    for kind, values in seconds.items():
+        median = statistics.median(values)
+        spread = f"{min(values):.3f} to {max(values):.3f}"
+        print(f"{kind:9} {median:7.3f} s a step ({spread}), ratio to bare {median / bare:.3f}")
+
+
+if __name__ == "__main__":
+    main()

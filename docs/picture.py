@@ -1,0 +1,41 @@
+"""Draws what a command prints as an SVG picture of a terminal: `python docs/picture.py --to docs/demo.svg areal-debug demo`."""
+
+import argparse
+import io
+import os
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+WIDTH = 128
+
+
+def main() -> None:
+    """Run the command as on a terminal of `WIDTH` columns and save its output."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, required=True, help="SVG file to write")
+    parser.add_argument("--cut", type=int, help="leave out the lines in the middle beyond so many")
+    parser.add_argument("--as", dest="shown", help="the command line to show, instead of the one that is run")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
+    done = subprocess.run(options.command, stdout=subprocess.PIPE, text=True, env=environment)
+    lines = shorten(done.stdout.splitlines(), options.cut)
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ {options.shown or ' '.join(options.command)}", style="bold"))
+    console.print(Text.from_ansi("\n".join(lines)))
+    console.save_svg(str(options.to), title="areal-debug")
+
+
+def shorten(lines: list[str], most: int | None) -> list[str]:
+    """The first and the last lines, and a line that counts what lies between."""
+    if most is None or len(lines) <= most:
+        return lines
+    head, tail = most // 2, most - most // 2
+    return [*lines[:head], f"    ... {len(lines) - most} more lines ...", *lines[-tail:]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Real recordings of a tiny run, and the command as a user calls it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
+
+
+@pytest.fixture(scope="session")
+def areal_debug():
+    """Call the command: `areal_debug("replay", record)` gives the finished process, its output as text."""
+
+    def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def train(areal_debug, tiny_model, tmp_path_factory):
+    """Train the tiny run: `train("--dump-rollout", folder, "seed=2")`."""
+
+    def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        files = tmp_path_factory.mktemp("run")
+        paths = (f"cluster.fileroot={files}", f"actor.path={tiny_model}")
+        return areal_debug("train", SCRIPT, "--config", CONFIG, *paths, *arguments, **environment)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def recorded(train, tmp_path_factory) -> Path:
+    """Three recorded steps of one rank. Not to be changed: copy it."""
+    folder = tmp_path_factory.mktemp("record") / "one"
+    done = train("--dump-rollout", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def copied(recorded, tmp_path) -> Path:
+    """The same record, to be damaged."""
+    return Path(shutil.copytree(recorded, tmp_path / "record"))

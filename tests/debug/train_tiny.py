@@ -1,0 +1,29 @@
+"""A user's own script: a tiny model, the embedded engine, and a reward of its own."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from areal_core.config import GRPOConfig
+from areal_core.dataset import get_dataset
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import wire
+
+
+def kill_in_step(step: int):
+    """An observer that ends the process, as the kernel would, after the first micro-batch of a step."""
+
+    def observe(event: str, **facts: object) -> None:
+        if event == "micro_batch" and facts["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda trainer: observe
+
+
+if __name__ == "__main__":
+    config, hooks = wire(sys.argv, GRPOConfig)
+    if "KILL_IN_STEP" in os.environ:
+        hooks["observers"].append(kill_in_step(int(os.environ["KILL_IN_STEP"])))
+    with PPOTrainer(config, get_dataset(config.train_dataset), **hooks) as trainer:
+        trainer.train(workflow_kwargs={"reward_fn": f"{Path(__file__).parent}/rewards.py:even_share"})
