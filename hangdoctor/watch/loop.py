@@ -45,7 +45,7 @@ class Plan:
     then: Then = "notify"
     hook: str = ""
     max_restarts: int = 3
-    options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=2.0))
+    options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
 
 
 @dataclass(frozen=True, slots=True)
