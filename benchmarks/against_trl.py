@@ -48,7 +48,8 @@ def run_trl(model: Path, steps: int, out: Path) -> None:
     """Trains with TRL and writes the seconds of each step."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from areal_core.dataset import arithmetic_rows
 
@@ -61,7 +62,7 @@ def run_trl(model: Path, steps: int, out: Path) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             seconds.append(time.perf_counter() - self.began)
 
-    def reward(completions: list[list[dict[str, str]]], **rows: Any) -> list[float]:
+    def reward(completions: list[list[dict[str, str]]], **rows: Any) -> list[float | None]:
         return [digit_share("", c[0]["content"], [], []) for c in completions]
 
     rows = arithmetic_rows(num_rows=256, max_operand=99, seed=3)

@@ -48,15 +48,13 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder` in Hugging Face format."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     unpacked = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = unpacked.config
     config.dtype = torch.bfloat16
     del config.quantization_config  # the tensors are whole now; a reader must not look for packed ones
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = type(unpacked)(config).to(dtype=torch.bfloat16)
     model.load_state_dict(unpacked.state_dict())
     tell(3, "writing the checkpoint")
     model.save_pretrained(folder)
