@@ -285,12 +285,17 @@ def has_moved(mains: list[ThreadStance], dumps: list[ProcessDump], stance: Stanc
     for before, after in pairwise(mains):
         if before.stance is after.stance:
             continue
-        if before.stance.chain != after.stance.chain or leaf(before.stance) != leaf(after.stance):
+        if way_to(before.stance) != way_to(after.stance) or leaf(before.stance) != leaf(after.stance):
             return True
     first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
     spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
     woken = first is not None and last is not None and last - first >= RAN_SWITCHES
     return stance.kind in ("collective", "p2p") and woken and not spins
+
+
+def way_to(stance: Stance) -> tuple[Frame, ...]:
+    """The program's own calls; in a process that runs a library only, such as an engine, the library's."""
+    return stance.chain or python_only(stance.frames)
 
 
 def leaf(stance: Stance) -> Frame | None:

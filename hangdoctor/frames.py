@@ -86,7 +86,7 @@ def is_library(file: str) -> bool:
         file in STANDARD
         or file.startswith(STANDARD_FOLDERS)
         or file.startswith(LIBRARIES)
-        or file.startswith("<frozen")
+        or file.startswith(("<frozen", "<string>"))
     )
 
 

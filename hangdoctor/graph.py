@@ -93,7 +93,7 @@ def path_to(stance: Stance) -> tuple[Frame, ...]:
     if stance.frame in python and stance.kind in ("collective", "p2p"):
         inside_library = stance.frame not in stance.chain
         return python[python.index(stance.frame) + inside_library :]
-    return stance.chain
+    return stance.chain or python
 
 
 def place_key(operation: str, path: tuple[Frame, ...]) -> object:

@@ -190,8 +190,7 @@ SPECIFIC = (
     ),
     Pattern(
         "idle", "engine loop",
-        r"event_loop.*|run_busy_loop|_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|"
-        r"worker_busy_loop|serve|run_until_shutdown",
+        r"_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|serve|run_until_shutdown",
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
     Pattern("launcher", "launcher", r"_invoke_run", r"torch/distributed/elastic/.*"),

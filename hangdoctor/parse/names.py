@@ -26,6 +26,9 @@ RANKED = re.compile(
     re.I,
 )
 BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
+LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
+# Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
+COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d{1,5})")
 SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
 # File endings that belong to a format, so that `rank_3.pickle` and `nccl_trace_rank_3` give the same stem.
 ENDINGS = (".json", ".txt", ".log", ".pickle", ".pkl", ".out", ".err", ".bin", ".gz", ".md")
@@ -60,6 +63,14 @@ def parse_name(file_name: str) -> ProcessName:
     if match["child"]:
         return ProcessName(f"{name}_child_{int(match['child'])}", None, "child", host, parent=name)
     return ProcessName(name, rank, role, host)
+
+
+def coordinates_in(command: str) -> tuple[int, ...] | None:
+    """Where a process stands in its job by its command line, as numbers that sort like ranks; None where it does not say."""
+    if match := LOCAL_RANK.search(command):
+        return (int(match[1]),)
+    found = dict(COORDINATE.findall(command)) if "::" in command else {}
+    return tuple(int(found.get(name, 0)) for name in ("DP", "PP", "TP", "EP")) if found else None
 
 
 def stem_of(file_name: str) -> str:

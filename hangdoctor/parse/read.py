@@ -27,7 +27,7 @@ from hangdoctor.parse import layout, ras
 from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
 from hangdoctor.parse.logs import parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
-from hangdoctor.parse.names import ProcessName, canonical, parse_name
+from hangdoctor.parse.names import ProcessName, canonical, coordinates_in, parse_name, role_in
 from hangdoctor.parse.native import merge_native
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import Section, parse_stacks_text
@@ -277,14 +277,22 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
 
 
 def number_unranked(reading: Reading, listed: dict[str, layout.ExpectedProcess]) -> None:
-    """Where no name anywhere gives a rank, the environment does, or else the order of the files."""
+    """Where no name gives a rank: the command lines (`--local_rank=3`, `sglang::scheduler_PP1_TP0`), or the order of the files."""
     if listed or any(process.rank is not None for process in reading.processes.values()):
         return
     names = [name for name in reading.processes if not is_launcher(reading, name)]
-    if len(names) > 1:
+    if len(names) < 2:
+        return
+    told = {name: coordinates_in(reading.commands.get(name, "")) for name in names}
+    if all(told.values()) and len(set(told.values())) == len(names):
+        names.sort(key=lambda name: told[name] or ())
+        reading.notes.append("ranks are counted from the processes' command lines")
+    else:
         reading.notes.append("no file name tells a rank (rank_3.txt): ranks are the order of the files")
-    for rank, name in enumerate(names if len(names) > 1 else ()):
-        reading.processes[name] = ProcessName(name, rank)
+    for rank, name in enumerate(names):
+        reading.processes[name] = ProcessName(
+            name, rank, role_in(reading.commands.get(name, "").split("::")[0])
+        )
 
 
 def is_launcher(reading: Reading, name: str) -> bool:

@@ -48,6 +48,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     best: Confidence = (
         "high" if first is not None else "low" if standing.stance.kind == "backward" else "medium"
     )
+    if first is not None and any(c.stance.kind in ("device", "backward") for c in graph.waiting):
+        best = "low"  # some wait for the device: nothing says that it runs the collective the others are in
     if not complete(case):
         best = "medium" if best == "high" else "low"
     return Verdict(

@@ -48,11 +48,17 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     sources = graph.source_ranks
     if sources and all(works(s) for s in sources):
         return slow(case, graph, sources)
-    if sources and all("engine" in s.stance.phases and "error" not in s.stance.phases for s in case.ranks):
+    if sources and all(asks_for_requests(s) for s in case.ranks):
         return idle_engine(case, graph)
     if sources and case.num_samples < 2 and all(s.stance.kind in ONCE for s in sources):
         return slow(case, graph, sources)
     return None
+
+
+def asks_for_requests(standing: Standing) -> bool:
+    """Whether an engine's scheduler stands where it takes requests from its queue, or passes them to its other ranks."""
+    asking = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
+    return "engine" in standing.stance.phases and any(f.function in asking for f in standing.stance.frames)
 
 
 def idle_engine(case: Case, graph: Graph) -> Verdict:
