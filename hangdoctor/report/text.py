@@ -94,11 +94,12 @@ class TreeLine:
     fork: bool
 
 
-def tree_lines(nodes: Sequence[Node], indent: int = 0, fork: bool = False) -> list[TreeLine]:
+def tree_lines(nodes: Sequence[Node], indent: int = 0) -> list[TreeLine]:
     """The tree outermost first. A run of frames that all ranks share takes no deeper indent; long runs are
     cut.
     """
     lines: list[TreeLine] = []
+    fork = len(nodes) > 1
     for node in nodes:
         run = [node]
         while len(run[-1].children) == 1 and run[-1].children[0].size == run[-1].size:
@@ -108,5 +109,5 @@ def tree_lines(nodes: Sequence[Node], indent: int = 0, fork: bool = False) -> li
             if len(run) > 8 and place == 3:
                 lines.append(TreeLine(indent, f"... {len(run) - 7} more calls", "", False))
             lines.append(TreeLine(indent, item.frame, item.ranks if place == 0 else "", fork and place == 0))
-        lines += tree_lines(run[-1].children, indent + 1, len(run[-1].children) > 1)
+        lines += tree_lines(run[-1].children, indent + 1)
     return lines

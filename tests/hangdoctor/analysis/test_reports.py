@@ -1,0 +1,192 @@
+"""The reports of one diagnosis, whole; the JSON object; the command line and its exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.hang import command
+from hangdoctor.explain import explain, labels
+from hangdoctor.model import Group
+from hangdoctor.report.text import joined_ranges, merged_tree, printable, tree_lines
+
+WAITING = """Process {pid}: python train.py
+Python v3.11.7
+
+Thread {pid} (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2806)
+    step (train.py:60)
+    <module> (train.py:90)
+"""
+LEAVING = """Process {pid}: python train.py
+Python v3.11.7
+
+Thread {pid} (idle): "MainThread"
+    destroy_process_group (torch/distributed/distributed_c10d.py:2146)
+    <module> (train.py:95)
+"""
+REPORT = """cleanup_deadlock  medium confidence
+Rank 1 is on the way out (destroy_process_group at <module> (train.py:95)) while ranks 0,2 still wait in all_reduce.
+
+culprits  1
+victims   0,2
+
+Ranks
+      0  vXv
+         v waits for others  X culprit
+
+Stacks, outermost call first; * where ranks part
+  * <module> (train.py:90)  [0,2]
+  step (train.py:60)
+  all_reduce (torch/distributed/distributed_c10d.py:2806)
+  * <module> (train.py:95)  [1]
+  destroy_process_group (torch/distributed/distributed_c10d.py:2146)
+
+Evidence
+  rank 1: leaves: destroy_process_group; its way parts from its peers' at <module> (train.py:95)  \
+destroy_process_group (torch/distributed/distributed_c10d.py:2146)
+  rank 0,2: wait in all_reduce called from step (train.py:60)  all_reduce (torch/distributed/distributed_c10d.py:2806)
+  -: one sample only: it cannot tell slow from stuck
+
+Next
+"""
+
+
+@pytest.fixture
+def stacks(tmp_path):
+    """Three ranks, of which rank 1 destroys its process group."""
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.txt").write_text((LEAVING if rank == 1 else WAITING).format(pid=100 + rank))
+    return tmp_path
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(command, list(arguments))
+
+
+def test_terminal_report_whole(stacks):
+    done = run("diagnose", str(stacks))
+    assert done.exit_code == 1
+    assert done.output.startswith(REPORT)
+    for title in ("Next", "Would refute it"):
+        assert f"\n{title}\n" in done.output
+
+
+def test_json_is_exactly_the_documented_object(stacks):
+    document = json.loads(run("diagnose", str(stacks), "--json").output)
+    assert list(document) == [
+        "label", "confidence", "culprit_ranks", "victim_ranks", "summary", "evidence", "next_steps", "would_refute",
+        "alternatives", "groups", "ranks", "collect",
+    ]  # fmt: skip
+    assert (document["label"], document["culprit_ranks"], document["victim_ranks"]) == (
+        "cleanup_deadlock",
+        [1],
+        [0, 2],
+    )
+    assert document["groups"][0] == {
+        "ranks": "0,2", "size": 2, "waits_for": "collective", "doing": "all_reduce",
+        "stack": ["all_reduce (torch/distributed/distributed_c10d.py:2806)", "step (train.py:60)", "<module> (train.py:90)"],
+    }  # fmt: skip
+    assert document["evidence"][0] == {
+        "ranks": "1", "fact": "leaves: destroy_process_group; its way parts from its peers' at <module> (train.py:95)",
+        "process": "rank_1", "thread": "MainThread", "frame": "destroy_process_group",
+        "location": "torch/distributed/distributed_c10d.py:2146",
+    }  # fmt: skip
+
+
+def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
+    page, text = stacks.parent / "p.html", stacks.parent / "p.md"
+    run("diagnose", str(stacks), "--html", str(page), "--markdown", str(text))
+    assert text.read_text().startswith("## cleanup_deadlock (medium confidence)\n\nRank 1 is on the way out")
+    assert "Culprits: 1. Victims: 0,2." in text.read_text()
+    html = page.read_text()
+    assert html.count('class="cell victim"') == 2
+    assert html.count('class="cell culprit"') == 1
+    assert "http" not in html.replace("http-equiv", "")
+    assert "rank_0, rank_2, sample 0" in html
+
+
+@pytest.mark.parametrize(
+    ("texts", "status", "label"),
+    [
+        ({0: WAITING}, 2, "unknown"),
+        ({0: WAITING, 1: WAITING}, 1, "nccl_timeout"),
+        ({}, 2, "No stacks of any rank"),
+    ],
+)
+def test_exit_status_tells_hung_from_cannot_tell(tmp_path, texts, status, label):
+    for rank, text in texts.items():
+        (tmp_path / f"rank_{rank}.txt").write_text(text.format(pid=5 + rank))
+    done = run("diagnose", str(tmp_path))
+    assert done.exit_code == status
+    assert label in done.output
+
+
+def test_unknown_says_what_to_collect(tmp_path):
+    (tmp_path / "rank_0.txt").write_text(WAITING.format(pid=5))
+    document = json.loads(run("diagnose", str(tmp_path), "--json").output)
+    assert [line.split(":")[0] for line in document["collect"]] == [
+        "the stacks of all other ranks",
+        "a second sample some seconds later",
+        "native frames (py-spy dump --native)",
+        "Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000)",
+        "the last lines of each rank's log",
+    ]
+
+
+def test_a_path_that_does_not_exist_is_one_sentence(tmp_path):
+    done = run("diagnose", str(tmp_path / "nowhere"))
+    assert done.exit_code == 2
+    assert "is no folder, tar or file" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("label", labels())
+def test_every_label_is_taught(label):
+    lesson = explain(label)
+    assert lesson.startswith(f"{label}\n\n")
+    assert "What it looks like:" in lesson
+
+
+def test_a_misspelt_label_gets_a_suggestion():
+    done = run("explain", "cleanup_deadlok")
+    assert done.exit_code == 2
+    assert "Did you mean cleanup_deadlock?" in done.output
+
+
+def test_explain_without_a_label_lists_all():
+    assert len(run("explain").output.splitlines()) == len(labels()) == 13
+
+
+def test_tree_shows_where_ranks_part():
+    groups = (
+        Group(
+            "0-5,7", 7, "collective", "all_reduce", ("all_reduce (c.py:1)", "step (t.py:2)", "main (t.py:9)")
+        ),
+        Group("6", 1, "data", "DataLoader", ("next (d.py:1)", "step (t.py:3)", "main (t.py:9)")),
+    )
+    lines = [(line.indent, line.text, line.ranks, line.fork) for line in tree_lines(merged_tree(groups))]
+    assert lines == [
+        (0, "main (t.py:9)", "0-7", False),
+        (1, "step (t.py:2)", "0-5,7", True),
+        (1, "all_reduce (c.py:1)", "", False),
+        (1, "step (t.py:3)", "6", True),
+        (1, "next (d.py:1)", "", False),
+    ]
+
+
+def test_ranges_join_and_names_follow_numbers():
+    assert joined_ranges(["0-2,9", "3,engine_rank_1"]) == "0-3,9,engine_rank_1"
+
+
+def test_unprintable_text_is_shown_as_its_code():
+    assert printable("a\x1b[31mb\u202ec\td") == "a\\x1b[31mb\\x202ec d"
+
+
+def test_hangdoctor_comes_up_without_torch_and_click():
+    heavy = ("torch", "click", "rich", "numpy")
+    code = f"import sys, hangdoctor.diagnose, hangdoctor.report.html; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

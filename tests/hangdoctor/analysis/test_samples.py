@@ -1,0 +1,261 @@
+"""Collections with several samples and /proc beside them: what moved, what slept, who is gone."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hangdoctor.diagnose import diagnose
+from hangdoctor.parse.read import read_snapshot
+
+C10D = "torch/distributed/distributed_c10d.py"
+MODULE = "<module> train.py 90"
+REDUCE = [f"all_reduce {C10D} 2806", "step train.py 60", MODULE]
+BARRIER = [f"barrier {C10D} 4581", "step train.py 66", MODULE]
+DESTROY = [f"destroy_process_group {C10D} 2146", "main train.py 80", MODULE]
+LOADING = [
+    "_try_get_data torch/utils/data/dataloader.py 1131",
+    "__next__ torch/utils/data/dataloader.py 631",
+    MODULE,
+]
+COMPUTE = ["matmul model.py 12", "forward model.py 30", MODULE]
+PLAIN = ["flush metrics.py 30", "step train.py 58", MODULE]
+ASLEEP = {
+    "state": "S",
+    "wchan": "futex_do_wait",
+    "cpu_s": 3.0,
+    "voluntary_switches": 50,
+    "involuntary_switches": 7,
+}
+
+
+@dataclass
+class Process:
+    """A process of a collection: a stack and /proc per sample, a thread as `function file line` texts, innermost first."""
+
+    stacks: list[list[str]]
+    facts: list[dict] = field(default_factory=lambda: [ASLEEP, ASLEEP])
+    rank: int | None = None
+    role: str = "trainer"
+    parent: str | None = None
+    status: str = "dumped"
+    threads: list[list[str]] = field(default_factory=list)
+    gil: bool = False
+    active: bool = False
+
+
+def write(
+    folder: Path, processes: dict[str, Process], seconds: float = 3.0, source: dict[str, str] | None = None
+) -> Path:
+    """The collection of these processes in `folder`."""
+    entries = [
+        {"name": name, "rank": p.rank if p.rank is not None or p.parent else int(name.rsplit("_", 1)[-1]), "role": p.role,
+         "host": "a", "pid": 10, "parent": p.parent, "status": p.status, "detail": "", "command": ""}
+        for name, p in processes.items()
+    ]  # fmt: skip
+    contents = {
+        "format": "hangdoctor-collection",
+        "version": 1,
+        "world_size": sum(p.parent is None for p in processes.values()),
+        "hosts": [],
+    }
+    put(
+        folder / "collection.json",
+        contents | {"samples": [{"time": 100.0}, {"time": 100.0 + seconds}], "processes": entries},
+    )
+    for name, process in processes.items():
+        for sample, stack in enumerate(process.stacks):
+            threads = [thread("MainThread", stack, process.gil, process.active)]
+            threads += [thread(f"t{i}", other, False, False) for i, other in enumerate(process.threads)]
+            put(folder / f"samples/{sample}/{name}.json", threads[::-1])
+            put(folder / f"proc/{sample}/{name}.json", process.facts[sample])
+        put(folder / f"source/{name}.json", source or {})
+    return folder
+
+
+def put(path: Path, document: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def thread(name: str, stack: list[str], gil: bool, active: bool) -> dict:
+    frames = [
+        dict(zip(("name", "filename", "line"), (f.split()[0], f.split()[1], int(f.split()[2])), strict=True))
+        for f in stack
+    ]
+    return {
+        "pid": 10,
+        "thread_id": 1,
+        "thread_name": name,
+        "os_thread_id": 11,
+        "active": active,
+        "owns_gil": gil,
+        "frames": frames,
+    }
+
+
+def still(stack: list[str], **more) -> Process:
+    return Process([stack, stack], **more)
+
+
+def judged(folder: Path, processes: dict[str, Process], **more):
+    return diagnose(read_snapshot([write(folder, processes, **more)]))
+
+
+def ran(switches: int, cpu_s: float = 0.0, state: str = "S") -> list[dict]:
+    return [ASLEEP, ASLEEP | {"voluntary_switches": 50 + switches, "cpu_s": 3.0 + cpu_s, "state": state}]
+
+
+def test_a_hang_that_no_sample_contradicts_is_certain(tmp_path):
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(DESTROY), "rank_2": still(REDUCE)})
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "cleanup_deadlock",
+        "high",
+        (1,),
+    )
+    assert diagnosis.victim_ranks == (0, 2)
+    assert [(cell.rank, cell.part) for cell in diagnosis.ranks] == [
+        (0, "victim"),
+        (1, "culprit"),
+        (2, "victim"),
+    ]
+
+
+def test_ranks_that_all_moved_hang_nowhere(tmp_path):
+    diagnosis = judged(
+        tmp_path, {"rank_0": Process([REDUCE, COMPUTE]), "rank_1": Process([COMPUTE, LOADING])}
+    )
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks, diagnosis.victim_ranks) == (
+        "straggler_or_not_hung",
+        "high",
+        (),
+        (),
+    )
+
+
+def test_ranks_at_the_same_line_that_the_kernel_woke_are_stepping(tmp_path):
+    woken = {f"rank_{rank}": still(REDUCE, facts=ran(21)) for rank in range(3)}
+    diagnosis = judged(tmp_path, woken | {"rank_3": still(DESTROY)})
+    assert diagnosis.label == "straggler_or_not_hung" or diagnosis.confidence == "low"
+
+
+def test_one_rank_that_computes_is_slow_and_its_peers_are_victims(tmp_path):
+    slow = still(COMPUTE, facts=ran(0, cpu_s=2.9, state="R"), active=True)
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": slow, "rank_2": still(REDUCE)})
+    assert (diagnosis.label, diagnosis.culprit_ranks, diagnosis.victim_ranks) == (
+        "straggler_or_not_hung",
+        (1,),
+        (0, 2),
+    )
+
+
+def test_slow_writing_of_a_checkpoint_is_not_called_a_stall(tmp_path):
+    saving = ["_save torch/serialization.py 1200", "save_checkpoint train.py 70", MODULE]
+    diagnosis = judged(
+        tmp_path, {"rank_0": still(saving, facts=ran(200), gil=True), "rank_1": still(BARRIER)}
+    )
+    assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
+
+
+@pytest.mark.parametrize(("seconds", "confidence"), [(3.0, "medium"), (30.0, "high")])
+def test_a_wait_that_a_healthy_step_knows_needs_more_time_to_be_certain(tmp_path, seconds, confidence):
+    processes = {"rank_0": still(LOADING), "rank_1": still(REDUCE), "rank_2": still(REDUCE)}
+    diagnosis = judged(tmp_path, processes, seconds=seconds)
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "dataloader_stall",
+        confidence,
+        (0,),
+    )
+
+
+def test_the_worker_beside_a_starved_rank_is_shown(tmp_path):
+    worker = still(["read_bytes shards.py 9", MODULE], role="child", parent="rank_0")
+    diagnosis = judged(
+        tmp_path, {"rank_0": still(LOADING), "rank_1": still(REDUCE), "rank_0_child_0": worker}
+    )
+    assert any(
+        e.process == "rank_0_child_0" and "read_bytes (shards.py:9)" in e.fact for e in diagnosis.evidence
+    )
+
+
+def test_a_sleeping_owner_of_the_gil_is_a_lock_deadlock(tmp_path):
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(PLAIN, gil=True)})
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("lock_deadlock", "high", (1,))
+
+
+def test_a_stopped_rank_is_missing(tmp_path):
+    stopped = still(COMPUTE, facts=[ASLEEP | {"state": "T"}] * 2, status="stopped")
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": stopped})
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("missing_rank", "high", (1,))
+
+
+def test_a_rank_that_is_gone_is_missing_and_its_last_words_are_shown(tmp_path):
+    folder = write(tmp_path, {"rank_0": still(REDUCE), "rank_1": Process([], status="gone")})
+    put(
+        folder / "errors/rank_1.json",
+        {"message": {"message": "OutOfMemoryError: 40 GiB", "extraInfo": {"timestamp": "99"}}},
+    )
+    (folder / "logs").mkdir()
+    (folder / "logs/rank_1.log").write_text("step 4\nKilled\n")
+    diagnosis = diagnose(read_snapshot([folder]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("missing_rank", "high", (1,))
+    facts = " ".join(evidence.fact for evidence in diagnosis.evidence)
+    assert "OutOfMemoryError: 40 GiB" in facts
+    assert "Killed" in facts
+
+
+def test_a_rank_that_could_not_be_read_is_no_certain_culprit(tmp_path):
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": Process([], status="not_permitted")})
+    assert (diagnosis.label, diagnosis.confidence) == ("missing_rank", "low")
+    assert any("ptrace_scope" in step.do for step in diagnosis.next_steps)
+
+
+@pytest.mark.parametrize(
+    ("line", "label"),
+    [
+        ("with self.lock:", "lock_deadlock"),
+        ("fcntl.flock(handle, fcntl.LOCK_EX)", "lock_deadlock"),
+        ("time.sleep(60)", "partial_exception"),
+        ("payload = connection.recv(4096)", "external_wait"),
+        ("dist.destroy_process_group()", "cleanup_deadlock"),
+        ("work.wait()", "collective_mismatch"),
+    ],
+)
+def test_the_text_of_a_line_says_what_a_call_into_c_waits_for(tmp_path, line, label):
+    processes = {"rank_0": still(REDUCE), "rank_1": still(PLAIN), "rank_2": still(REDUCE)}
+    diagnosis = judged(tmp_path, processes, source={"metrics.py:30": line})
+    assert (diagnosis.label, diagnosis.culprit_ranks) == (label, (1,))
+
+
+@pytest.mark.parametrize(
+    ("wchan", "label"),
+    [
+        ("hrtimer_nanosleep", "partial_exception"),
+        ("do_wait", "external_wait"),
+        ("pipe_read", "external_wait"),
+        ("locks_lock_inode_wait", "lock_deadlock"),
+    ],
+)
+def test_the_kernel_says_in_which_call_a_line_sleeps(tmp_path, wchan, label):
+    processes = {
+        "rank_0": still(REDUCE),
+        "rank_1": still(PLAIN, facts=[ASLEEP | {"wchan": wchan}] * 2),
+        "rank_2": still(REDUCE),
+    }
+    diagnosis = judged(tmp_path, processes)
+    assert (diagnosis.label, diagnosis.culprit_ranks) == (label, (1,))
+
+
+def test_engine_ranks_beside_a_trainer_are_named_not_numbered(tmp_path):
+    engine = still(
+        ["recv_requests sglang/srt/managers/scheduler.py 9", "<module> <string> 1"], role="engine", rank=0
+    )
+    http = ["urlopen urllib3/connectionpool.py 790", "generate rollout.py 33", MODULE]
+    processes = {"rank_0": still(http), "rank_1": still(REDUCE), "engine_rank_0": engine}
+    folder = write(tmp_path, processes)
+    contents = json.loads((folder / "collection.json").read_text())
+    put(folder / "collection.json", contents | {"world_size": 2})
+    diagnosis = diagnose(read_snapshot([folder]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("external_wait", (0,))
+    assert [cell.rank for cell in diagnosis.ranks] == [0, 1]
