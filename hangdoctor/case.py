@@ -8,43 +8,16 @@ Snapshot -> by process: threads of the best sample -> Stance of the main thread
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from hangdoctor.frames import is_library, main_thread, python_only
-from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status, Thread
-from hangdoctor.patterns import POSTED, SOURCE, WCHAN
-from hangdoctor.waits import Stance, compiled, stance_of
+from hangdoctor.model import ProcessDump, ProcessFacts, Rank, Snapshot, Status
+from hangdoctor.movement import BUSY_CPU_FRACTION, cpu_fraction, has_moved, has_run
+from hangdoctor.threads import ThreadStance, best_sample, effective, view
+from hangdoctor.waits import Stance
 
-# A main thread that waits for another thread of its process: that thread knows what for.
-DELEGATING = ("future", "event", "queue", "join", "idle")
-TELLING = (
-    "http",
-    "rpc",
-    "collective",
-    "p2p",
-    "checkpoint",
-    "subprocess",
-    "data",
-    "store",
-    "file_lock",
-    "prompt",
-)
-# Measured: the main thread of a hung rank is not switched to once between two samples; that of a rank which
-# steps is switched to at least 20 times a second, however loaded the machine.
-RAN_SWITCHES = 5
 # A wait that spins or polls runs as well: its switches say nothing. These kinds only run when there is work.
 WORKING_KINDS = (
     "running", "blocked", "compile", "import", "load", "file", "checkpoint", "lock", "gil", "backward", "data", "http",
 )  # fmt: skip
-BUSY_CPU_FRACTION = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadStance:
-    thread: str
-    stance: Stance
-    holds_gil: bool
-    waits_for_gil: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,156 +144,9 @@ def standing_of(
         stance=stance,
         thread=thread,
         threads=threads,
-        moved=has_moved(mains, dumps, stance) if len(mains) > 1 else None,
+        moved=has_moved([main.stance for main in mains], dumps, stance) if len(mains) > 1 else None,
         ran=has_run(dumps),
         cpu_fraction=cpu_fraction(dumps),
         facts=dump.facts,
         pid=dump.pid,
     )
-
-
-def view(
-    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
-) -> tuple[ThreadStance, ...]:
-    """Stances of all threads, main thread first. Equal dumps are one object, so identity finds them again."""
-    if id(threads) not in seen:
-        main = main_thread(threads)
-        ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
-        seen[id(threads)] = tuple(
-            ThreadStance(
-                thread.name or ("MainThread" if thread is main else "unnamed thread"),
-                refined(stance_of(thread.frames), thread, source),
-                bool(thread.holds_gil),
-                bool(thread.waits_for_gil),
-            )
-            for thread in ordered
-        )
-    return seen[id(threads)]
-
-
-def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
-    """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not
-    show.
-    """
-    if thread.waits_for_gil:
-        return replace(stance, kind="gil", operation="GIL")
-    if stance.kind == "running" and not (thread.active or thread.holds_gil):
-        return told_by_source(stance, [f for f in thread.frames if not f.native], source)
-    return stance
-
-
-def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
-    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not
-    tell.
-    """
-    texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
-    for kind, operation, pattern in SOURCE:
-        if not texts or not compiled(pattern).search(texts[0]):
-            continue
-        phases = stance.phases | {"cleanup"} if kind == "destroy" else stance.phases
-        if kind == "collective" and (posted := POSTED.search(" ".join(texts))):
-            # `work.wait()` waits for what this line, or a caller's, has posted.
-            kind, operation = "p2p" if posted[1] else "collective", posted[0]
-        return replace(stance, kind=kind, operation=operation, phases=phases)
-    return replace(stance, kind="blocked")
-
-
-def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
-    """The last sample, or one that shows the same Python stack and native frames under it."""
-    last = max((i for i, v in enumerate(views) if v), default=0)
-    if not views[last]:
-        return last
-    stack = python_only(views[last][0].stance.frames)
-    for i, v in enumerate(views):
-        if v and any(f.native for f in v[0].stance.frames) and python_only(v[0].stance.frames) == stack:
-            return i
-    return last
-
-
-def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Stance, str]:
-    """What the process waits for: its main thread's stance, unless that only waits for a thread that tells
-    more.
-    """
-    if not threads:
-        return Stance("nothing", "", None, ()), ""
-    main = threads[0]
-    stance = with_kernel(main.stance, dump.facts)
-    if stance.kind in ("backward", "device"):
-        for other in threads[1:]:
-            if other.stance.kind in ("collective", "p2p") and "autograd" in autograd_hint(other):
-                return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
-    if stance.kind in DELEGATING and not ("cleanup" in stance.phases and not stance.chain):
-        for other in threads[1:]:
-            if other.stance.kind in TELLING and (
-                other.stance.chain or other.stance.kind in ("collective", "p2p")
-            ):
-                return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
-    return stance, main.thread
-
-
-def autograd_hint(thread: ThreadStance) -> str:
-    """Autograd's own threads have no Python entry: nothing of `threading` lies at the bottom of their
-    stacks.
-    """
-    bottom = thread.stance.frames[-1].function if thread.stance.frames else ""
-    return "python" if bottom in ("_bootstrap", "<module>") else "autograd"
-
-
-def with_kernel(stance: Stance, facts: ProcessFacts) -> Stance:
-    """Let the kernel say what a line of Python sleeps in; only where the stack itself does not."""
-    if facts.state in ("T", "t"):
-        return replace(stance, kind="stopped", operation="stopped")
-    if stance.kind not in ("blocked", "running") or not facts.wchan:
-        return stance
-    for kind, pattern in WCHAN:
-        if compiled(pattern).fullmatch(facts.wchan):
-            return replace(stance, kind=kind, operation=facts.wchan)
-    return stance
-
-
-def has_moved(mains: list[ThreadStance], dumps: list[ProcessDump], stance: Stance) -> bool:
-    """Whether the main thread stood elsewhere in the user's program, or ran through its waits, between two
-    samples.
-    """
-    for before, after in pairwise(mains):
-        if before.stance is after.stance:
-            continue
-        if way_to(before.stance) != way_to(after.stance) or leaf(before.stance) != leaf(after.stance):
-            return True
-    first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
-    spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
-    woken = first is not None and last is not None and last - first >= RAN_SWITCHES
-    return stance.kind in ("collective", "p2p") and woken and not spins
-
-
-def way_to(stance: Stance) -> tuple[Frame, ...]:
-    """The program's own calls; in a process that runs a library only, such as an engine, the library's."""
-    return stance.chain or python_only(stance.frames)
-
-
-def leaf(stance: Stance) -> Frame | None:
-    """The innermost frame that tells a place in the program: lines inside a library's polling loop do not."""
-    python = python_only(stance.frames)
-    if not python or (stance.kind not in ("running", "blocked") and is_library(python[0].file)):
-        return None
-    return python[0]
-
-
-def has_run(dumps: list[ProcessDump]) -> bool | None:
-    """Whether the kernel switched to the main thread between the first and the last sample."""
-    first, last = switches(dumps[0].facts), switches(dumps[-1].facts)
-    return None if len(dumps) < 2 or first is None or last is None else last - first >= RAN_SWITCHES
-
-
-def switches(facts: ProcessFacts) -> int | None:
-    if facts.voluntary_switches is None or facts.involuntary_switches is None:
-        return None
-    return facts.voluntary_switches + facts.involuntary_switches
-
-
-def cpu_fraction(dumps: list[ProcessDump]) -> float | None:
-    first, last = dumps[0], dumps[-1]
-    before, after = first.facts.cpu_s, last.facts.cpu_s
-    if before is None or after is None or first.time is None or last.time is None or last.time <= first.time:
-        return None
-    return (after - before) / (last.time - first.time)

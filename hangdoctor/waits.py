@@ -13,18 +13,17 @@ from functools import lru_cache
 
 from hangdoctor.frames import is_library, normal_frames, python_only, user_frames
 from hangdoctor.model import Frame
+from hangdoctor.native import NATIVE
 from hangdoctor.patterns import (
     COLLECTIVE_FILES,
     COLLECTIVES,
-    DOMAINS,
     GENERIC,
-    NATIVE,
     P2P,
     PEER_KINDS,
-    PHASES,
     SPECIFIC,
     Pattern,
 )
+from hangdoctor.phases import DOMAINS, PHASES
 
 # These call the program back: a module's own code under an import is what waits, not the import.
 AROUND = ("import", "load", "compile")

@@ -192,9 +192,7 @@ def raw_stacks(snapshot: Snapshot) -> str:
         shared.setdefault((dump.sample, dump.threads), []).append(dump)
     blocks = []
     for (sample, threads), dumps in shared.items():
-        names = ", ".join(dump.name for dump in dumps[:40]) + (
-            f" and {len(dumps) - 40} more" if len(dumps) > 40 else ""
-        )
+        names = names_of(dumps)
         body = "\n\n".join(thread_text(thread) for thread in threads[:200])
         blocks.append(
             f"<details><summary>{safe(names)}, sample {sample}</summary><pre>{body}</pre></details>"
@@ -204,6 +202,14 @@ def raw_stacks(snapshot: Snapshot) -> str:
             f"<p class=who>and {len(snapshot.dumps) - MAX_RAW_PROCESSES * 3} more dumps in the collection</p>"
         )
     return "".join(blocks)
+
+
+def names_of(dumps: Sequence[ProcessDump]) -> str:
+    """Trainer ranks as ranges, other processes by name."""
+    ranks = rank_ranges(d.rank for d in dumps if d.rank is not None and d.name == f"rank_{d.rank}")
+    names = [d.name for d in dumps if d.name != f"rank_{d.rank}"]
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(([f"rank {ranks}"] if ranks else []) + names[:20]) + more
 
 
 def thread_text(thread: Thread) -> str:

@@ -13,7 +13,8 @@ from areal_debug.hang_render import report
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.members import members_of
-from hangdoctor.parse.read import Reading, finish, read_snapshot, take
+from hangdoctor.parse.read import read_snapshot, take
+from hangdoctor.parse.reading import Reading, finish
 from hangdoctor.report.html import page
 from hangdoctor.report.markdown import markdown
 

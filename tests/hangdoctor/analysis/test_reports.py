@@ -105,7 +105,7 @@ def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
     assert html.count('class="cell victim"') == 2
     assert html.count('class="cell culprit"') == 1
     assert "http" not in html.replace("http-equiv", "")
-    assert "rank_0, rank_2, sample 0" in html
+    assert "rank 0,2, sample 0" in html
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""What has been read of a job so far, by process name and sample, and how it becomes one snapshot."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hangdoctor.model import (
+    CollectiveRecord,
+    ErrorFile,
+    GpuFacts,
+    LogTail,
+    ProcessDump,
+    ProcessFacts,
+    RasRank,
+    Snapshot,
+    Status,
+    Thread,
+)
+from hangdoctor.parse import layout
+from hangdoctor.parse.names import ProcessName, coordinates_in, role_in
+from hangdoctor.parse.native import merge_native
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What has been read so far, by process name and sample."""
+
+    mapping: dict[str, str] = field(default_factory=dict)
+    contents: layout.Contents | None = None
+    processes: dict[str, ProcessName] = field(default_factory=dict)
+    stacks: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
+    natives: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
+    facts: dict[Key, ProcessFacts] = field(default_factory=dict)
+    environments: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
+    commands: dict[str, str] = field(default_factory=dict)
+    sources: dict[Key, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    records: list[CollectiveRecord] = field(default_factory=list)
+    ras: list[RasRank] = field(default_factory=list)
+    logs: list[LogTail] = field(default_factory=list)
+    errors: list[ErrorFile] = field(default_factory=list)
+    gpus: list[GpuFacts] = field(default_factory=list)
+    source: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def finish(reading: Reading, world_size: int | None) -> Snapshot:
+    """Join everything by process into one snapshot."""
+    listed = {entry.name: entry for entry in reading.contents.processes} if reading.contents else {}
+    number_unranked(reading, listed)
+    keys = sorted(set(reading.stacks) | set(reading.natives), key=lambda key: (key[1], len(key[0]), key[0]))
+    dumps = tuple(dump_of(reading, listed, key) for key in keys)
+    if reading.contents:
+        reading.notes += [f"host {host}" for host in reading.contents.hosts_missing]
+        world_size = world_size or reading.contents.world_size
+    world_size = world_size or world_size_of(reading)
+    return Snapshot(
+        dumps=dumps,
+        expected=expected_ranks(listed.values(), dumps, world_size),
+        num_samples=max((dump.sample + 1 for dump in dumps), default=0),
+        records=tuple(reading.records),
+        ras=tuple(reading.ras),
+        logs=tuple(reading.logs),
+        errors=tuple(reading.errors),
+        gpus=tuple(reading.gpus),
+        source=reading.source,
+        notes=tuple(reading.notes),
+    )
+
+
+def number_unranked(reading: Reading, listed: dict[str, layout.ExpectedProcess]) -> None:
+    """Where no name gives a rank: the command lines (`--local_rank=3`, `sglang::scheduler_PP1_TP0`), or the order of the files."""
+    if listed or any(process.rank is not None for process in reading.processes.values()):
+        return
+    names = [name for name in reading.processes if not is_launcher(reading, name)]
+    if len(names) < 2:
+        return
+    told = {name: coordinates_in(reading.commands.get(name, "")) for name in names}
+    if all(told.values()) and len(set(told.values())) == len(names):
+        names.sort(key=lambda name: told[name] or ())
+        reading.notes.append("ranks are counted from the processes' command lines")
+    else:
+        reading.notes.append("no file name tells a rank (rank_3.txt): ranks are the order of the files")
+    for rank, name in enumerate(names):
+        reading.processes[name] = ProcessName(
+            name, rank, role_in(reading.commands.get(name, "").split("::")[0])
+        )
+
+
+def is_launcher(reading: Reading, name: str) -> bool:
+    threads = reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
+    return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
+
+
+def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Key) -> ProcessDump:
+    name, sample = key
+    process = reading.processes[name]
+    entry = listed.get(name)
+    times = reading.contents.times if reading.contents else ()
+    role = entry.role if entry else process.role
+    return ProcessDump(
+        name=name,
+        rank=entry.rank if entry else process.rank,
+        role="launcher"
+        if role == "launcher" or (process.rank is None and is_launcher(reading, name))
+        else role,
+        host=entry.host if entry else process.host,
+        pid=entry.pid if entry and entry.pid else reading.pids.get(name),
+        parent=entry.parent if entry else process.parent,
+        status=entry.status if entry else "dumped",
+        detail=(entry.detail if entry else "") or reading.failures.get(name, ""),
+        sample=sample,
+        time=times[sample] if sample < len(times) else None,
+        threads=merge_native(reading.stacks.get(key, ()), reading.natives.get(key, ())),
+        facts=reading.facts.get(key, ProcessFacts()),
+        environment=reading.environments.get(name, ()),
+        command=entry.command if entry else reading.commands.get(name, ""),
+        source=reading.sources.get(key, ""),
+    )
+
+
+def world_size_of(reading: Reading) -> int | None:
+    """The WORLD_SIZE that the ranks' own environments agree on."""
+    values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
+    sizes = [int(value) for value in values if value.isdigit() and len(value) < 8]
+    return sizes[0] if len(sizes) == 1 else None
+
+
+def expected_ranks(
+    listed: Iterable[layout.ExpectedProcess], dumps: tuple[ProcessDump, ...], world_size: int | None
+) -> dict[int, Status]:
+    """Status of every trainer rank that should exist, as far as anybody says."""
+    expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 10_000_000)), "gone")
+    for entry in listed:
+        if entry.rank is not None and entry.role == "trainer":
+            expected[entry.rank] = entry.status
+    for dump in dumps:
+        if dump.rank is not None and dump.role == "trainer" and expected.get(dump.rank, "gone") == "gone":
+            expected[dump.rank] = "dumped"
+    return expected

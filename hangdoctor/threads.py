@@ -1,0 +1,130 @@
+"""What a process waits for, from all its threads: the main thread decides, unless it only waits for one that tells more."""
+
+from dataclasses import dataclass, replace
+
+from hangdoctor.frames import main_thread, python_only
+from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
+from hangdoctor.native import POSTED, SOURCE, WCHAN
+from hangdoctor.waits import Stance, compiled, stance_of
+
+# A main thread that waits for another thread of its process: that thread knows what for.
+DELEGATING = ("future", "event", "queue", "join", "idle")
+TELLING = (
+    "http",
+    "rpc",
+    "collective",
+    "p2p",
+    "checkpoint",
+    "subprocess",
+    "data",
+    "store",
+    "file_lock",
+    "prompt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStance:
+    thread: str
+    stance: Stance
+    holds_gil: bool
+    waits_for_gil: bool
+
+
+def view(
+    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
+) -> tuple[ThreadStance, ...]:
+    """Stances of all threads, main thread first. Equal dumps are one object, so identity finds them again."""
+    if id(threads) not in seen:
+        main = main_thread(threads)
+        ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
+        seen[id(threads)] = tuple(
+            ThreadStance(
+                thread.name or ("MainThread" if thread is main else "unnamed thread"),
+                refined(stance_of(thread.frames), thread, source),
+                bool(thread.holds_gil),
+                bool(thread.waits_for_gil),
+            )
+            for thread in ordered
+        )
+    return seen[id(threads)]
+
+
+def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
+    """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not
+    show.
+    """
+    if thread.waits_for_gil:
+        return replace(stance, kind="gil", operation="GIL")
+    if stance.kind == "running" and not (thread.active or thread.holds_gil):
+        return told_by_source(stance, [f for f in thread.frames if not f.native], source)
+    return stance
+
+
+def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
+    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not
+    tell.
+    """
+    texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
+    for kind, operation, pattern in SOURCE:
+        if not texts or not compiled(pattern).search(texts[0]):
+            continue
+        phases = stance.phases | {"cleanup"} if kind == "destroy" else stance.phases
+        if kind == "collective" and (posted := POSTED.search(" ".join(texts))):
+            # `work.wait()` waits for what this line, or a caller's, has posted.
+            kind, operation = "p2p" if posted[1] else "collective", posted[0]
+        return replace(stance, kind=kind, operation=operation, phases=phases)
+    return replace(stance, kind="blocked")
+
+
+def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
+    """The last sample, or one that shows the same Python stack and native frames under it."""
+    last = max((i for i, v in enumerate(views) if v), default=0)
+    if not views[last]:
+        return last
+    stack = python_only(views[last][0].stance.frames)
+    for i, v in enumerate(views):
+        if v and any(f.native for f in v[0].stance.frames) and python_only(v[0].stance.frames) == stack:
+            return i
+    return last
+
+
+def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Stance, str]:
+    """What the process waits for: its main thread's stance, unless that only waits for a thread that tells
+    more.
+    """
+    if not threads:
+        return Stance("nothing", "", None, ()), ""
+    main = threads[0]
+    stance = with_kernel(main.stance, dump.facts)
+    if stance.kind in ("backward", "device"):
+        for other in threads[1:]:
+            if other.stance.kind in ("collective", "p2p") and "autograd" in autograd_hint(other):
+                return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
+    if stance.kind in DELEGATING and not ("cleanup" in stance.phases and not stance.chain):
+        for other in threads[1:]:
+            if other.stance.kind in TELLING and (
+                other.stance.chain or other.stance.kind in ("collective", "p2p")
+            ):
+                return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
+    return stance, main.thread
+
+
+def autograd_hint(thread: ThreadStance) -> str:
+    """Autograd's own threads have no Python entry: nothing of `threading` lies at the bottom of their
+    stacks.
+    """
+    bottom = thread.stance.frames[-1].function if thread.stance.frames else ""
+    return "python" if bottom in ("_bootstrap", "<module>") else "autograd"
+
+
+def with_kernel(stance: Stance, facts: ProcessFacts) -> Stance:
+    """Let the kernel say what a line of Python sleeps in; only where the stack itself does not."""
+    if facts.state in ("T", "t"):
+        return replace(stance, kind="stopped", operation="stopped")
+    if stance.kind not in ("blocked", "running") or not facts.wchan:
+        return stance
+    for kind, pattern in WCHAN:
+        if compiled(pattern).fullmatch(facts.wchan):
+            return replace(stance, kind=kind, operation=facts.wchan)
+    return stance
