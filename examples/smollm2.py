@@ -54,8 +54,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     config = unpacked.config
     config.dtype = torch.bfloat16
     del config.quantization_config  # the tensors are whole now; a reader must not look for packed ones
-    model = type(unpacked)(config).to(dtype=torch.bfloat16)
+    model = type(unpacked)(config)
     model.load_state_dict(unpacked.state_dict())
+    torch.nn.Module.to(model, torch.bfloat16)
     tell(3, "writing the checkpoint")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
