@@ -17,7 +17,6 @@ from hangdoctor.graph import Cluster, Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import (
-    LEVELS,
     Verdict,
     confidence,
     named,
@@ -96,14 +95,13 @@ def odd_ones(clusters: list[Cluster]) -> list[Standing]:
 
 
 def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> Confidence:
-    """High only where one group of ranks must be meant: no library of sub-groups, two places, a clear majority."""
+    """High only for one rank against all others: several could be a sub-group that is stuck by itself."""
     if recorded:
         return "high"
     domains = {c.stance.domain for c in clusters}
     if domains & {"tensor", "pipeline", "expert", "context"} and len(domains) > 1:
         return "low"
-    majority = len(clusters[0].members) > len(odd)
-    return LEVELS[(len(clusters) == 2) + majority]
+    return "high" if len(odd) == 1 and len(clusters) == 2 and len(clusters[0].members) > 1 else "medium"
 
 
 def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:

@@ -30,7 +30,9 @@ STEPS = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    if held := [s for s in graph.source_ranks if holds_gil_asleep(s, case)]:
+    # Where ranks that wait in a collective, which gives up the GIL, are said to hold it, the dump's flag means nothing.
+    trusted = not any(s.threads[0].holds_gil for s in graph.waiting_ranks if s.facts.state == "S")
+    if held := [s for s in graph.source_ranks if trusted and holds_gil_asleep(s, case)]:
         best: Confidence = "high" if held[0].cpu_fraction is not None else "medium"
         what = "in native code that keeps the GIL"
         return source_verdict(

@@ -55,6 +55,8 @@ def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standi
         level = 0
     if len(case.missing) > len(case.ranks):
         level = min(level, 1)
+    if sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks):
+        level = 0
     if any(s.stance.phases & {"cleanup", "error"} for s in graph.source_ranks if s not in stopped):
         level = min(level, 1)
     return LEVELS[level]

@@ -45,9 +45,11 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     standing = first or graph.waiting[0].members[0]
     culprits, found = recorded(case)
-    best: Confidence = (
-        "high" if first is not None else "low" if standing.stance.kind == "backward" else "medium"
-    )
+    # Equal stacks may still be of different steps: only records make it certain.
+    agreed = any(finding.kind == "same" for finding in findings_of(case.snapshot.records))
+    best: Confidence = "high" if first and agreed else "medium"
+    if first is None and standing.stance.kind == "backward":
+        best = "low"
     if first is not None and any(c.stance.kind in ("device", "backward") for c in graph.waiting):
         best = "low"  # some wait for the device: nothing says that it runs the collective the others are in
     if not complete(case):
