@@ -9,6 +9,7 @@ Snapshot -> by process: threads of the best sample -> Stance of the main thread
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
+from hangdoctor.fuse import Finding, findings_of
 from hangdoctor.model import ProcessDump, ProcessFacts, Rank, Snapshot, Status
 from hangdoctor.movement import BUSY_CPU_FRACTION, cpu_fraction, has_moved, has_run
 from hangdoctor.threads import ThreadStance, best_sample, effective, view
@@ -69,6 +70,7 @@ class Case:
     missing: dict[int, Status]
     certain_missing: bool
     span_s: float
+    findings: tuple[Finding, ...]
 
     @property
     def num_samples(self) -> int:
@@ -110,6 +112,7 @@ def build_case(snapshot: Snapshot) -> Case:
         missing=missing,
         certain_missing=certain,
         span_s=max(times) - min(times) if times else 0.0,
+        findings=findings_of(snapshot.records),
     )
 
 

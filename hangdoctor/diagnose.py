@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hangdoctor.case import Case, Standing, build_case
 from hangdoctor.frames import show
-from hangdoctor.fuse import behind_by_ras, findings_of
+from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph, wait_for_graph
 from hangdoctor.groups import StackClass, rank_ranges, stack_classes
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, Rank, RankVerdict, Snapshot
@@ -48,7 +48,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
 
 def weighed(verdict: Verdict, case: Case) -> Verdict:
     """A verdict from stacks held against the records: agreement makes it surer, contradiction is shown and costs."""
-    behind, said = recorded_behind(case.snapshot)
+    behind, said = recorded_behind(case)
     blamed = set(verdict.culprits)
     if not behind or not blamed or not case.ranks or verdict.label in ("collective_mismatch", "unknown"):
         return verdict
@@ -64,12 +64,12 @@ def weighed(verdict: Verdict, case: Case) -> Verdict:
     return replace(verdict, confidence=LEVELS[level], evidence=(*verdict.evidence, evidence))
 
 
-def recorded_behind(snapshot: Snapshot) -> tuple[tuple[int, ...], str]:
+def recorded_behind(case: Case) -> tuple[tuple[int, ...], str]:
     """Ranks that Flight Recorder, or else RAS, puts behind the others."""
-    for finding in findings_of(snapshot.records):
+    for finding in case.findings:
         if finding.kind == "behind":
             return finding.odd_ranks, f"Flight Recorder, group {finding.group}: {finding.detail}"
-    return behind_by_ras(snapshot.ras)
+    return behind_by_ras(case.snapshot.ras)
 
 
 def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:

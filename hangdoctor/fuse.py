@@ -34,17 +34,15 @@ def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
     same.
     """
     by_group: dict[str, dict[int, list[CollectiveRecord]]] = defaultdict(lambda: defaultdict(list))
-    members: dict[str, set[int]] = defaultdict(set)
     for record in records:
         if not record.is_p2p:
             by_group[record.group][record.rank].append(record)
-            members[record.group] |= {record.rank, *record.group_ranks[:100_000]}
-    found = [f for group, ranks in by_group.items() if (f := finding_of(group, ranks, members[group]))]
+    found = [f for group, ranks in by_group.items() if (f := finding_of(group, ranks))]
     order = ("operation", "dtype", "size", "behind", "same")
     return tuple(sorted(found, key=lambda f: order.index(f.kind)))
 
 
-def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]], members: set[int]) -> Finding | None:
+def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> Finding | None:
     """The first sequence number at which the ranks of one group part, or None where they all are done."""
     last = {rank: max(r.sequence for r in entries) for rank, entries in ranks.items()}
     first = {rank: min(r.sequence for r in entries) for rank, entries in ranks.items()}

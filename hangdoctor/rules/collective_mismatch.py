@@ -12,7 +12,7 @@ rank that waits in the other. So without a record of the groups the answer is ke
 """
 
 from hangdoctor.case import Case, Standing
-from hangdoctor.fuse import Finding, findings_of
+from hangdoctor.fuse import Finding
 from hangdoctor.graph import Cluster, Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence
@@ -50,9 +50,7 @@ REFUTE = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    recorded = next(
-        (f for f in findings_of(case.snapshot.records) if f.kind in ("operation", "dtype", "size")), None
-    )
+    recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
     if graph.sources or case.missing or not graph.waiting or same_place(graph.waiting):
@@ -62,7 +60,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     named_clusters = [c for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")]
     odd = odd_ones(named_clusters)
     usual = [s for s in graph.waiting_ranks if s not in odd]
-    behind = next((f for f in findings_of(case.snapshot.records) if f.kind == "behind"), None)
+    behind = next((f for f in case.findings if f.kind == "behind"), None)
     if behind is not None:
         odd = [s for s in graph.waiting_ranks if s.rank in behind.odd_ranks] or odd
     best = certainty(named_clusters, odd, behind is not None)

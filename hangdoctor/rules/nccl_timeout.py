@@ -10,7 +10,7 @@ No rank can be blamed by its stack. Flight Recorder or NCCL RAS may still name o
 """
 
 from hangdoctor.case import Case
-from hangdoctor.fuse import behind_by_ras, findings_of
+from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, Rank
@@ -46,7 +46,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     standing = first or graph.waiting[0].members[0]
     culprits, found = recorded(case)
     # Equal stacks may still be of different steps: only records make it certain.
-    agreed = any(finding.kind == "same" for finding in findings_of(case.snapshot.records))
+    agreed = any(finding.kind == "same" for finding in case.findings)
     best: Confidence = "high" if first and agreed else "medium"
     if first is None and standing.stance.kind == "backward":
         best = "low"
@@ -71,7 +71,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 def from_records(case: Case) -> Verdict | None:
     """No stacks, but every rank's record ends in the same unfinished collective."""
-    findings = findings_of(case.snapshot.records)
+    findings = case.findings
     if not findings or any(finding.kind != "same" for finding in findings):
         return None
     finding = findings[0]
@@ -100,7 +100,7 @@ def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
     """Ranks that records, RAS or watchdog messages put behind the others, and what they say."""
     found: list[Evidence] = []
     behind: tuple[int, ...] = ()
-    for finding in findings_of(case.snapshot.records):
+    for finding in case.findings:
         found.append(
             Evidence(
                 rank_ranges(finding.odd_ranks), f"Flight Recorder, group {finding.group}: {finding.detail}"

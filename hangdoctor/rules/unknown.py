@@ -5,7 +5,7 @@ not be read. An honest "cannot tell" and a list of what to collect is worth more
 """
 
 from hangdoctor.case import Case
-from hangdoctor.fuse import behind_by_ras, findings_of
+from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Evidence
@@ -56,7 +56,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 def from_records_alone(case: Case) -> Verdict:
     """No stacks: records still say who is behind, and not where that rank is instead."""
-    behind = next((f for f in findings_of(case.snapshot.records) if f.kind == "behind"), None)
+    behind = next((f for f in case.findings if f.kind == "behind"), None)
     odd, said = (behind.odd_ranks, behind.detail) if behind else behind_by_ras(case.snapshot.ras)
     who = f"{'Rank' if len(odd) == 1 else 'Ranks'} {rank_ranges(odd)}"
     return Verdict(
