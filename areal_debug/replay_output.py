@@ -11,7 +11,7 @@ from areal_debug.report_file import QUIET, write_report
 from replayer.check import RankDifference, ReplayCheck, ReplayReport, StepResult
 from replayer.compare import HeaderComparison
 
-SHOWN_DIFFERENCES = 6
+SHOWN_OF_A_KIND = 2
 
 
 def print_and_report(check: ReplayCheck) -> Callable[..., None]:
@@ -42,7 +42,7 @@ def print_header(out: Console, header: HeaderComparison) -> None:
 
 
 def print_step(out: Console, result: StepResult) -> None:
-    """One line, and the first differences below it."""
+    """One line, and the first differences of each kind below it."""
     numbers = f"loss {format_number(result.loss)}  grad_norm {format_number(result.grad_norm)}"
     if result.identical:
         out.print(
@@ -51,10 +51,14 @@ def print_step(out: Console, result: StepResult) -> None:
         )
         return
     out.print(f"step {result.step:>4}  [red]differs in {len(result.differences)} values[/red]  {numbers}")
-    for difference in result.differences[:SHOWN_DIFFERENCES]:
+    by_kind = {
+        kind: [d for d in result.differences if d.kind == kind] for kind in ("loss", "stat", "parameter")
+    }
+    shown = [difference for same in by_kind.values() for difference in same[:SHOWN_OF_A_KIND]]
+    for difference in shown:
         out.print(f"           {describe(difference)}")
-    if len(result.differences) > SHOWN_DIFFERENCES:
-        out.print(f"           ... and {len(result.differences) - SHOWN_DIFFERENCES} more")
+    if len(result.differences) > len(shown):
+        out.print(f"           ... and {len(result.differences) - len(shown)} more")
 
 
 def describe(difference: RankDifference) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from areal_core.testing import make_tiny_model
 from recorder import open_record
+from recorder.sealed import seal, unseal
 
 
 def checksums(record):
@@ -18,8 +19,9 @@ def assert_one_sentence(done, code, *words):
     """The command ended with `code` and said one thing, without a traceback."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1, done.stderr
+    # What a rank says comes through the pipe that its output goes to.
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, done.stdout + done.stderr
     for word in words:
         assert str(word) in errors[0]
 
@@ -68,7 +70,7 @@ def test_a_changed_learning_rate_is_told_before_the_numbers_that_follow(train, r
     out = done.stdout
     assert out.index("actor.optimizer.lr") < out.index("step    0")
     assert re.search(r"actor\.optimizer\.lr +0\.001 +0\.002", out)
-    assert "Different: 3 of 3 steps; the first is step 0 (parameter, stat)" in out
+    assert "Different: 3 of 3 steps; the first is step 0 (loss, parameter, stat)" in out
     assert "parameter model." in out
 
 
@@ -83,8 +85,6 @@ def test_a_changed_clip_is_told_and_found_where_it_bites(train, recorded):
 
 
 def test_another_library_version_is_told(areal_debug, copied):
-    from recorder.sealed import seal, unseal
-
     file = copied / "record.json"
     header = unseal(file.read_bytes(), "record.json")
     header["environment"]["libraries"]["transformers"] = "4.0.0"
@@ -138,8 +138,8 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
     assert_one_sentence(areal_debug("replay", recorded, "--to-step", 9), 2, "9", "0 to 2")
     other = make_tiny_model(tmp_path / "model", seed=9)
     assert_one_sentence(areal_debug("replay", recorded, "--model", other), 2, "model.safetensors", "--model")
-    header = json.loads((copied / "record.json").read_text())
-    (copied / "record.json").write_text(json.dumps(header | {"format_version": 99}))
+    header = unseal((copied / "record.json").read_bytes(), "record.json")
+    (copied / "record.json").write_bytes(seal(header | {"format_version": 99}))
     assert_one_sentence(areal_debug("replay", copied), 2, "99")
 
 

@@ -1,0 +1,77 @@
+"""Training with a real SGLang server on the CPU: weights pushed every step, recorded, replayed when the server is gone."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recorder import open_record
+
+HERE = Path(__file__).parent
+SERVER = ("allocation_mode=sglang:d1+fsdp:d2", "sglang.context_length=256", "sglang.dtype=float32")
+
+pytestmark = pytest.mark.sglang
+
+
+def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, train, tmp_path):
+    done = train("--dump-rollout", tmp_path / "record", *SERVER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = open_record(tmp_path / "record")
+    for step in record.steps:
+        for rank in range(2):
+            batch = record.step(step).batch(rank)
+            # The server says which weights sampled a token: those that were pushed after the step before.
+            assert set(batch["versions"][batch["loss_mask"] == 1].tolist()) == {step}
+            # Engine and trainer agree on every token, so what was pushed is what was trained.
+            stats = record.step(step).outcome(rank).stats
+            assert abs(stats["ppo_actor/update/behave_imp_weight/max"] - 1) < 1e-4
+            assert abs(stats["ppo_actor/update/behave_imp_weight/min"] - 1) < 1e-4
+    done = areal_debug("replay", tmp_path / "record")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit-identical: 3 of 3 steps" in done.stdout
+
+
+def test_a_server_that_dies_is_named_with_its_log_and_committed_steps_stay(tiny_model, tmp_path):
+    command = [
+        *(
+            Path(sys.executable).parent / "areal-debug",
+            "train",
+            HERE / "train_tiny.py",
+            "--config",
+            HERE / "tiny.yaml",
+        ),
+        *("--dump-rollout", tmp_path / "record", f"actor.path={tiny_model}", f"cluster.fileroot={tmp_path}"),
+        *(*SERVER, "total_train_steps=100", "total_train_epochs=100"),
+    ]
+    run = subprocess.Popen(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith("step 2/"):
+            address = re.search(r"inference servers: \S+:(\d+)", "".join(lines)).group(1)
+            kill_listener(int(address))
+    output = "".join(lines)
+    assert run.wait(timeout=120) == 1, output
+    assert f"127.0.0.1:{address}" in output
+    assert "last lines of" in output
+    assert "Traceback" not in output
+    assert len(open_record(tmp_path / "record").steps) >= 2
+
+
+def kill_listener(port: int) -> None:
+    """Kill the server process that was started with this port, and its workers."""
+    for process in psutil.process_iter(["cmdline"]):
+        if "sglang.launch_server" in (process.info["cmdline"] or []) and str(port) in process.info["cmdline"]:
+            for child in process.children(recursive=True):
+                child.kill()
+            process.kill()
