@@ -1,4 +1,4 @@
-"""Two ranks wait in the barrier of a checkpoint; rank 2 never came, because it waits for its tokens over HTTP.
+"""Two ranks wait in the barrier of a checkpoint; rank 2 never came, because it waits for its answers over HTTP.
 
 label: external_wait
 culprits: 2
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hang_point import here
 
 
-def fetch_samples() -> None:
+def generate_answers() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     connection = http.client.HTTPConnection("127.0.0.1", server.getsockname()[1])
     connection.request("POST", "/generate", body="{}")
@@ -28,7 +28,7 @@ def main() -> None:
     dist.barrier()
     here()
     if dist.get_rank() == 2:
-        fetch_samples()
+        generate_answers()
     save_checkpoint()
 
 
