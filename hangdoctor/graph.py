@@ -125,7 +125,7 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
 def same_place(clusters: tuple[Cluster, ...]) -> bool:
     """Whether all waiting ranks may be in one and the same operation.
 
-    A wait for the device, or for a backward pass, hides which collective it is in, so it agrees with any.
+    A wait for the device hides which collective the device is in, so it agrees with any.
     """
-    named = [c for c in clusters if c.stance.kind in ("collective", "p2p", "store")]
+    named = [c for c in clusters if c.stance.kind != "device"]
     return len(named) <= 1

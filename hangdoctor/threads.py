@@ -7,6 +7,7 @@ from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
 from hangdoctor.native import POSTED, SOURCE, WCHAN
 from hangdoctor.waits import Stance, compiled, stance_of
 
+UNNAMED = "unnamed thread"
 # A main thread that waits for another thread of its process: that thread knows what for.
 DELEGATING = ("future", "event", "queue", "join", "idle")
 TELLING = (
@@ -40,7 +41,7 @@ def view(
         ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
         seen[id(threads)] = tuple(
             ThreadStance(
-                thread.name or ("MainThread" if thread is main else "unnamed thread"),
+                thread.name or ("MainThread" if thread is main else UNNAMED),
                 refined(stance_of(thread.frames), thread, source),
                 bool(thread.holds_gil),
                 bool(thread.waits_for_gil),
@@ -98,9 +99,12 @@ def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Sta
     main = threads[0]
     stance = with_kernel(main.stance, dump.facts)
     if stance.kind in ("backward", "device"):
-        for other in threads[1:]:
-            if other.stance.kind in ("collective", "p2p") and "autograd" in autograd_hint(other):
+        autograd = [t for t in threads[1:] if from_autograd(t)]
+        for other in autograd:
+            if other.stance.kind in ("collective", "p2p"):
                 return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
+        if autograd and stance.kind == "backward":
+            return replace(stance, kind="device", operation="device sync"), main.thread
     if stance.kind in DELEGATING and not ("cleanup" in stance.phases and not stance.chain):
         for other in threads[1:]:
             if other.stance.kind in TELLING and (
@@ -110,12 +114,10 @@ def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Sta
     return stance, main.thread
 
 
-def autograd_hint(thread: ThreadStance) -> str:
-    """Autograd's own threads have no Python entry: nothing of `threading` lies at the bottom of their
-    stacks.
-    """
+def from_autograd(thread: ThreadStance) -> bool:
+    """Autograd's own threads have no name and no Python entry: nothing of `threading` lies at the bottom of their stacks."""
     bottom = thread.stance.frames[-1].function if thread.stance.frames else ""
-    return "python" if bottom in ("_bootstrap", "<module>") else "autograd"
+    return bottom not in ("_bootstrap", "<module>", "") and thread.thread == UNNAMED
 
 
 def with_kernel(stance: Stance, facts: ProcessFacts) -> Stance:

@@ -57,7 +57,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
         return None  # making a group is the start-up's business: init_deadlock
-    named_clusters = [c for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")]
+    named_clusters = [c for c in graph.waiting if c.stance.kind != "device"]
     odd = odd_ones(named_clusters)
     usual = [s for s in graph.waiting_ranks if s not in odd]
     behind = next((f for f in case.findings if f.kind == "behind"), None)

@@ -15,6 +15,8 @@ from hangdoctor.graph import Graph
 from hangdoctor.model import Evidence
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
+LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
+
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     starved = [s for s in graph.source_ranks if waits_for_data(s)]
@@ -53,7 +55,14 @@ def waits_for_data(standing: Standing) -> bool:
     stance = standing.stance
     if stance.phases & {"cleanup"} or stance.kind in ("stopped", "running", "compile"):
         return False
-    return stance.kind == "data" or ("data" in stance.phases and stance.kind not in ("prompt",))
+    if stance.kind in (
+        "http",
+        "rpc",
+        "subprocess",
+        "prompt",
+    ):  # a function called fetch_samples may ask a server
+        return any(frame.file.startswith(LOADERS) for frame in stance.frames)
+    return stance.kind == "data" or "data" in stance.phases
 
 
 def workers(case: Case, starved: list[Standing]) -> tuple[Evidence, ...]:

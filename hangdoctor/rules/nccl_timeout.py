@@ -38,19 +38,17 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return from_records(case)
     if graph.sources or case.missing or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
         return None
-    first = next(
-        (c.members[0] for c in graph.waiting if c.stance.kind in ("collective", "p2p", "store")), None
-    )
-    if first is not None and first.stance.kind != "collective":
+    first = next((c.members[0] for c in graph.waiting if c.stance.kind != "device"), None)
+    if first is not None and first.stance.kind not in ("collective", "backward"):
         return None
     standing = first or graph.waiting[0].members[0]
     culprits, found = recorded(case)
     # Equal stacks may still be of different steps: only records make it certain.
     agreed = any(finding.kind == "same" for finding in case.findings)
     best: Confidence = "high" if first and agreed else "medium"
-    if first is None and standing.stance.kind == "backward":
+    if standing.stance.kind == "backward":
         best = "low"
-    if first is not None and any(c.stance.kind in ("device", "backward") for c in graph.waiting):
+    if first is not None and any(c.stance.kind == "device" for c in graph.waiting):
         best = "low"  # some wait for the device: nothing says that it runs the collective the others are in
     if not complete(case):
         best = "medium" if best == "high" else "low"
