@@ -73,7 +73,7 @@ class FSDPEngine:
 
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Logprob of the next token at each position, float32 [B, T], 0 on padding; a collective."""
+        """Logprob of the next token where the next-token aligned `loss_mask` is set, float32 [B, T], else 0; a collective."""
         self.model.eval()
         result = torch.zeros(batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
@@ -140,27 +140,34 @@ class FSDPEngine:
         return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
 
     def _forward(self, part: Batch) -> Tensor:
-        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]."""
+        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]; 0 where nothing is trained."""
         if part["attention_mask"].shape[0] == 0:
             part = {
-                "input_ids": torch.zeros(1, 1, dtype=torch.int32),
-                "attention_mask": torch.ones(1, 1, dtype=torch.bool),
+                name: torch.ones(1, 1, dtype=torch.int32)
+                for name in ("input_ids", "attention_mask", "loss_mask")
             }
+            part["attention_mask"] = part["attention_mask"].bool()
         lengths = sequence_lengths(part).tolist()
         device = self.ranks.device
-        input_ids = pack(part)["input_ids"].to(device, torch.int64)
+        flat = pack(part)
+        input_ids = flat["input_ids"].to(device, torch.int64)
+        scored = flat["loss_mask"].nonzero()[:, 0].to(device)  # most prompt tokens cost no logits
+        if len(scored) == 0:
+            scored = scored.new_zeros(1)
         head = self.model.get_output_embeddings()
         # The label of a sequence's last position is another sequence's first token; no mask trains on it.
-        head.labels, head.temperature = input_ids.roll(-1), self.temperature
+        head.labels, head.temperature = input_ids.roll(-1)[scored], self.temperature
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         output = self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,
+            logits_to_keep=scored,
             sequence_lengths=lengths,
         )
         head.labels = None
-        return output.logits[0]
+        pairs = output.logits[0]  # [scored, 2]
+        return pairs.new_zeros(len(input_ids), 2).index_copy(0, scored, pairs)
 
     def step_schedule(self) -> None:
         """Move the learning rate on; once a training step, however many minibatches that had."""

@@ -36,10 +36,10 @@ class PolicyObjective:
         aligned = to_next_token(batch)
         mask = aligned["loss_mask"].bool()
         behaviour = aligned["logprobs"]
-        proximal = actor.compute_logprobs(batch) * mask if options.should_compute_prox_logp() else behaviour
+        proximal = actor.compute_logprobs(aligned) if options.should_compute_prox_logp() else behaviour
         if not options.use_decoupled_loss:
             behaviour = proximal
-        reference_logprobs = reference.compute_logprobs(batch) * mask if reference is not None else None
+        reference_logprobs = reference.compute_logprobs(aligned) if reference is not None else None
         learned = compute_advantages(
             self._sequence_rewards(batch),
             mask,

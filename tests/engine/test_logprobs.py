@@ -16,7 +16,8 @@ def naive(hidden, weight, labels, temperature, softcap):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_logprobs_and_gradients_equal_the_definition(monkeypatch, temperature, softcap):
-    monkeypatch.setattr(L, "CHUNK_TOKENS", 4)  # ten tokens: two whole chunks and a rest
+    monkeypatch.setattr(L, "TOKENS_PER_WEIGHT_GRADIENT", 6)  # ten tokens: one whole block and a rest
+    monkeypatch.setattr(L, "LOGITS_AT_A_TIME", {"cpu": 4 * 23})  # four rows at a time
     torch.manual_seed(1)
     hidden = torch.randn(1, 10, 6, requires_grad=True)
     weight = torch.randn(23, 6, requires_grad=True)
