@@ -19,8 +19,8 @@ MAX_CHILDREN = 64
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Where to look: below pids, at command lines that match a regular expression, at processes that carry an
-    environment variable, or (all empty) at every process of this user that claims a rank."""
+    """Where to look: below pids; else at command lines that match a regular expression and processes that carry an
+    environment variable; or (all empty) at every process of this user that claims a rank."""
 
     pids: tuple[int, ...] = ()
     match: str = ""
@@ -29,10 +29,10 @@ class Search:
     def __str__(self) -> str:
         if self.pids:
             return "at or below pid " + ", ".join(map(str, self.pids))
-        if self.match:
-            return f"with a command line that matches {self.match!r}"
-        if self.variable:
-            return f"started with {'='.join(self.variable)}"
+        told = [f"with a command line that matches {self.match!r}"] if self.match else []
+        told += [f"started with {'='.join(self.variable)}"] if self.variable else []
+        if told:
+            return " and ".join(told)
         return "of this user with RANK (or the rank of MPI or SLURM) in its environment"
 
 
@@ -85,7 +85,7 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
         NoRanksFound: nothing there looks like a rank.
         SeveralJobs: ranks of more than one rendezvous are there.
     """
-    scope = _scope(search, table)
+    scope = members(search, table)
     claims = _rank_claims(scope, table)
     if any(claim.process.pid in search.pids for claim in claims):
         claims = _with_peers(claims, table)
@@ -105,8 +105,8 @@ def _ours(table: dict[int, Process]) -> set[int]:
     return {os.getpid(), *ancestors(os.getpid(), table)}
 
 
-def _scope(search: Search, table: dict[int, Process]) -> list[int]:
-    """Pids that may be of the job, with everything below them."""
+def members(search: Search, table: dict[int, Process]) -> list[int]:
+    """Pids of every process that `search` leads to, with everything below them."""
     if search.pids:
         named = [pid for pid in search.pids if pid in table]
         return list(dict.fromkeys([*named, *descendants(named, table)]))
@@ -116,11 +116,11 @@ def _scope(search: Search, table: dict[int, Process]) -> list[int]:
 
 
 def _matches(search: Search, process: Process) -> bool:
-    if search.match:
-        return re.search(search.match, " ".join(process.command)) is not None
-    if search.variable:
-        return _carries(process, search.variable)
-    return process.uid == os.getuid()
+    if search.match and not re.search(search.match, " ".join(process.command)):
+        return False
+    if search.variable and not _carries(process, search.variable):
+        return False
+    return search != Search() or process.uid == os.getuid()
 
 
 def _carries(process: Process, variable: tuple[str, str]) -> bool:

@@ -5,32 +5,28 @@ job ──signs──> follow, judge ──quiet──> collect + diagnose ─�
  └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
 """
 
-import ctypes
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hangdoctor.collect.discover import Job, Search, find_job
+from hangdoctor.collect.discover import Job, Search, find_job, members
 from hangdoctor.collect.host import collect_host
-from hangdoctor.collect.process import descendants, process_table, read_stat
+from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.collect.sample import Options
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.judge import Judgement, Limits, Track, finished_without_steps, follow, judge
 from hangdoctor.watch.signs import gpu_watts, read_signs
+from hangdoctor.watch.tree import adopt_orphans, end_all, lives, signals_forwarded_to
 
 Then = Literal["notify", "kill", "restart"]
 RESCAN_S = 15.0
-GRACE_S = 10.0
 HOOK_TIMEOUT_S = 60.0
-PR_SET_CHILD_SUBREAPER = 36
 STUCK = 1
 """Exit status of a watch that found a hang or a run without a step."""
 
@@ -57,6 +53,15 @@ class Finding:
     found_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """How a watch ended: the hang that the job was in, its last tracks, and whether we ended it."""
+
+    finding: Finding | None
+    tracks: dict[str, Track]
+    ended_by_us: bool
+
+
 Diagnose = Callable[[Path], Diagnosis]
 """Reads a collection, writes its reports beside it, gives the diagnosis."""
 Tell = Callable[[str], None]
@@ -67,20 +72,22 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell
 
     Returns the exit status of the command, or 1 when it hung and was killed or finished without a step.
     """
-    _adopt_orphans()
+    adopt_orphans()
     for attempt in range(plan.max_restarts + 1):
-        beats = plan.folder / f"beats-{attempt}"
+        beats = plan.folder.resolve() / f"beats-{attempt}"
         beats.mkdir(parents=True)
         child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)})
-        with _signals_forwarded_to(child):
-            finding, tracks = _watch((child.pid,), beats, plan, diagnose, tell, child.poll)
+        with signals_forwarded_to(child):
+            search = Search(variable=(VARIABLE, str(beats)))
+            watched = _watch(search, beats, plan, diagnose, tell, child.poll)
             status = child.wait()
-        if finding is not None and plan.then != "notify":
+            _see_to_orphans(search, plan, tell)
+        if watched.ended_by_us:
             if plan.then == "restart" and attempt < plan.max_restarts:
                 tell(f"restarting, {plan.max_restarts - attempt} more times at most")
                 continue
             return STUCK
-        if status == 0 and finished_without_steps(tracks):
+        if status == 0 and finished_without_steps(watched.tracks):
             tell("the job finished with status 0 and not one step: is its data empty, or its step count 0?")
             return STUCK
         return status
@@ -88,16 +95,16 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell
 
 
 def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, tell: Tell) -> int:
-    """Watch processes that somebody else has started until they end; 1 when they hung and were killed.
+    """Watch processes that somebody else has started until they end; 1 when they hung at the end.
 
     Their heartbeats are found by the variable in their environment.
     """
 
     def ended() -> int | None:
-        return None if any(_lives(pid) for pid in pids) else 0
+        return None if any(lives(pid) for pid in pids) else 0
 
-    finding, tracks = _watch(pids, _beats_of(pids), plan, diagnose, tell, ended)
-    return STUCK if finding is not None or finished_without_steps(tracks) else 0
+    watched = _watch(Search(pids), _beats_of(pids), plan, diagnose, tell, ended)
+    return STUCK if watched.finding is not None or finished_without_steps(watched.tracks) else 0
 
 
 def _beats_of(pids: tuple[int, ...]) -> Path:
@@ -110,14 +117,24 @@ def _beats_of(pids: tuple[int, ...]) -> Path:
     return Path(os.devnull)
 
 
+def _see_to_orphans(search: Search, plan: Plan, tell: Tell) -> None:
+    """Ranks whose launcher died hold their GPUs and ports: say so, and end them where ending was asked for."""
+    orphans = [pid for pid in members(search, process_table()) if lives(pid)]
+    if orphans:
+        fate = "" if plan.then == "notify" else "; ending them"
+        tell(f"{len(orphans)} processes outlived the job: pid {', '.join(map(str, orphans))}{fate}")
+        if plan.then != "notify":
+            end_all(orphans)
+
+
 def _watch(
-    pids: tuple[int, ...],
+    search: Search,
     beats: Path,
     plan: Plan,
     diagnose: Diagnose,
     tell: Tell,
     ended: Callable[[], int | None],
-) -> tuple[Finding | None, dict[str, Track]]:
+) -> Watched:
     """Look until the job ends, or hangs and is ended as planned.
 
     A slow job doubles the patience until it moves again. A hang is told at once, but nothing is killed before the
@@ -128,7 +145,7 @@ def _watch(
     while ended() is None:
         now = time.monotonic()
         if now - scanned_at >= RESCAN_S or not job.targets:
-            job, watts, scanned_at = _find(pids), gpu_watts(), now
+            job, watts, scanned_at = _find(search), gpu_watts(), now
         tracks = follow(tracks, read_signs(job, read_beats(beats), watts), now)
         judgement = judge(tracks, now, plan.limits)
         if judgement.silent_s < judgement.limit_s / 2:
@@ -136,32 +153,33 @@ def _watch(
                 tell("it moves again")
             patience, finding = 1, None
         elif finding is None and judgement.silent_s > judgement.limit_s * patience:
-            finding = _examine(pids, judgement, plan, diagnose, tell)
+            finding = _examine(search, judgement, plan, diagnose, tell)
             patience *= 2
         elif finding and plan.then != "notify" and now - finding.found_at > judgement.limit_s / 2:
-            _end(pids)
-            return finding, tracks
+            end_all(members(search, process_table()))
+            return Watched(finding, tracks, ended_by_us=True)
         time.sleep(plan.poll_s)
-    return finding, follow(tracks, read_signs(job, read_beats(beats), watts), time.monotonic())
+    last = follow(tracks, read_signs(job, read_beats(beats), watts), time.monotonic())
+    return Watched(finding, last, ended_by_us=False)
 
 
-def _find(pids: tuple[int, ...]) -> Job:
+def _find(search: Search) -> Job:
     """The job as it is now; empty while its ranks have not come up."""
     try:
-        return find_job(Search(pids), process_table())
+        return find_job(search, process_table())
     except HangInputError:
         return Job((), (), None)
 
 
 def _examine(
-    pids: tuple[int, ...], judgement: Judgement, plan: Plan, diagnose: Diagnose, tell: Tell
+    search: Search, judgement: Judgement, plan: Plan, diagnose: Diagnose, tell: Tell
 ) -> Finding | None:
     """Collect and diagnose a silent job. None when its stacks move: slow, not stuck."""
     folder = plan.folder / time.strftime("hang-%Y%m%d-%H%M%S")
     quiet = f"{', '.join(judgement.names)} silent for {judgement.silent_s:.0f} s (limit {judgement.limit_s:.0f} s)"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        collect_host(Search(pids), folder, plan.options)
+        collect_host(search, folder, plan.options)
         diagnosis = diagnose(folder)
     except HangInputError as error:
         tell(f"{quiet}, but nothing could be collected: {error}")
@@ -197,45 +215,3 @@ def _run_hook(finding: Finding, plan: Plan, tell: Tell) -> None:
         return
     if status:
         tell(f"the hook {plan.hook!r} ended with status {status}")
-
-
-def _end(pids: tuple[int, ...]) -> None:
-    """SIGTERM to the whole tree, SIGKILL to what is left of it: a rank in a collective hears no SIGTERM."""
-    family = [*pids, *descendants(pids, process_table())]
-    _signal(family, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(_lives(pid) for pid in family):
-        time.sleep(0.1)
-    _signal(family, signal.SIGKILL)
-
-
-def _lives(pid: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.state not in "ZX"
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-@contextmanager
-def _signals_forwarded_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What a scheduler or Ctrl-C tells the watcher is meant for the job, whose end then ends the watcher."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [
-        signal.signal(number, lambda received, _frame: child.send_signal(received)) for number in numbers
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _adopt_orphans() -> None:
-    """When a launcher dies, its ranks become ours instead of init's: still watched, still readable under Yama."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

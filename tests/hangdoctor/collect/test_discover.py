@@ -133,3 +133,16 @@ def test_the_collector_and_its_callers_are_never_ranks():
         Search(), table(process(10, 1, environment=rank(7, 8)), ours, process(11, 1, environment=rank(0, 2)))
     )
     assert [target.pid for target in job.targets] == [11]
+
+
+def test_pattern_and_variable_must_both_hold():
+    slurm = {"SLURM_JOB_ID": "5"}
+    found = find_job(
+        Search(match="train", variable=("SLURM_JOB_ID", "5")),
+        table(
+            process(11, 1, "python train.py", slurm),
+            process(12, 1, "python serve.py", slurm),
+            process(13, 1, "python train.py", {}),
+        ),
+    )
+    assert [target.pid for target in found.targets] == [11]

@@ -14,6 +14,7 @@ from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.judge import Limits
 from hangdoctor.watch.loop import Plan, watch_command, watch_pids
+from hangdoctor.watch.tree import lives
 
 BEAT_THEN = """
 import os, sys, threading, time
@@ -145,3 +146,19 @@ def test_signals_to_the_watcher_reach_the_job(watched, tmp_path):
     sender.join()
     assert status == 5
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("then", ["notify", "kill"])
+def test_rank_that_outlives_its_launcher_is_told_and_ended_where_ending_was_asked(watched, tmp_path, then):
+    start = (
+        "import subprocess\norphan = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    status, [told], _ = watched(
+        f"{start}\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(orphan.pid))\nos._exit(3)", then=then
+    )
+    orphan = int((tmp_path / "pid").read_text())
+    assert status == 3
+    assert told == f"1 processes outlived the job: pid {orphan}" + ("; ending them" if then == "kill" else "")
+    assert lives(orphan) is (then == "notify")
+    os.kill(orphan, signal.SIGKILL)
+    os.waitpid(orphan, 0)  # ours by adoption

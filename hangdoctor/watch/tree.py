@@ -1,0 +1,56 @@
+"""The processes of a watched job: adopt its orphans, pass signals on to it, end all of it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hangdoctor.collect.process import read_stat
+
+GRACE_S = 10.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def end_all(pids: list[int]) -> None:
+    """SIGTERM to all, SIGKILL to what is left of them: a rank in a collective hears no SIGTERM."""
+    _signal(pids, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(lives(pid) for pid in pids):
+        time.sleep(0.1)
+    _signal(pids, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    stat = read_stat(pid)
+    return stat is not None and stat.state not in "ZX"
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+@contextmanager
+def signals_forwarded_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What a scheduler or Ctrl-C tells the watcher is meant for the job, whose end then ends the watcher."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [
+        signal.signal(number, lambda received, _frame: child.send_signal(received)) for number in numbers
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def adopt_orphans() -> None:
+    """When a launcher dies, its ranks become ours instead of init's: still watched, still readable under Yama."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
