@@ -77,6 +77,11 @@ class Case:
         return self.snapshot.num_samples
 
     @property
+    def lost(self) -> dict[int, Status]:
+        """Ranks that are known to be missing; a gap in the numbers of saved files is no proof."""
+        return self.missing if self.certain_missing else {}
+
+    @property
     def world_size(self) -> int:
         return len(self.ranks) + len(self.missing)
 

@@ -27,6 +27,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked
     # last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
+    first = blamed_elsewhere(case, first)
     classes = stack_classes(case.ranks)
     return Diagnosis(
         label=first.label,
@@ -44,6 +45,25 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         ranks=rank_map(case, graph, first, classes),
         collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
     )
+
+
+def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
+    """A rank that waits for an engine or another role is a victim where that role's own ranks show a hang of theirs."""
+    if verdict.label != "external_wait":
+        return verdict
+    for role in sorted({s.role for s in case.others} - {"child", "launcher"}):
+        theirs = tuple(s for s in case.others if s.role == role and s.threads)
+        part = replace(case, role=role, ranks=theirs, others=(), missing={}, findings=())
+        graph = wait_for_graph(part)
+        found = [v for rule in RULES if (v := rule.judge(part, graph)) is not None]
+        worst = min(found, key=lambda v: -LEVELS.index(v.confidence))
+        if (
+            worst.label not in ("unknown", "straggler_or_not_hung", "external_wait")
+            and worst.confidence != "low"
+        ):
+            summary = f"{worst.summary} {verdict.summary}"
+            return replace(worst, summary=summary, evidence=worst.evidence + verdict.evidence)
+    return verdict
 
 
 def weighed(verdict: Verdict, case: Case) -> Verdict:
@@ -77,7 +97,16 @@ def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:
     if verdict.label == "straggler_or_not_hung" and not verdict.culprits:
         return ()
     blamed = set(verdict.culprits)
-    return tuple(s.rank for s in graph.waiting_ranks if s.rank is not None and s.rank not in blamed)
+    elsewhere = bool(blamed) and all(isinstance(rank, str) for rank in blamed)
+    waiting = graph.waiting_ranks + (graph.source_ranks if elsewhere else ())
+    return tuple(
+        sorted((s.rank for s in waiting if s.rank is not None and s.rank not in blamed), key=str_last)
+    )
+
+
+def str_last(rank: Rank) -> tuple[bool, Rank]:
+    """Sort key: numbers in order, then names."""
+    return isinstance(rank, str), rank
 
 
 def notes(snapshot: Snapshot) -> tuple[Evidence, ...]:

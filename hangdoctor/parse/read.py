@@ -70,6 +70,17 @@ def name_of(reading: Reading, file: str) -> ProcessName:
     return parse_name(reading.mapping.get(file, file))
 
 
+def owner_of(reading: Reading, place: layout.Place, member: str) -> ProcessName:
+    """The process of a file by its own name or, where it lies loose, by that of its folder: `rank_3/stacks.txt`."""
+    process = name_of(reading, place.file)
+    if process.rank is None and process.parent is None and place.kind == "loose":
+        folders = [
+            parse_name(folder) for folder in reversed(member.split("/")[:-1]) if "rank" in folder.lower()
+        ]
+        return next((folder for folder in folders if folder.rank is not None), process)
+    return process
+
+
 def take_facts(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
     reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = layout.facts_from(data)
 
@@ -123,7 +134,7 @@ def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -
         reading.failures[name_of(reading, place.file).name] = head.split("\n")[0][:300]
     elif head.startswith("[") and '"' in head[:200]:
         pid, threads = parse_stacks_json(text)
-        keep(reading, name_of(reading, place.file), place, member, threads, pid)
+        keep(reading, owner_of(reading, place, member), place, member, threads, pid)
     elif head.startswith("{"):
         take_object(reading, place, member, data)
     elif ras.is_ras_text(text):
@@ -148,15 +159,24 @@ def take_object(reading: Reading, place: layout.Place, member: str, data: bytes)
 
 
 def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> None:
-    process = name_of(reading, place.file)
+    process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
     if not sections or place.file.endswith(".log"):
         reading.logs.append(parse_log(process.name, process.rank, text, member))
+    counted = any(section.count > 1 for section in sections)
+    next_rank = 0
     for number, section in enumerate(sections):
+        if counted:
+            section.ranks = tuple(range(next_rank, next_rank + section.count))
+            next_rank += section.count
         for owner in owners(process, section, number, len(sections)):
             keep(reading, owner, place, member, tuple(section.threads), section.pid)
             if section.command:
                 reading.commands[owner.name] = section.command
+    if counted:
+        reading.notes.append(
+            "stacks come with counts, not ranks: ranks are numbered in the order of the groups"
+        )
 
 
 def owners(process: ProcessName, section: Section, number: int, total: int) -> list[ProcessName]:

@@ -54,6 +54,11 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     dumps = tuple(dump_of(reading, listed, key) for key in keys)
     if reading.contents:
         reading.notes += [f"host {host}" for host in reading.contents.hosts_missing]
+        reading.notes += [
+            f"{entry.name} is {entry.status}: {entry.detail or 'no reason given'}"
+            for entry in reading.contents.processes
+            if entry.role not in ("trainer", "child", "launcher") and entry.status != "dumped"
+        ]
         world_size = world_size or reading.contents.world_size
     world_size = world_size or world_size_of(reading)
     return Snapshot(
@@ -131,7 +136,10 @@ def world_size_of(reading: Reading) -> int | None:
 def expected_ranks(
     listed: Iterable[layout.ExpectedProcess], dumps: tuple[ProcessDump, ...], world_size: int | None
 ) -> dict[int, Status]:
-    """Status of every trainer rank that should exist, as far as anybody says."""
+    """Status of every trainer rank that should exist; empty where nobody says how many there are."""
+    listed = list(listed)
+    if not listed and world_size is None:
+        return {}
     expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 10_000_000)), "gone")
     for entry in listed:
         if entry.rank is not None and entry.role == "trainer":

@@ -34,10 +34,13 @@ CLOCK = re.compile(
 PROCESS = re.compile(r"^Process (\d+)(?::[ \t]*(.*))?$", re.M)
 THREAD_ID = re.compile(r"^Thread (0x[0-9A-Fa-f]+|\d+) \(", re.M)
 RANKS = re.compile(
-    r"^(?:stacks? (?:of|for) )?(?:(engine|reference|reward|proxy|trainer|actor|rollout)[ _])?ranks?[ _:=#]*"
-    r"(\d[\d ,.\-–&]*(?:(?:and|to) \d+)?)(?: ?\([^()]*\)| on host \S+)?$",
+    r"^(?:(?:py-?spy|dump|stack|stacks|stacktrace|trace|traceback|output|process|worker|of|for|from) ){0,3}"
+    r"(?:(engine|reference|reward|proxy|trainer|actor|rollout)[ _])?ranks?[ _:=#]*"
+    r"(\d[\d ,.\-–&]*(?:(?:and|to) \d+)?)(?: ?\([^()]*\)| ?[,;] ?pid.{0,20}| on (?:host )?\S+| (?:stack|stacks|trace|dump)s?)?$",
     re.IGNORECASE,
 )
+# Posts that show equal stacks once: `12 in:`, `7 ranks:`, `3x`.
+COUNTED = re.compile(r"^(\d{1,6}) ?(?:(?:ranks|processes|procs|gpus) ?(?:in|at)?|in|x|×) ?:?$", re.IGNORECASE)
 SPY_THREAD = re.compile(
     r"^Thread (?P<id>0x[0-9A-Fa-f]+|\d+|\w[\w\- ]*?) \((?P<state>idle|active|active\+gil|idle\+gil)\)"
     r'(?:: ?"?(?P<name>.*?)"?|:)?$'
@@ -71,13 +74,16 @@ LINE_SUFFIX = re.compile(r"^(.*):(\d+)$")
 
 @dataclass(slots=True)
 class Section:
-    """One process as a text shows it. `ranks` is empty where the text does not say whose stack it is."""
+    """One process as a text shows it. `ranks` is empty where the text does not say whose stack it is; `count` is how many
+    processes are said to have it.
+    """
 
     ranks: tuple[int, ...] = ()
     role: str | None = None
     pid: int | None = None
     command: str = ""
     threads: list[Thread] = field(default_factory=list)
+    count: int = 1
 
 
 @dataclass(slots=True)
@@ -188,8 +194,10 @@ def section_header(line: str, current: Section) -> Section | None:
     if match := PROCESS.match(line):
         heading = current if not current.threads else Section()
         return Section(heading.ranks, heading.role, int(match[1]), match[2] or "")
-    if "ank" in line[:60] and len(line) < 200 and (match := RANKS.match(line.strip("=-#*[]<>: "))):
+    if "ank" in line[:60] and len(line) < 200 and (match := RANKS.match(line.strip("=-#*[]<>:_ `"))):
         return Section(numbers_in(match[2]), match[1].lower() if match[1] else None)
+    if line[0].isdigit() and (match := COUNTED.match(line)):
+        return Section(count=int(match[1]))
     return None
 
 

@@ -53,7 +53,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
-    if graph.sources or case.missing or not graph.waiting or same_place(graph.waiting):
+    if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
         return None
     if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
         return None  # making a group is the start-up's business: init_deadlock

@@ -41,7 +41,7 @@ STEPS = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    if case.missing:
+    if case.lost:
         return None
     waiters, sources = graph.waiting_ranks, graph.source_ranks
     starting = [s for s in waiters if starts(s)]

@@ -11,7 +11,7 @@ The ranks that wait are victims: their time-out names them, not the rank that is
 
 from hangdoctor.case import Case, Standing
 from hangdoctor.frames import show
-from hangdoctor.graph import Graph
+from hangdoctor.graph import Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, NextStep, Rank
 from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiting_evidence, waiting_for
@@ -33,6 +33,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
     if not lost or not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
         return None
+    if not case.certain_missing and not stopped and (len(lost) * 3 > len(case.ranks) or explained(graph)):
+        return None
     statuses = set(lost.values())
     return Verdict(
         "missing_rank",
@@ -46,6 +48,11 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             "Stacks of the waiting ranks that move on.",
         ),
     )
+
+
+def explained(graph: Graph) -> bool:
+    """Whether the ranks that were saved explain the hang: then a rank without a file was just not saved."""
+    return bool(graph.sources) or not same_place(graph.waiting)
 
 
 def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standing]) -> Confidence:

@@ -36,7 +36,7 @@ STEPS = (
 def judge(case: Case, graph: Graph) -> Verdict | None:
     if not case.ranks:
         return from_records(case)
-    if graph.sources or case.missing or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
+    if graph.sources or case.lost or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
         return None
     first = next((c.members[0] for c in graph.waiting if c.stance.kind != "device"), None)
     if first is not None and first.stance.kind not in ("collective", "backward"):
@@ -50,7 +50,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         best = "low"
     if first is not None and any(c.stance.kind == "device" for c in graph.waiting):
         best = "low"  # some wait for the device: nothing says that it runs the collective the others are in
-    if not complete(case):
+    if case.missing:  # a gap in the numbers: who is not here may stand elsewhere
         best = "medium" if best == "high" else "low"
     return Verdict(
         "nccl_timeout",
@@ -87,11 +87,6 @@ def from_records(case: Case) -> Verdict | None:
         STEPS,
         ("A rank of that group whose record is not here.",),
     )
-
-
-def complete(case: Case) -> bool:
-    """Whether all ranks are known to be here: somebody told the world size, or how many the ranks think they are."""
-    return case.certain_missing and len(case.ranks) >= len(case.snapshot.expected)
 
 
 def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:

@@ -26,7 +26,7 @@ from hangdoctor.rules.verdict import (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    if graph.sources or case.missing:
+    if graph.sources or case.lost:
         return None
     peers = [s for s in graph.waiting_ranks if s.stance.kind == "p2p"]
     pipeline = any(s.stance.domain == "pipeline" for s in peers)

@@ -41,7 +41,7 @@ WORKING = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    if case.missing or not case.ranks:
+    if case.lost or not case.ranks:
         return None
     if moving := job_moves(case, graph):
         return moving

@@ -62,7 +62,7 @@ def confidence(
     unseen = sum(
         1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
     )
-    if len(case.ranks) < 2 or unseen:
+    if len(case.ranks) < 2 or unseen or (case.missing and not case.lost):
         level -= 1
     mine = {standing.name for standing in culprits}
     elsewhere = [s for s in graph.source_ranks if s.name not in mine]

@@ -361,3 +361,51 @@ def test_a_truncated_tar_gives_what_comes_before_the_damage(tmp_path):
     snapshot = read_snapshot([path])
     assert [d.rank for d in snapshot.dumps] == [0]
     assert "damaged" in snapshot.notes[0]
+
+
+STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
+
+
+@pytest.mark.parametrize(
+    ("heading", "ranks"),
+    [
+        ("=== Rank 3 ===", (3,)),
+        ("[rank 3]", (3,)),
+        ("Ranks 0-2, 5:", (0, 1, 2, 5)),
+        ("**Rank 1**", (1,)),
+        ("py-spy dump of rank 4 (pid 77):", (4,)),
+        ("# stack of rank 6 on host node-1", (6,)),
+        ("Rank 2 stack:", (2,)),
+    ],
+)
+def test_headings_that_people_write_above_a_stack(heading, ranks):
+    assert [section.ranks for section in parse_stacks_text(f"{heading}\n{STACK}")] == [ranks]
+
+
+def test_prose_about_a_rank_opens_nothing():
+    assert [section.ranks for section in parse_stacks_text(f"rank 3 finished in 2 s\n{STACK}")] == [()]
+
+
+def test_equal_stacks_posted_once_with_a_count_become_that_many_ranks(tmp_path):
+    (tmp_path / "post.txt").write_text(f"3 in:\n{STACK}\n1 in:\n{STACK.replace('f (', 'g (')}")
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [
+        (0, "f"),
+        (1, "f"),
+        (2, "f"),
+        (3, "g"),
+    ]
+    assert "numbered in the order" in snapshot.notes[0]
+
+
+def test_a_folder_may_carry_the_rank(tmp_path):
+    for rank in (0, 7):
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}/stacks.txt").write_text(STACK)
+    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0, 7]
+
+
+def test_engines_are_numbered_by_their_process_names(tmp_path):
+    text = "".join(f"Process {9 - tp}: sglang::scheduler_TP{tp}\nPython v3.12\n\n{STACK}" for tp in (1, 0))
+    (tmp_path / "watchdog.txt").write_text(text)
+    assert {d.rank: d.pid for d in read_snapshot([tmp_path]).dumps} == {0: 9, 1: 8}

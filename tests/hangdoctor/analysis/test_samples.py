@@ -259,3 +259,31 @@ def test_engine_ranks_beside_a_trainer_are_named_not_numbered(tmp_path):
     diagnosis = diagnose(read_snapshot([folder]))
     assert (diagnosis.label, diagnosis.culprit_ranks) == ("external_wait", (0,))
     assert [cell.rank for cell in diagnosis.ranks] == [0, 1]
+
+
+def test_an_engine_that_hangs_by_itself_makes_the_waiting_trainer_a_victim(tmp_path):
+    http = ["urlopen urllib3/connectionpool.py 790", "generate rollout.py 33", MODULE]
+    loop = ["event_loop_normal sglang/srt/managers/scheduler.py 700", "<module> <string> 1"]
+    forward = [f"all_reduce {C10D} 2806", "forward sglang/srt/models/llama.py 30", *loop]
+    processes = {"rank_0": still(http), "rank_1": still(REDUCE)}
+    processes |= {f"engine_rank_{i}": still(forward, role="engine", rank=i) for i in (0, 1, 3)}
+    failed = ["idle_after_failure serve.py 20", *loop]
+    processes["engine_rank_2"] = still(failed, role="engine", rank=2)
+    folder = write(tmp_path, processes)
+    contents = json.loads((folder / "collection.json").read_text())
+    put(folder / "collection.json", contents | {"world_size": 2})
+    diagnosis = diagnose(read_snapshot([folder]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("partial_exception", ("engine_rank_2",))
+    assert set(diagnosis.victim_ranks) >= {0, 1}
+
+
+def test_a_gap_in_the_numbers_of_saved_files_does_not_hide_what_the_others_show(tmp_path):
+    for rank, stack in ((0, DESTROY), (1, REDUCE), (3, REDUCE)):
+        text = "\n".join(f"    {frame.split()[0]} ({frame.split()[1]}:{frame.split()[2]})" for frame in stack)
+        (tmp_path / f"rank_{rank}.txt").write_text(f'Thread 1 (idle): "MainThread"\n{text}\n')
+    diagnosis = diagnose(read_snapshot([tmp_path]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "cleanup_deadlock",
+        "low",
+        (0,),
+    )
