@@ -11,7 +11,7 @@ from hangdoctor.frames import show
 from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph, wait_for_graph
 from hangdoctor.groups import StackClass, rank_ranges, stack_classes
-from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, Rank, RankVerdict, Snapshot
+from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
 from hangdoctor.rules.order import RULES
 from hangdoctor.rules.unknown import to_collect
 from hangdoctor.rules.verdict import LEVELS, Verdict, operation
@@ -36,7 +36,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         victim_ranks=victims(first, graph),
         summary=first.summary,
         evidence=first.evidence + notes(snapshot),
-        next_steps=first.next_steps,
+        next_steps=first.next_steps + reproduction(first, classes),
         would_refute=first.would_refute,
         alternatives=tuple(
             Alternative(v.label, v.confidence, v.culprits, v.summary) for v in rest if v.label != "unknown"
@@ -90,6 +90,15 @@ def recorded_behind(case: Case) -> tuple[tuple[int, ...], str]:
         if finding.kind == "behind":
             return finding.odd_ranks, f"Flight Recorder, group {finding.group}: {finding.detail}"
     return behind_by_ras(case.snapshot.ras)
+
+
+def reproduction(verdict: Verdict, classes: tuple[StackClass, ...]) -> tuple[NextStep, ...]:
+    """The fewest ranks that keep the pattern: one of each place where ranks stand."""
+    if verdict.label in ("nccl_timeout", "straggler_or_not_hung", "unknown") or not 2 <= len(classes) <= 8:
+        return ()
+    kept = rank_ranges(c.ranks[0] for c in classes if c.ranks)
+    why = f"the smallest job that can keep the pattern has one rank of each place: here those of {kept}"
+    return (NextStep(f"torchrun --nproc-per-node {len(classes)} ...", why),)
 
 
 def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:

@@ -15,9 +15,10 @@ PHASES = (
     ("cleanup", r"_shutdown_workers|_clean_up_worker", r"torch(data)?/.*"),
     (
         "cleanup",
-        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__exit__|"
-        r"__del__|__aexit__)(_\w+)?|\w+_(clean_?up|tear_?down|shut_?down)|stop_\w*(workers?|engines?|servers?|"
-        r"threads?|writers?)",
+        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__exit__|__del__|__aexit__)"
+        r"(_(all|dist\w*|engines?|process\w*|workers?|train\w*|job|run|servers?|resources?|everything|groups?|parallel\w*|"
+        r"loaders?|writers?|threads?|pools?|and_\w+))?|\w+_(clean_?up|tear_?down|shut_?down)|"
+        r"stop_\w*(workers?|engines?|servers?|threads?|writers?)",
         r"USER",
     ),
     (

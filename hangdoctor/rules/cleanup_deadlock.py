@@ -43,11 +43,10 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if not leaving:
         return None
     staying = [s for s in graph.waiting_ranks if s not in leaving]
-    sources = [s for s in leaving if not s.stance.waits_for_peers]
-    culprits = leaving if staying or not sources else sources
-    if len(leaving) == len(case.ranks) and sources and len(sources) < len(leaving):
-        culprits = sources
-    certain = any(last_call(s) for s in culprits) and bool(staying)
+    # Once nobody trains any more, a rank that only waits for its peers is a victim of one that waits for something else.
+    held_up = [s for s in leaving if not s.stance.waits_for_peers]
+    culprits = leaving if staying else held_up or leaving
+    certain = bool(staying) and all(last_call(s) or in_exit_handler(s, case) for s in culprits)
     where = place(culprits[0])
     if staying:
         others = f"{named(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
@@ -55,7 +54,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         others = "the others leave too" if len(leaving) > len(culprits) else "no rank is left to wait for it"
     return Verdict(
         "cleanup_deadlock",
-        confidence(case, graph, culprits, "high" if certain or staying else "medium"),
+        confidence(case, graph, culprits, "high" if certain else "medium"),
         ranks_of(culprits),
         f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} on the way out ({operation(culprits[0])} at {where}) "
         f"while {others}.",

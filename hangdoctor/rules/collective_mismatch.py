@@ -41,7 +41,6 @@ STEPS = (
         "checks each collective before it runs and raises where ranks differ",
         "slow: for a short run only",
     ),
-    step("torchrun --nproc-per-node 2 ...", "two ranks are enough if the branch is `if rank == 0`"),
 )
 REFUTE = (
     "The ranks' groups are different ones (tensor, pipeline, expert): then both waits may be right and the cause is elsewhere.",

@@ -53,7 +53,6 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
                 "dist.batch_isend_irecv([...])",
                 "posts both directions at once, so that order no longer matters",
             ),
-            step("run with 2 stages and 2 micro-batches", "the smallest job that keeps the pattern"),
         ),
         ("A rank that is on the other side of one of these calls, or one that moves in a later sample.",),
     )

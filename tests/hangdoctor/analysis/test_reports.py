@@ -190,3 +190,9 @@ def test_hangdoctor_comes_up_without_torch_and_click():
     code = f"import sys, hangdoctor.diagnose, hangdoctor.report.html; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_next_steps_end_with_the_smallest_job_that_keeps_the_pattern(stacks):
+    step = json.loads(run("diagnose", str(stacks), "--json").output)["next_steps"][-1]
+    assert step["do"] == "torchrun --nproc-per-node 2 ..."
+    assert step["why"].endswith("here those of 0-1")
