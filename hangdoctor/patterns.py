@@ -47,6 +47,9 @@ class Pattern:
     file: str
 
 
+# A worker that has no task stands in this loop; one that has a task runs inside it.
+WORKER_LOOP = "worker loop"
+
 # fmt: off
 SPECIFIC = (
     Pattern(
@@ -192,6 +195,7 @@ SPECIFIC = (
         r"_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|serve|run_until_shutdown",
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
+    Pattern("idle", WORKER_LOOP, r"main_loop", r"ray/_private/worker.py"),
     Pattern("launcher", "launcher", r"_invoke_run", r"torch/distributed/elastic/.*"),
     Pattern("sleep", "retry", r".*", r"(tenacity|backoff|retrying)/.*"),
     Pattern("sleep", "retry", r".*", r"retrying.py"),

@@ -87,6 +87,13 @@ PHASES = (
         r"(tenacity|backoff|retrying)/.*|retrying.py|pdb.py|bdb.py|code.py|traceback.py|ipdb/.*|pudb/.*|"
         r"debugpy/.*|rpdb/.*",
     ),
+    # Asking something outside the job for samples, rewards or verdicts: a poll there is no error path.
+    (
+        "outside",
+        r"_?\w*(rollout|generat|trajector|infer(ence|_)|reward|verif|judge|grade)\w*|prepare_batch|"
+        r"_?wait_(for_)?(server|engine|results?|samples?|response|health)\w*",
+        r"USER",
+    ),
     (
         "engine",
         r"event_loop.*|run_busy_loop|worker_busy_loop|_process_input_queue|run_scheduler_process|"

@@ -21,6 +21,7 @@ from hangdoctor.patterns import (
     P2P,
     PEER_KINDS,
     SPECIFIC,
+    WORKER_LOOP,
     Pattern,
 )
 from hangdoctor.phases import DOMAINS, PHASES
@@ -122,6 +123,7 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         for f in python
         if (wait := specific_wait(f.function, f.file))
         and not (wait[0] in AROUND and outside_generic(python, f))
+        and not (wait[1] == WORKER_LOOP and f is not python[0])
     ]
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
     if found:

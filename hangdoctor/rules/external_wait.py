@@ -28,7 +28,7 @@ OUTSIDE = {
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    outside = [s for s in graph.source_ranks if s.stance.kind in OUTSIDE]
+    outside = [s for s in graph.source_ranks if s.stance.kind in OUTSIDE or polls_outside(s)]
     if not outside:
         return None
     kind = outside[0].stance.kind
@@ -40,7 +40,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         case,
         graph,
         outside,
-        OUTSIDE[kind],
+        OUTSIDE.get(kind, "for samples, rewards or a server"),
         (
             step("ss -tnp | grep PID", "says which address it waits for, and whether bytes are queued"),
             step("curl -m 5 http://SERVER/health", "is the other side alive?"),
@@ -50,6 +50,11 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         best,
         children(case, outside),
     )
+
+
+def polls_outside(standing: Standing) -> bool:
+    """Whether it sleeps or idles between questions to an engine or a reward service: `while not ready: sleep` in a rollout."""
+    return standing.stance.kind in ("sleep", "idle", "event") and "outside" in standing.stance.phases
 
 
 def children(case: Case, standings: list[Standing]) -> tuple[Evidence, ...]:

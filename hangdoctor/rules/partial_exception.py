@@ -26,7 +26,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     asleep = [
         s
         for s in graph.source_ranks
-        if s.stance.kind in ("sleep", "idle", "event") and s not in strong and "engine" not in s.stance.phases
+        if s.stance.kind in ("sleep", "idle", "event")
+        and s not in strong
+        and not s.stance.phases & {"engine", "outside"}
     ]
     culprits = strong or asleep
     if not culprits or (not graph.waiting and not strong):
