@@ -51,9 +51,7 @@ class Standing:
 
     @property
     def works(self) -> bool:
-        """Whether it gets something done: it computes, or its main thread ran although it waits for
-        nobody.
-        """
+        """Whether it gets something done: it computes, or its main thread ran although it waits for nobody."""
         return self.busy or (bool(self.ran) and self.stance.kind in WORKING_KINDS)
 
 

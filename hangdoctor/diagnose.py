@@ -24,8 +24,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     case = build_case(snapshot)
     graph = wait_for_graph(case)
     verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
-    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked
-    # last.
+    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
     first = blamed_elsewhere(case, first)
     classes = stack_classes(case.ranks)
@@ -56,13 +55,13 @@ def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
         part = replace(case, role=role, ranks=theirs, others=(), missing={}, findings=())
         graph = wait_for_graph(part)
         found = [v for rule in RULES if (v := rule.judge(part, graph)) is not None]
-        worst = min(found, key=lambda v: -LEVELS.index(v.confidence))
+        surest = min(found, key=lambda v: -LEVELS.index(v.confidence))
         if (
-            worst.label not in ("unknown", "straggler_or_not_hung", "external_wait")
-            and worst.confidence != "low"
+            surest.label not in ("unknown", "straggler_or_not_hung", "external_wait")
+            and surest.confidence != "low"
         ):
-            summary = f"{worst.summary} {verdict.summary}"
-            return replace(worst, summary=summary, evidence=worst.evidence + verdict.evidence)
+            summary = f"{surest.summary} {verdict.summary}"
+            return replace(surest, summary=summary, evidence=surest.evidence + verdict.evidence)
     return verdict
 
 
@@ -75,7 +74,8 @@ def weighed(verdict: Verdict, case: Case) -> Verdict:
     agrees = blamed == set(behind)
     level = LEVELS.index(verdict.confidence)
     if agrees:
-        level, fact = min(level + 1, 2), f"agrees with the stacks: {said}"
+        # A rank that works is behind as well: agreement cannot make a hang of it.
+        level, fact = min(level + 1, 2) if level else 0, f"agrees with the stacks: {said}"
     elif blamed.isdisjoint(behind):
         level, fact = max(level - 1, 0), f"contradicts the stacks: {said}"
     else:

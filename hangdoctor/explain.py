@@ -1,6 +1,4 @@
-"""What each label means, taught from the docstring of its own rule: the text that explains is the text beside
-the code.
-"""
+"""What each label means, taught from the docstring of its own rule: the text that explains is the text beside the code."""
 
 import difflib
 import inspect
@@ -14,9 +12,7 @@ def labels() -> tuple[str, ...]:
 
 
 def explain(label: str | None) -> str:
-    """The lesson of one label, or one line for each. Raises `HangInputError` for a label that does not
-    exist.
-    """
+    """The lesson of one label, or one line for each. Raises `HangInputError` for a label that does not exist."""
     lessons = {rule.__name__.rsplit(".", 1)[-1]: inspect.getdoc(rule) or "" for rule in RULES}
     if label is None:
         width = max(map(len, lessons))

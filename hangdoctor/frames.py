@@ -58,9 +58,7 @@ LIBRARIES = (
 
 @lru_cache(maxsize=65536)
 def last_name(function: str) -> str:
-    """`DistributedDataParallel.forward` -> `forward`; `deco.<locals>.wrapper` -> `wrapper`; `<lambda>`
-    stays.
-    """
+    """`DistributedDataParallel.forward` -> `forward`; `deco.<locals>.wrapper` -> `wrapper`; `<lambda>` stays."""
     return function.rsplit(".", 1)[-1] if "." in function and "::" not in function else function
 
 
@@ -121,9 +119,7 @@ def show(frame: Frame) -> str:
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
-    """The main thread: by name, else by what only it runs, else the only one; never by its place in the
-    dump.
-    """
+    """The main thread: by name, else by what only it runs, else the only one; never by its place in the dump."""
     for thread in threads:
         if thread.name == "MainThread" and thread.frames:
             return thread

@@ -30,9 +30,7 @@ class Finding:
 
 
 def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
-    """Disagreements of all groups, the most telling first: other operation, other size, behind, all the
-    same.
-    """
+    """Disagreements of all groups, the most telling first: other operation, other size, behind, all the same."""
     by_group: dict[str, dict[int, list[CollectiveRecord]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if not record.is_p2p:
@@ -103,9 +101,7 @@ def minority(values: dict[int, object]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def behind_by_ras(ranks: Iterable[RasRank]) -> tuple[tuple[int, ...], str]:
-    """Ranks that RAS calls missing, or whose operation count is lower than another's on the same
-    communicator.
-    """
+    """Ranks that RAS calls missing, or whose operation count is lower than another's on the same communicator."""
     by_communicator: dict[str, list[RasRank]] = defaultdict(list)
     for rank in ranks:
         by_communicator[rank.communicator].append(rank)

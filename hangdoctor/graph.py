@@ -68,9 +68,7 @@ def wait_for_graph(case: Case) -> Graph:
 
 
 def cluster(ranks: tuple[Standing, ...]) -> tuple[Cluster, ...]:
-    """Ranks by (kind, operation, path to the wait), then joined where a root and the others differ by a line
-    only.
-    """
+    """Ranks by (kind, operation, path to the wait), then joined where a root and the others differ by a line only."""
     by_place: dict[tuple[str, str, tuple[Frame, ...]], list[Standing]] = defaultdict(list)
     paths: dict[int, tuple[Frame, ...]] = {}
     for standing in ranks:
@@ -97,9 +95,7 @@ def path_to(stance: Stance) -> tuple[Frame, ...]:
 
 
 def place_key(operation: str, path: tuple[Frame, ...]) -> object:
-    """What makes two waits the same place: in a rooted collective root and others stand on different
-    lines.
-    """
+    """What makes two waits the same place: in a rooted collective root and others stand on different lines."""
     if operation in ROOTED or "object" in operation:
         return tuple((frame.function, frame.file) for frame in path)
     return path

@@ -74,9 +74,7 @@ def common_prefix(stacks: Sequence[Sequence[Frame]]) -> int:
 
 
 def first_divergent(stack: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> Frame | None:
-    """The outermost frame of `stack` that differs from the way all `others` took; None where it lies on their
-    way.
-    """
+    """The outermost frame of `stack` that differs from the way all `others` took; None where it lies on their way."""
     depth = common_prefix([stack, *others])
     return stack[-1 - depth] if depth < len(stack) else None
 

@@ -33,9 +33,7 @@ class Beat:
 
 
 def beat(step: int, name: str = "") -> None:
-    """Say that `step` steps are finished. `name` is that of the process in a collection; `rank_RANK` when
-    empty.
-    """
+    """Say that `step` steps are finished. `name` is that of the process in a collection; `rank_RANK` when empty."""
     _write(step, name, "beat")
 
 

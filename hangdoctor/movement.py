@@ -13,9 +13,7 @@ BUSY_CPU_FRACTION = 0.5
 
 
 def has_moved(mains: list[Stance], dumps: list[ProcessDump], stance: Stance) -> bool:
-    """Whether the main thread stood elsewhere in the user's program, or ran through its waits, between two
-    samples.
-    """
+    """Whether the main thread stood elsewhere in the user's program, or ran through its waits, between two samples."""
     for before, after in pairwise(mains):
         if before is after:
             continue

@@ -70,8 +70,7 @@ SOURCE = (
 POSTED = re.compile(
     r"\b(i?recv|i?send|batch_isend_irecv)\b|\b(all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|all_to_all\w*|barrier)\b"
 )
-# Where the stack shows nothing but a line of Python, the kernel still says in which call the main thread
-# sleeps.
+# Where the stack shows nothing but a line of Python, the kernel still says in which call the main thread sleeps.
 WCHAN = (
     ("sleep", r"hrtimer_nanosleep|do_nanosleep|common_nsleep.*"),
     ("subprocess", r"do_wait.*|kernel_wait.*"),

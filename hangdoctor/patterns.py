@@ -8,8 +8,7 @@ branch in the code.
 
 from dataclasses import dataclass
 
-# Kinds that end only when other ranks come: a rank in one of them is a victim as long as somebody else is
-# not.
+# Kinds that end only when other ranks come: a rank in one of them is a victim as long as somebody else is not.
 PEER_KINDS = ("collective", "p2p", "device", "backward", "store")
 
 C10D = "torch/distributed/distributed_c10d.py"

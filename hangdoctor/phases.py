@@ -101,8 +101,7 @@ PHASES = (
         r"(sglang|vllm)/.*",
     ),
 )
-# Which parallel dimension a library's collective belongs to: two waits in different ones need not be the same
-# group.
+# Which parallel dimension a library's collective belongs to: two waits in different ones need not be the same group.
 DOMAINS = (
     ("pipeline", r"megatron/.*pipeline.*|deepspeed/runtime/pipe/.*|torch/distributed/pipelining/.*"),
     ("expert", r".*(moe|expert|token_dispatcher|deep_ep).*"),

@@ -52,9 +52,7 @@ def view(
 
 
 def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
-    """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not
-    show.
-    """
+    """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not show."""
     if thread.waits_for_gil:
         return replace(stance, kind="gil", operation="GIL")
     if stance.kind == "running" and not (thread.active or thread.holds_gil):
@@ -63,9 +61,7 @@ def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
 
 
 def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
-    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not
-    tell.
-    """
+    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not tell."""
     texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
     for kind, operation, pattern in SOURCE:
         if not texts or not compiled(pattern).search(texts[0]):
@@ -91,9 +87,7 @@ def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
 
 
 def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Stance, str]:
-    """What the process waits for: its main thread's stance, unless that only waits for a thread that tells
-    more.
-    """
+    """What the process waits for: its main thread's stance, unless that only waits for a thread that tells more."""
     if not threads:
         return Stance("nothing", "", None, ()), ""
     main = threads[0]

@@ -115,9 +115,7 @@ def stance_of(raw: tuple[Frame, ...]) -> Stance:
 
 
 def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
-    """The innermost specific wait, else the outermost generic one, else what the native frames say, else
-    running.
-    """
+    """The innermost specific wait, else the outermost generic one, else what the native frames say, else running."""
     found = [
         (wait, f)
         for f in python
@@ -131,8 +129,7 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
         if kind in ("collective", "p2p"):
-            # The outermost collective of the same file is what the user called: all_gather_object, not its
-            # all_gather.
+            # The outermost collective of the same file is what the user called: all_gather_object, not its all_gather.
             outer = [(w, f) for w, f in found if w[0] == kind and f.file == frame.file]
             (kind, operation), frame = outer[-1]
         return kind, operation, frame
@@ -160,8 +157,6 @@ def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str
 
 
 def outside_generic(python: tuple[Frame, ...], frame: Frame) -> bool:
-    """Whether user code runs *inside* the generic frame: `Thread.run` calling the program is no wait of
-    threading.
-    """
+    """Whether user code runs *inside* the generic frame: `Thread.run` calling the program is no wait of threading."""
     inner = python[: python.index(frame)]
     return any(not is_library(f.file) for f in inner)

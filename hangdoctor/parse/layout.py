@@ -1,6 +1,4 @@
-"""Where a file lies in a collection says what it is: `samples/1/rank_3.native.txt`, `proc/0/rank_3.json`,
-`env/...`.
-"""
+"""Where a file lies in a collection says what it is: `samples/1/rank_3.native.txt`, `proc/0/rank_3.json`, `env/...`."""
 
 import json
 import math
@@ -17,9 +15,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`kind` is one of `FOLDERS`, or `loose` for a file that lies anywhere else; `sample` is None when
-    loose.
-    """
+    """`kind` is one of `FOLDERS`, or `loose` for a file that lies anywhere else; `sample` is None when loose."""
 
     kind: str
     file: str

@@ -1,6 +1,4 @@
-"""File names say whose dump it is: `rank_3.txt`, `host-2_rank_17.json`, `engine_rank_1.txt`,
-`rank_0_child_0`.
-"""
+"""File names say whose dump it is: `rank_3.txt`, `host-2_rank_17.json`, `engine_rank_1.txt`, `rank_0_child_0`."""
 
 import re
 from dataclasses import dataclass
@@ -36,9 +34,7 @@ ENDINGS = (".json", ".txt", ".log", ".pickle", ".pkl", ".out", ".err", ".bin", "
 
 @dataclass(frozen=True, slots=True)
 class ProcessName:
-    """Whose dump a file is. `name` is canonical; `rank` is None for children and where the name does not
-    tell.
-    """
+    """Whose dump a file is. `name` is canonical; `rank` is None for children and where the name does not tell."""
 
     name: str
     rank: int | None

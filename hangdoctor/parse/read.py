@@ -180,9 +180,7 @@ def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> 
 
 
 def owners(process: ProcessName, section: Section, number: int, total: int) -> list[ProcessName]:
-    """Whose stacks a section shows: the ranks it names, else the file's process and, after it, its
-    children.
-    """
+    """Whose stacks a section shows: the ranks it names, else the file's process and, after it, its children."""
     if section.ranks:
         role = parse_name(section.role).role if section.role else "trainer"
         ranks = section.ranks[:MAX_RANKS_OF_ONE_STACK]
@@ -203,9 +201,7 @@ def keep(
     threads: tuple[Thread, ...],
     pid: int | None,
 ) -> None:
-    """Store the threads of one process. A loose file that comes a second time for a process is its next
-    sample.
-    """
+    """Store the threads of one process. A loose file that comes a second time for a process is its next sample."""
     reading.processes.setdefault(process.name, process)
     if pid is not None:
         reading.pids[process.name] = pid

@@ -124,9 +124,7 @@ def grid(ranks: Sequence[RankVerdict]) -> str:
 
 
 def icicle(diagnosis: Diagnosis) -> str:
-    """The merged tree, outermost call on top; a node is as wide as the share of ranks that pass through
-    it.
-    """
+    """The merged tree, outermost call on top; a node is as wide as the share of ranks that pass through it."""
     blamed = {rank_ranges([rank]) for rank in diagnosis.culprit_ranks} | {
         rank_ranges(diagnosis.culprit_ranks)
     }
@@ -143,9 +141,7 @@ def row(nodes: Sequence[Node], blamed: set[str], left: list[int]) -> str:
 
 
 def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
-    """A node with all that it calls; a run of single calls stays one column, so that nesting is only as deep
-    as forks.
-    """
+    """A node with all that it calls; a run of single calls stays one column, so that nesting is only as deep as forks."""
     frames = []
     top, current = True, node
     while True:
@@ -162,9 +158,7 @@ def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
 
 
 def events(snapshot: Snapshot) -> list[tuple[float, str]]:
-    """What happened when: samples, the last collective of each rank, exceptions that were written to error
-    files.
-    """
+    """What happened when: samples, the last collective of each rank, exceptions that were written to error files."""
     found: dict[tuple[float, str], None] = {}
     for dump in snapshot.dumps:
         if dump.time is not None:

@@ -95,9 +95,7 @@ class TreeLine:
 
 
 def tree_lines(nodes: Sequence[Node], indent: int = 0) -> list[TreeLine]:
-    """The tree outermost first. A run of frames that all ranks share takes no deeper indent; long runs are
-    cut.
-    """
+    """The tree outermost first. A run of frames that all ranks share takes no deeper indent; long runs are cut."""
     lines: list[TreeLine] = []
     fork = len(nodes) > 1
     for node in nodes:
