@@ -57,9 +57,8 @@ def diagnose(paths: tuple[Path, ...], world_size: int | None, mapping: Path | No
 
     Exit status: 0 not hung, 1 hang found, 2 could not tell.
     """
-    from hangdoctor.diagnose import diagnose as judge
-
     from areal_debug.hang_render import show_diagnosis
+    from hangdoctor.diagnose import diagnose as judge
     from hangdoctor.errors import HangInputError
     from hangdoctor.parse.read import parse_mapping, read_snapshot
 
@@ -76,9 +75,8 @@ def diagnose(paths: tuple[Path, ...], world_size: int | None, mapping: Path | No
 @click.argument("label", required=False)
 def explain(label: str | None) -> None:
     """Teach the pattern behind a LABEL; without one, list them all."""
-    from hangdoctor.explain import explain as lesson
-
     from hangdoctor.errors import HangInputError
+    from hangdoctor.explain import explain as lesson
 
     try:
         click.echo(lesson(label))
