@@ -1,0 +1,62 @@
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.environment import DETERMINISTIC
+
+ENFORCE = "from areal_core.engine.determinism import enforce_determinism; enforce_determinism(); "
+REPORT = "import torch; print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())"
+
+
+def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    others = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=others | environment
+    )
+
+
+def test_deterministic_mode_is_strict_when_everything_was_set_in_time():
+    done = run(ENFORCE + REPORT, DETERMINISTIC)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+@pytest.mark.parametrize("missing", DETERMINISTIC)
+def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
+    environment = {name: value for name, value in DETERMINISTIC.items() if name != missing}
+    # Set after the process has started, it comes too late, and that is seen.
+    done = run(f"import os; os.environ[{missing!r}] = {DETERMINISTIC[missing]!r}; " + ENFORCE, environment)
+    assert done.returncode == 1
+    assert f"needs {missing}={DETERMINISTIC[missing]} before Python starts, but it was not set" in done.stderr
+
+
+def test_deterministic_mode_refuses_warn_only():
+    done = run(
+        "import torch; torch.use_deterministic_algorithms(True, warn_only=True); " + ENFORCE, DETERMINISTIC
+    )
+    assert done.returncode == 1
+    assert "warn_only=True" in done.stderr
+
+
+def test_generators_go_on_from_a_restored_state_with_the_same_numbers():
+    def draw():
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.normal(),
+            float(np.random.rand()),
+            float(torch.rand(())),
+        ]
+
+    random.gauss(0, 1)  # leaves half of a pair behind, which belongs to the state
+    np.random.normal()
+    state = rng_state()
+    first = draw()
+    assert draw() != first
+    set_rng_state(state)
+    assert draw() == first
