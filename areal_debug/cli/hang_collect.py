@@ -4,6 +4,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -74,6 +75,8 @@ def collect(
     Without --pid or --match: every process of yours with a RANK in its environment. Nothing has to be prepared
     in the job; needs py-spy here only, which is sent to the other hosts.
     """
+    if sum(bool(way) for way in (slurm, ray_address, ssh, k8s)) > 1:
+        raise click.UsageError("--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one.")
     search = Search(pids, match, ("SLURM_JOB_ID", slurm) if slurm else None)
     options = Options(samples, interval, timeout, native)
 
@@ -82,10 +85,10 @@ def collect(
             from hangdoctor.collect.ray_nodes import collect_ray
 
             return collect_ray(ray_address, search, folder, options)
-        if hosts := _hosts(slurm, ssh, k8s, namespace):
+        if way := _way_to_hosts(slurm, ssh, k8s, namespace):
             from hangdoctor.collect.remote import collect_hosts
 
-            return collect_hosts(hosts, _command(slurm, ssh, namespace), search, folder, options, python)
+            return collect_hosts(*way, search, folder, options, python)
         return collect_host(search, folder, options)
 
     try:
@@ -112,33 +115,29 @@ def live(pids: tuple[int, ...], as_json: bool) -> int:
     return show_diagnosis(diagnose(snapshot), snapshot, as_json=as_json, html=None, markdown=None)
 
 
-def _hosts(slurm: str | None, ssh: str | None, k8s: str | None, namespace: str) -> list[str]:
+def _way_to_hosts(
+    slurm: str | None, ssh: str | None, k8s: str | None, namespace: str
+) -> tuple[list[str], Callable[[str, list[str]], list[str]]] | None:
+    """The hosts, and how to run the collector's command on one of them; None for this host."""
     from hangdoctor.collect import remote
 
     if slurm:
-        return remote.slurm_hosts(slurm)
+        return remote.slurm_hosts(slurm), partial(remote.slurm_command, slurm)
     if ssh:
-        return [host.strip() for host in ssh.split(",") if host.strip()]
-    return remote.kubernetes_pods(k8s, namespace) if k8s else []
+        return [host.strip() for host in ssh.split(",") if host.strip()], remote.ssh_command
+    if k8s:
+        return remote.kubernetes_pods(k8s, namespace), partial(_kubectl, namespace)
+    return None
 
 
-def _command(slurm: str | None, ssh: str | None, namespace: str) -> Callable[[str, list[str]], list[str]]:
-    """How to run the collector on a host: a function of its name and of the collector's command."""
-    from hangdoctor.collect import remote
+def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
+    """The command for one pod, printed before it runs."""
+    from hangdoctor.collect.remote import kubernetes_command
 
-    if slurm:
-        return lambda host, collector: remote.slurm_command(slurm, host, collector)
-    if ssh:
-        return remote.ssh_command
-
-    def kubectl(pod: str, collector: list[str]) -> list[str]:
-        command = remote.kubernetes_command(pod, namespace, collector)
-        click.echo(
-            " ".join([*command[: -len(collector)], collector[0], "-c COLLECTOR", *collector[3:]]), err=True
-        )
-        return command
-
-    return kubectl
+    command = kubernetes_command(namespace, pod, collector)
+    start = command[: -len(collector)]
+    click.echo(" ".join([*start, collector[0], "-c COLLECTOR", *collector[3:]]), err=True)
+    return command
 
 
 def _into(to: Path, gather: Callable[[Path], Manifest]) -> Manifest:

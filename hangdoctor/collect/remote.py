@@ -116,7 +116,7 @@ def kubernetes_pods(selector: str, namespace: str) -> list[str]:
     return [name.removeprefix("pod/") for name in found.split()]
 
 
-def kubernetes_command(pod: str, namespace: str, collector: list[str]) -> list[str]:
+def kubernetes_command(namespace: str, pod: str, collector: list[str]) -> list[str]:
     """kubectl exec with the bundle on stdin."""
     return ["kubectl", "exec", "--stdin", pod, *_namespace(namespace), "--", *collector]
 

@@ -113,3 +113,9 @@ def test_missing_scheduler_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostsUnknown, match="squeue is not on PATH here"):
         slurm_hosts("42")
+
+
+def test_two_ways_to_the_hosts_are_refused(tmp_path):
+    done = run_collect(tmp_path, "--ssh", "a", "--slurm", "7")
+    assert done.exit_code == 2
+    assert "--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one." in done.output
