@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,8 @@ finally:
     shutil.rmtree(folder)
 """
 HOSTS_AT_ONCE = 64
-UNREACHABLE_WORDS = ("permission denied", "not authorized", "forbidden")
+START_S = 60.0
+REFUSED_WORDS = ("permission denied", "not authorized", "forbidden")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,8 @@ def _ask(command: list[str], what: str) -> str:
     return done.stdout.strip()
 
 
-def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> list[Answer]:
-    """Run one command a host, the bundle on its stdin, many at once."""
+def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> Iterator[Answer]:
+    """Run one command a host, the bundle on its stdin, many at once; answers come in the order of the hosts."""
     bundle = build_bundle()
 
     def ask(item: tuple[str, list[str]]) -> Answer:
@@ -147,14 +148,16 @@ def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> list[Answer]:
             done = subprocess.run(command, input=bundle, capture_output=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired:
             return Answer(host, None, b"", f"no answer in {timeout_s:g} s")
+        except FileNotFoundError:
+            return Answer(host, 127, b"", f"{command[0]} is not on PATH here")
         return Answer(host, done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
     with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
-        return list(pool.map(ask, commands.items()))
+        yield from pool.map(ask, commands.items())
 
 
-def merge_answers(answers: list[Answer], folder: Path) -> Manifest:
-    """Lay all collections into `folder`.
+def merge_answers(answers: Iterable[Answer], folder: Path) -> Manifest:
+    """Lay all collections into `folder`, each as its answer comes, so that few of them are held in memory.
 
     Raises:
         NoRanksFound: no host had a rank; says what each answered.
@@ -170,7 +173,7 @@ def merge_answers(answers: list[Answer], folder: Path) -> Manifest:
                 others.append(problem)
         if not parts:
             told = "\n".join(f"  {host.host}: {host.status}: {host.detail}" for host in others)
-            raise NoRanksFound(f"No rank was collected from {len(answers)} hosts:\n{told}")
+            raise NoRanksFound(f"No rank was collected from {len(others)} hosts:\n{told}")
         return merge(parts, others, folder)
 
 
@@ -189,7 +192,7 @@ def _unpack_answer(answer: Answer, part: Path) -> HostEntry | None:
         return HostEntry(answer.host, "timed_out", reason)
     if answer.returncode == NOTHING_TO_COLLECT:
         return HostEntry(answer.host, "ok", answer.stderr.strip())
-    refused = any(words in answer.stderr.lower() for words in UNREACHABLE_WORDS)
+    refused = any(words in answer.stderr.lower() for words in REFUSED_WORDS)
     return HostEntry(answer.host, "not_permitted" if refused else "unreachable", reason)
 
 
@@ -212,4 +215,4 @@ def collect_hosts(
 
 def time_limit_s(options: Options) -> float:
     """How long one host may take: its samples, a slow start and a slow network."""
-    return 60 + options.num_samples * (options.interval_s + 4 * options.timeout_s)
+    return START_S + options.num_samples * (options.interval_s + 4 * options.timeout_s)

@@ -119,3 +119,9 @@ def test_two_ways_to_the_hosts_are_refused(tmp_path):
     done = run_collect(tmp_path, "--ssh", "a", "--slurm", "7")
     assert done.exit_code == 2
     assert "--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one." in done.output
+
+
+def test_missing_ssh_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run_collect(tmp_path, "--ssh", "a")
+    assert "a: unreachable: ssh is not on PATH here" in done.output
