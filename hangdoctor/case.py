@@ -103,7 +103,9 @@ def build_case(snapshot: Snapshot) -> Case:
         certain = True
     else:
         top = max((rank for rank in present if isinstance(rank, int)), default=-1)
-        missing = {rank: "gone" for rank in range(min(top, 1_000_000)) if rank not in present}
+        # A few gaps may be ranks that died; many only mean that somebody saved some of the ranks.
+        sparse = top > 2 * len(present) + 8
+        missing = {rank: "gone" for rank in range(0 if sparse else top) if rank not in present}
         certain = False
     times = {dump.time for dump in snapshot.dumps if dump.time is not None}
     missing = {rank: "gone" if status == "dumped" else status for rank, status in missing.items()}

@@ -20,7 +20,8 @@ from hangdoctor.parse.reading import Reading, finish
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import Section, parse_stacks_text
 
-MAX_RANKS_OF_ONE_STACK = 1_000_000
+# A text of a few bytes may claim that its stack is that of any number of ranks.
+MAX_PROCESSES = 1_000_000
 MAX_NOTES = 1000
 
 
@@ -183,8 +184,7 @@ def owners(process: ProcessName, section: Section, number: int, total: int) -> l
     """Whose stacks a section shows: the ranks it names, else the file's process and, after it, its children."""
     if section.ranks:
         role = parse_name(section.role).role if section.role else "trainer"
-        ranks = section.ranks[:MAX_RANKS_OF_ONE_STACK]
-        return [ProcessName(canonical(role, rank), rank, role) for rank in ranks]
+        return [ProcessName(canonical(role, rank), rank, role) for rank in section.ranks]
     if total == 1 or (number == 0 and process.rank is not None):
         return [process]
     if process.rank is not None:
@@ -202,6 +202,8 @@ def keep(
     pid: int | None,
 ) -> None:
     """Store the threads of one process. A loose file that comes a second time for a process is its next sample."""
+    if len(reading.stacks) >= MAX_PROCESSES:
+        raise UnreadableDump(f"more than {MAX_PROCESSES:,} dumps: this one was not read")
     reading.processes.setdefault(process.name, process)
     if pid is not None:
         reading.pids[process.name] = pid

@@ -140,7 +140,7 @@ def expected_ranks(
     listed = list(listed)
     if not listed and world_size is None:
         return {}
-    expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 10_000_000)), "gone")
+    expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 500_000)), "gone")
     for entry in listed:
         if entry.rank is not None and entry.role == "trainer":
             expected[entry.rank] = entry.status

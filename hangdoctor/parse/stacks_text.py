@@ -23,6 +23,7 @@ from hangdoctor.parse.stacks_json import is_native_file
 
 MAX_LINE = 4096
 MAX_FRAMES = 2000
+MAX_RANKS = 200_000
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PREFIX = re.compile(
     r"^\s*(?:\[(?:default|rank)(\d+)\]:?|\(\w[\w.]* (?:rank|pid)=(?:\d+)[^)]*\)|(\d{1,6}):) ?"
@@ -197,16 +198,16 @@ def section_header(line: str, current: Section) -> Section | None:
     if "ank" in line[:60] and len(line) < 200 and (match := RANKS.match(line.strip("=-#*[]<>:_ `"))):
         return Section(numbers_in(match[2]), match[1].lower() if match[1] else None)
     if line[0].isdigit() and (match := COUNTED.match(line)):
-        return Section(count=int(match[1]))
+        return Section(count=min(int(match[1]), MAX_RANKS))
     return None
 
 
 def numbers_in(text: str) -> tuple[int, ...]:
-    """`0-2, 5 and 7` as (0, 1, 2, 5, 7); ranges longer than a million are taken as their two ends."""
+    """`0-2, 5 and 7` as (0, 1, 2, 5, 7); ranges longer than any job are taken as their two ends."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)\s*(?:(?:-|–|\.\.|to)\s*(\d+))?", text):
         low, high = int(first[:9]), int((last or first)[:9])
-        found |= set(range(low, high + 1)) if 0 <= high - low <= 1_000_000 else {low, high}
+        found |= set(range(low, high + 1)) if 0 <= high - low < MAX_RANKS else {low, high}
     return tuple(sorted(found))
 
 
