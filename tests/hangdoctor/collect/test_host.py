@@ -113,6 +113,12 @@ def test_what_lies_around_the_ranks_is_kept_and_no_credential(job, tmp_path):
     assert source[f"{tmp_path}/train.py:8"] == "time.sleep(600)"
 
 
+def test_native_frames_are_a_second_pass_beside_the_first(job, tmp_path):
+    collect_host(search_for(job), tmp_path / "out", Options(1, timeout_s=20, native=True, host="here"))
+    assert "clock_nanosleep" in (tmp_path / "out/samples/0/rank_1.native.txt").read_text()
+    assert (tmp_path / "out/samples/0/rank_1.json").exists()
+
+
 def test_flight_recorder_is_asked_through_its_pipe(job, tmp_path):
     pipe = tmp_path / "pipe_1.pipe"
     os.mkfifo(pipe)

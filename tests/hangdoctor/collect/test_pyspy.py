@@ -83,6 +83,20 @@ def test_refusal_is_told_from_other_failures(tmp_path):
     assert done.complaint.startswith("Permission Denied")
 
 
+def test_python_that_py_spy_does_not_know_keeps_its_words(tmp_path):
+    tool = script(tmp_path, "echo 'Error: Unsupported version of Python: 3.99' >&2; exit 1")
+    done = pyspy.dump(tool, 1, timeout_s=10)
+    assert (done.status, done.detail) == ("not_python", "Error: Unsupported version of Python: 3.99")
+
+
+def test_torn_reads_end_in_a_dump_that_pauses_the_process(tmp_path):
+    body = (
+        "case \"$*\" in *--nonblocking*) echo 'Error: failed to read frame' >&2; exit 1;; *) echo '[]';; esac"
+    )
+    done = pyspy.dump(script(tmp_path, body), 1, timeout_s=10)
+    assert (done.status, done.output) == ("dumped", "[]\n")
+
+
 def test_py_spy_that_hangs_itself_is_given_up(tmp_path):
     done = pyspy.dump(script(tmp_path, "exec sleep 600"), 1, timeout_s=0.2)
     assert (done.status, done.detail) == ("timed_out", "py-spy did not finish in 0.2 s")
