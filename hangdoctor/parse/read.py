@@ -6,6 +6,7 @@ process name.
 A member that cannot be read becomes a note, never a failure: the rest of a collection must still speak.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from hangdoctor.parse.logs import parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.names import ProcessName, canonical, parse_name
 from hangdoctor.parse.reading import Reading, finish
+from hangdoctor.parse.refusals import refusal_in
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import Section, parse_stacks_text
 
+JSON_ARRAY = re.compile(r"\[\s*[{\]]")
 # A text of a few bytes may claim that its stack is that of any number of ranks.
 MAX_PROCESSES = 1_000_000
 MAX_NOTES = 1000
@@ -63,7 +66,11 @@ def take(reading: Reading, member: str, data: bytes) -> None:
         else:
             READERS[place.kind](reading, place, member, data)
     except UnreadableDump as problem:
-        if len(reading.notes) < MAX_NOTES:
+        if (
+            place.kind != "loose" and reading.contents is None
+        ):  # only a folder that happens to be called `logs` or `env`
+            take(reading, place.file, data)
+        elif len(reading.notes) < MAX_NOTES:
             reading.notes.append(f"{member[:200]}: {problem}")
 
 
@@ -99,8 +106,10 @@ def take_gpus(reading: Reading, place: layout.Place, member: str, data: bytes) -
 
 
 def take_log(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
-    process = name_of(reading, place.file)
-    reading.logs.append(parse_log(process.name, process.rank, data.decode(errors="replace"), member))
+    text, process = data.decode(errors="replace"), name_of(reading, place.file)
+    if reading.contents is None and parse_stacks_text(text):
+        raise UnreadableDump("a log with stacks in it")
+    reading.logs.append(parse_log(process.name, process.rank, text, member))
 
 
 def take_error(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
@@ -131,9 +140,7 @@ def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -
         return
     text = data.decode(errors="replace")
     head = text[:4096].lstrip()
-    if place.file.endswith(".error.txt"):
-        reading.failures[name_of(reading, place.file).name] = head.split("\n")[0][:300]
-    elif head.startswith("[") and '"' in head[:200]:
+    if JSON_ARRAY.match(head):
         pid, threads = parse_stacks_json(text)
         keep(reading, owner_of(reading, place, member), place, member, threads, pid)
     elif head.startswith("{"):
@@ -162,6 +169,11 @@ def take_object(reading: Reading, place: layout.Place, member: str, data: bytes)
 def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> None:
     process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
+    refused = refusal_in(text) if not sections else None
+    if refused is not None:
+        reading.processes.setdefault(process.name, process)
+        reading.refusals.setdefault(process.name, refused)
+        return
     if not sections or place.file.endswith(".log"):
         reading.logs.append(parse_log(process.name, process.rank, text, member))
     counted = any(section.count > 1 for section in sections)

@@ -36,7 +36,7 @@ class Reading:
     pids: dict[str, int] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
     records: list[CollectiveRecord] = field(default_factory=list)
     ras: list[RasRank] = field(default_factory=list)
     logs: list[LogTail] = field(default_factory=list)
@@ -63,7 +63,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     world_size = world_size or world_size_of(reading)
     return Snapshot(
         dumps=dumps,
-        expected=expected_ranks(listed.values(), dumps, world_size),
+        expected=expected_ranks(listed.values(), dumps, world_size, refused_ranks(reading)),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
         records=tuple(reading.records),
         ras=tuple(reading.ras),
@@ -115,7 +115,7 @@ def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Ke
         pid=entry.pid if entry and entry.pid else reading.pids.get(name),
         parent=entry.parent if entry else process.parent,
         status=entry.status if entry else "dumped",
-        detail=(entry.detail if entry else "") or reading.failures.get(name, ""),
+        detail=(entry.detail if entry else "") or reading.refusals.get(name, ("", ""))[1],
         sample=sample,
         time=times[sample] if sample < len(times) else None,
         threads=merge_native(reading.stacks.get(key, ()), reading.natives.get(key, ())),
@@ -133,14 +133,30 @@ def world_size_of(reading: Reading) -> int | None:
     return sizes[0] if len(sizes) == 1 else None
 
 
+def refused_ranks(reading: Reading) -> dict[int, Status]:
+    """Trainer ranks of which only an error text of py-spy is there."""
+    dumped = {name for name, _ in reading.stacks}
+    return {
+        process.rank: status
+        for name, (status, _) in reading.refusals.items()
+        if name not in dumped
+        and (process := reading.processes[name]).rank is not None
+        and process.role == "trainer"
+    }
+
+
 def expected_ranks(
-    listed: Iterable[layout.ExpectedProcess], dumps: tuple[ProcessDump, ...], world_size: int | None
+    listed: Iterable[layout.ExpectedProcess],
+    dumps: tuple[ProcessDump, ...],
+    world_size: int | None,
+    refused: dict[int, Status],
 ) -> dict[int, Status]:
     """Status of every trainer rank that should exist; empty where nobody says how many there are."""
     listed = list(listed)
-    if not listed and world_size is None:
+    if not listed and not refused and world_size is None:
         return {}
     expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 500_000)), "gone")
+    expected |= refused
     for entry in listed:
         if entry.rank is not None and entry.role == "trainer":
             expected[entry.rank] = entry.status

@@ -409,3 +409,40 @@ def test_engines_are_numbered_by_their_process_names(tmp_path):
     text = "".join(f"Process {9 - tp}: sglang::scheduler_TP{tp}\nPython v3.12\n\n{STACK}" for tp in (1, 0))
     (tmp_path / "watchdog.txt").write_text(text)
     assert {d.rank: d.pid for d in read_snapshot([tmp_path]).dumps} == {0: 9, 1: 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (
+            "Error: Failed to get process executable name. Check that the process is running.\n\nStack backtrace:\n",
+            "gone",
+        ),
+        ("Error: Failed to find python version from target process\n", "not_python"),
+        (
+            "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n",
+            "not_permitted",
+        ),
+        (
+            "Process 7: python t.py\nPython v3.11.7\n\nError: Failed to suspend process\n\nCaused by:\n    unexpected waitpid result\n",
+            "stopped",
+        ),
+    ],
+)
+def test_error_texts_of_pyspy_are_a_status_of_their_rank(tmp_path, text, status):
+    (tmp_path / "rank_0.txt").write_text(STACK)
+    (tmp_path / "rank_1.txt").write_text(text)
+    assert read_snapshot([tmp_path]).expected == {0: "dumped", 1: status}
+
+
+def test_stacks_in_a_folder_called_logs_are_stacks(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_3.log").write_text(f"step 4\n{STACK}")
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [(3, "f")]
+    assert snapshot.logs[0].rank == 3
+
+
+def test_a_log_that_starts_with_a_bracket_is_no_json(tmp_path):
+    (tmp_path / "all.log").write_text('[rank0]: Thread 1 (idle): "MainThread"\n[rank0]:     f (a.py:1)\n')
+    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0]
