@@ -14,10 +14,10 @@ from hangdoctor.frames import show
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, NextStep, Rank
-from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiting_evidence, waiting_for
+from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiters_move, waiting_evidence, waiting_for
 
 SAID = {
-    "gone": "has no process any more",
+    "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
     "timed_out": "did not answer the collector in time",
     "not_permitted": "could not be read: permission refused",
@@ -60,9 +60,9 @@ def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standi
     level = 2 if statuses <= {"gone", "stopped"} else 0
     if not case.certain_missing and not stopped:
         level = 0
-    if len(case.missing) > len(case.ranks):
+    if case.num_samples < 2 or len(case.missing) > len(case.ranks):
         level = min(level, 1)
-    if sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks):
+    if waiters_move(graph):
         level = 0
     if any(s.stance.phases & {"cleanup", "error"} for s in graph.source_ranks if s not in stopped):
         level = min(level, 1)

@@ -68,9 +68,14 @@ def confidence(
     elsewhere = [s for s in graph.source_ranks if s.name not in mine]
     if culprits and elsewhere and not {s.name for s in graph.source_ranks}.isdisjoint(mine):
         level -= 1
-    if sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks):
+    if waiters_move(graph):
         level = 0
     return LEVELS[max(level, 0)]
+
+
+def waiters_move(graph: Graph) -> bool:
+    """Whether most of the ranks that wait for others have gone on between the samples: then nobody holds them."""
+    return sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks)
 
 
 def ranks_of(standings: Sequence[Standing]) -> tuple[Rank, ...]:
