@@ -17,6 +17,7 @@ from hangdoctor.rules.unknown import to_collect
 from hangdoctor.rules.verdict import LEVELS, Verdict, operation
 
 MAX_GROUPS = 64
+MAX_EDGES = 6
 
 
 def diagnose(snapshot: Snapshot) -> Diagnosis:
@@ -34,7 +35,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         culprit_ranks=first.culprits,
         victim_ranks=victims(first, graph),
         summary=first.summary,
-        evidence=first.evidence + notes(snapshot),
+        evidence=first.evidence + (waits(graph) if first.culprits else ()) + notes(snapshot),
         next_steps=first.next_steps + reproduction(first, classes),
         would_refute=first.would_refute,
         alternatives=tuple(
@@ -116,6 +117,12 @@ def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:
 def str_last(rank: Rank) -> tuple[bool, Rank]:
     """Sort key: numbers in order, then names."""
     return isinstance(rank, str), rank
+
+
+def waits(graph: Graph) -> tuple[Evidence, ...]:
+    """The wait-for graph, edge by edge, where it leads to a source; in a circle every edge would say the same."""
+    edges = graph.edges[:MAX_EDGES] if graph.sources else ()
+    return tuple(Evidence(edge.source, f"waits for {edge.target}, which {edge.reason}") for edge in edges)
 
 
 def notes(snapshot: Snapshot) -> tuple[Evidence, ...]:

@@ -19,6 +19,9 @@ from hangdoctor.model import Frame
 from hangdoctor.patterns import ROOTED
 from hangdoctor.waits import Stance
 
+# Waits that a child process can be meant by.
+CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -35,7 +38,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`source` waits for `target`; both are rank ranges or process names."""
+    """`source` waits for `target`, which `reason`; both are rank ranges or process names."""
 
     source: str
     target: str
@@ -109,11 +112,11 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
         targets = [s.ranks for s in sources[:50]] or [w.ranks for w in waiting[:50] if w is not waiter]
         edges += [Edge(waiter.ranks, target, f"has not come to {what}") for target in targets]
         if missing:
-            edges.append(Edge(waiter.ranks, missing, f"is gone, {what} needs it"))
-    for source in sources[:50]:
+            edges.append(Edge(waiter.ranks, missing, f"is missing in {what}"))
+    for source in [s for s in sources[:50] if s.stance.kind in CHILD_KINDS]:
         for member in source.members[:5]:
             edges += [
-                Edge(str(member.rank), child.name, "started it") for child in case.children_of(member.name)
+                Edge(str(member.rank), child.name, "it started") for child in case.children_of(member.name)
             ]
     return tuple(edges)
 

@@ -120,7 +120,7 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         (wait, f)
         for f in python
         if (wait := specific_wait(f.function, f.file))
-        and not (wait[0] in AROUND and outside_generic(python, f))
+        and not (wait[0] in AROUND and calls_program(python, f))
         and not (wait[1] == WORKER_LOOP and f is not python[0])
     ]
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
@@ -134,7 +134,7 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
             (kind, operation), frame = outer[-1]
         return kind, operation, frame
     generic = [(wait, f) for f in python if (wait := generic_wait(f.function, f.file))]
-    if generic and not outside_generic(python, generic[0][1]):
+    if generic and not calls_program(python, generic[0][1]):
         (kind, operation), frame = outermost_of_run(python, generic[0][1])
         if kind in ("backward", "device") and native and native[0][0][0] == "collective":
             (kind, operation) = native[0][0]
@@ -156,7 +156,7 @@ def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str
     return found
 
 
-def outside_generic(python: tuple[Frame, ...], frame: Frame) -> bool:
+def calls_program(python: tuple[Frame, ...], frame: Frame) -> bool:
     """Whether user code runs *inside* the generic frame: `Thread.run` calling the program is no wait of threading."""
     inner = python[: python.index(frame)]
     return any(not is_library(f.file) for f in inner)

@@ -49,6 +49,7 @@ Evidence
 destroy_process_group (torch/distributed/distributed_c10d.py:2146)
   rank 0,2: wait in all_reduce called from step (train.py:60)  all_reduce (torch/distributed/distributed_c10d.py:2806)
   -: one sample only: it cannot tell slow from stuck
+  rank 0,2: waits for 1, which has not come to all_reduce
 
 Next
 """
