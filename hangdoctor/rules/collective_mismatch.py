@@ -14,7 +14,7 @@ rank that waits in the other. So without a record of the groups the answer is ke
 from hangdoctor.case import Case, Standing
 from hangdoctor.fuse import Finding
 from hangdoctor.graph import Cluster, Graph, same_place
-from hangdoctor.groups import rank_ranges
+from hangdoctor.groups import common_prefix, rank_ranges
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -57,7 +57,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
         return None  # making a group is the start-up's business: init_deadlock
     named_clusters = [c for c in graph.waiting if c.stance.kind != "device"]
-    odd = odd_ones(named_clusters)
+    several = several_groups(named_clusters)
+    odd = (behind_in_program(named_clusters) if several else []) or odd_ones(named_clusters)
     usual = [s for s in graph.waiting_ranks if s not in odd]
     behind = next((f for f in case.findings if f.kind == "behind"), None)
     if behind is not None:
@@ -91,12 +92,28 @@ def odd_ones(clusters: list[Cluster]) -> list[Standing]:
     return [s for c in clusters[1:] for s in c.members]
 
 
+def several_groups(clusters: list[Cluster]) -> bool:
+    """Whether libraries of different parallel dimensions wait: one group may rightly wait for a rank of another."""
+    domains = {c.stance.domain for c in clusters}
+    return bool(domains & {"tensor", "pipeline", "expert", "context"}) and len(domains) > 1
+
+
+def behind_in_program(clusters: list[Cluster]) -> list[Standing]:
+    """Ranks at the earliest line of the function in which the ways part: with several groups they hold up the others."""
+    ways = [tuple(reversed(c.path)) for c in clusters]
+    depth = common_prefix([c.path for c in clusters])
+    forks = [way[depth] for way in ways if depth < len(way)]
+    if len(forks) < len(clusters) or len({(f.function, f.file) for f in forks}) > 1:
+        return []
+    first = min(fork.line for fork in forks)
+    return [s for c, fork in zip(clusters, forks, strict=True) if fork.line == first for s in c.members]
+
+
 def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> Confidence:
     """High only for one rank against all others: several could be a sub-group that is stuck by itself."""
     if recorded:
         return "high"
-    domains = {c.stance.domain for c in clusters}
-    if domains & {"tensor", "pipeline", "expert", "context"} and len(domains) > 1:
+    if several_groups(clusters):
         return "low"
     return "high" if len(odd) == 1 and len(clusters) == 2 and len(clusters[0].members) > 1 else "medium"
 

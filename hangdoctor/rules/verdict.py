@@ -79,7 +79,9 @@ def waiters_move(graph: Graph) -> bool:
 
 
 def ranks_of(standings: Sequence[Standing]) -> tuple[Rank, ...]:
-    return tuple(s.rank for s in standings if s.rank is not None)
+    return tuple(
+        sorted((s.rank for s in standings if s.rank is not None), key=lambda r: (isinstance(r, str), r))
+    )
 
 
 def named(standings: Sequence[Standing]) -> str:
