@@ -20,6 +20,7 @@ STYLES = {
     "other": "dim",
 }
 LEVEL_STYLES = {"high": "bold", "medium": "", "low": "dim"}
+VERDICT_STYLES = {0: "bold green", 1: "bold red", 2: "bold"}
 MAX_CELLS = 4096
 MAX_TREE_LINES = 80
 
@@ -60,7 +61,7 @@ def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) ->
 def report(diagnosis: Diagnosis, width: int = 120) -> Text:
     """The whole report as styled text; `str()` of it is what a pipe gets."""
     text = Text()
-    text.append(f"{diagnosis.label}", STYLES["culprit"] if exit_status(diagnosis) == 1 else "bold green")
+    text.append(diagnosis.label, VERDICT_STYLES[exit_status(diagnosis)])
     text.append(f"  {diagnosis.confidence} confidence\n", LEVEL_STYLES[diagnosis.confidence])
     text.append(f"{printable(diagnosis.summary)}\n\n")
     for part, ranks in (("culprit", diagnosis.culprit_ranks), ("victim", diagnosis.victim_ranks)):

@@ -24,7 +24,6 @@ PART_NAMES = {
     "missing": "missing",
     "other": "other",
 }
-EXIT_STATUS = {"straggler_or_not_hung": 0, "unknown": 2}
 
 
 def printable(text: str) -> str:
@@ -34,8 +33,10 @@ def printable(text: str) -> str:
 
 
 def exit_status(diagnosis: Diagnosis) -> int:
-    """0 where nothing hangs, 1 where something does, 2 where it cannot be told."""
-    return EXIT_STATUS.get(diagnosis.label, 1)
+    """0 where nothing hangs, 1 where something does, 2 where it cannot be told: a guess of low confidence is no finding."""
+    if diagnosis.label == "straggler_or_not_hung":
+        return 0
+    return 2 if diagnosis.label == "unknown" or diagnosis.confidence == "low" else 1
 
 
 @dataclass(frozen=True, slots=True)

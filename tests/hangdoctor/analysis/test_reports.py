@@ -114,6 +114,7 @@ def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
     [
         ({0: WAITING}, 2, "unknown"),
         ({0: WAITING, 1: WAITING}, 1, "nccl_timeout"),
+        ({0: LEAVING, 1: WAITING, 3: WAITING}, 2, "cleanup_deadlock  low confidence"),
         ({}, 2, "No stacks of any rank"),
     ],
 )
