@@ -1,0 +1,187 @@
+"""Folders, tars and posts as people have them: whose stack a file is, and what happens to files that are no use."""
+
+import io
+import json
+import tarfile
+
+import pytest
+
+from hangdoctor.errors import HangInputError
+from hangdoctor.parse.names import ProcessName, parse_name
+from hangdoctor.parse.read import parse_mapping, read_snapshot
+
+STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
+PROCESS = f"Process 10: python t.py\nPython v3.11.7\n\n{STACK}"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("rank_3.txt", ProcessName("rank_3", 3)),
+        ("stack_rank12.native.txt", ProcessName("rank_12", 12)),
+        ("host-2_rank_17.json", ProcessName("rank_17", 17, host="host-2")),
+        ("engine_rank_1.txt", ProcessName("engine_rank_1", 1, "engine")),
+        ("node1_sglang_rank-0.txt", ProcessName("engine_rank_0", 0, "engine")),
+        ("rank_0_child_2.json", ProcessName("rank_0_child_2", None, "child", parent="rank_0")),
+        ("nccl_trace_rank_5", ProcessName("rank_5", 5)),
+        ("7.txt", ProcessName("rank_7", 7)),
+        ("launcher.txt", ProcessName("launcher", None)),
+    ],
+)
+def test_file_names_say_whose_dump_it_is(file, name):
+    assert parse_name(file) == name
+
+
+def test_a_tar_and_a_folder_of_one_collection_read_the_same(tmp_path):
+    folder = tmp_path / "c"
+    (folder / "samples/0").mkdir(parents=True)
+    (folder / "proc/0").mkdir(parents=True)
+    contents = {
+        "format": "hangdoctor-collection", "version": 1, "world_size": 2, "hosts": [{"host": "b",
+            "status": "unreachable", "detail": "no route"}],
+        "samples": [{"time": 5.0}],
+        "processes": [
+            {"name": "rank_0", "rank": 0, "role": "trainer", "host": "a", "pid": 10, "parent": None,
+                "status": "dumped", "detail": "", "command": "x"},
+            {"name": "rank_1", "rank": 1, "role": "trainer", "host": "b", "pid": None, "parent": None,
+                "status": "timed_out", "detail": "10 s", "command": ""},
+        ],
+    }  # fmt: skip
+    (folder / "collection.json").write_text(json.dumps(contents))
+    (folder / "samples/0/rank_0.json").write_text(PROCESS)
+    (folder / "proc/0/rank_0.json").write_text(json.dumps({"state": "S", "wchan": "0", "cpu_s": 1.5}))
+    with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as tar:
+        tar.add(folder, "c")
+    snapshot = read_snapshot([folder])
+    assert (
+        read_snapshot([tmp_path / "c.tar.gz"]).expected == snapshot.expected == {0: "dumped", 1: "timed_out"}
+    )
+    (dump,) = snapshot.dumps
+    assert (dump.name, dump.host, dump.time, dump.facts.state, dump.facts.wchan, dump.facts.cpu_s) == (
+        "rank_0",
+        "a",
+        5.0,
+        "S",
+        None,
+        1.5,
+    )
+    assert snapshot.notes == ("host b: unreachable no route",)
+
+
+def test_a_mapping_gives_ranks_to_files_without_a_name(tmp_path):
+    (tmp_path / "left.txt").write_text("Thread 1 (idle)\n    f (a.py:1)\n")
+    (tmp_path / "right.txt").write_text("Thread 1 (idle)\n    g (a.py:2)\n")
+    mapping = parse_mapping("left.txt 4  # the first host\nright.txt = engine_rank_1\n")
+    assert {d.name for d in read_snapshot([tmp_path], mapping=mapping).dumps} == {"rank_4", "engine_rank_1"}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "No stacks of any rank"),
+        ({"notes.md": "nothing here"}, "Looked for py-spy text"),
+        (
+            {"collection.json": '{"format": "hangdoctor-collection", "version": 9}'},
+            "version 9 and this program reads 1",
+        ),
+        ({"collection.json": '{"format": "zip"}'}, "is not hangdoctor's"),
+    ],
+)
+def test_input_that_is_no_use_says_what_is_wrong(tmp_path, files, says):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(HangInputError, match=says):
+        read_snapshot([tmp_path])
+
+
+def test_a_member_that_points_out_of_the_tar_is_read_in_memory_and_written_nowhere(tmp_path):
+    path = tmp_path / "evil.tar.gz"
+    data = b"Thread 1 (idle)\n    f (a.py:1)\n"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, kind in (("../../rank_0.txt", tarfile.REGTYPE), ("/etc/rank_1.txt", tarfile.SYMTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.size, info.linkname = (
+                kind,
+                len(data) if kind == tarfile.REGTYPE else 0,
+                "/etc/passwd",
+            )
+            tar.addfile(info, io.BytesIO(data) if kind == tarfile.REGTYPE else None)
+    before = sorted(tmp_path.rglob("*"))
+    assert [d.rank for d in read_snapshot([path]).dumps] == [0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_truncated_tar_gives_what_comes_before_the_damage(tmp_path):
+    path = tmp_path / "cut.tar"
+    with tarfile.open(path, "w") as tar:
+        for rank in range(2):
+            data = f"Thread 1 (idle)\n    f (a.py:{rank + 1})\n".encode()
+            info = tarfile.TarInfo(f"rank_{rank}.txt")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    path.write_bytes(path.read_bytes()[:1540])
+    snapshot = read_snapshot([path])
+    assert [d.rank for d in snapshot.dumps] == [0]
+    assert "damaged" in snapshot.notes[0]
+
+
+def test_equal_stacks_posted_once_with_a_count_become_that_many_ranks(tmp_path):
+    (tmp_path / "post.txt").write_text(f"3 in:\n{STACK}\n1 in:\n{STACK.replace('f (', 'g (')}")
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [
+        (0, "f"),
+        (1, "f"),
+        (2, "f"),
+        (3, "g"),
+    ]
+    assert "numbered in the order" in snapshot.notes[0]
+
+
+def test_a_folder_may_carry_the_rank(tmp_path):
+    for rank in (0, 7):
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}/stacks.txt").write_text(STACK)
+    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0, 7]
+
+
+def test_engines_are_numbered_by_their_process_names(tmp_path):
+    text = "".join(f"Process {9 - tp}: sglang::scheduler_TP{tp}\nPython v3.12\n\n{STACK}" for tp in (1, 0))
+    (tmp_path / "watchdog.txt").write_text(text)
+    assert {d.rank: d.pid for d in read_snapshot([tmp_path]).dumps} == {0: 9, 1: 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (
+            "Error: Failed to get process executable name. Check that the process is running.\n\nStack backtrace:\n",
+            "gone",
+        ),
+        ("Error: Failed to find python version from target process\n", "not_python"),
+        (
+            "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n",
+            "not_permitted",
+        ),
+        (
+            "Process 7: python t.py\nPython v3.11.7\n\nError: Failed to suspend process\n\nCaused by:\n    unexpected waitpid result\n",
+            "stopped",
+        ),
+    ],
+)
+def test_error_texts_of_pyspy_are_a_status_of_their_rank(tmp_path, text, status):
+    (tmp_path / "rank_0.txt").write_text(STACK)
+    (tmp_path / "rank_1.txt").write_text(text)
+    assert read_snapshot([tmp_path]).expected == {0: "dumped", 1: status}
+
+
+def test_stacks_in_a_folder_called_logs_are_stacks(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_3.log").write_text(f"step 4\n{STACK}")
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [(3, "f")]
+    assert snapshot.logs[0].rank == 3
+
+
+def test_a_log_that_starts_with_a_bracket_is_no_json(tmp_path):
+    (tmp_path / "all.log").write_text('[rank0]: Thread 1 (idle): "MainThread"\n[rank0]:     f (a.py:1)\n')
+    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0]
