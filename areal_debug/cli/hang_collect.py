@@ -88,7 +88,7 @@ def collect(
         if way := _way_to_hosts(slurm, ssh, k8s, namespace):
             from hangdoctor.collect.remote import collect_hosts
 
-            return collect_hosts(*way, search, folder, options, python)
+            return collect_hosts(*way, search, folder, options, python, all_asked=ssh is None)
         return collect_host(search, folder, options)
 
     try:
@@ -166,6 +166,10 @@ def _summary(manifest: Manifest, to: Path) -> str:
         for process in ranks
         if process.status != "dumped"
     ]
+    if manifest.elsewhere:
+        lines.append(
+            f"{len(manifest.elsewhere)} ranks of hosts that were not asked or did not answer: not collected"
+        )
     lines += [f"host {host.host}: {host.status}: {host.detail}" for host in manifest.hosts if host.detail]
     lines.append(f"{dumped} of {len(ranks)} ranks dumped into {to}. Next: areal-debug hang diagnose {to}")
     return "\n".join(lines)

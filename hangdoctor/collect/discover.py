@@ -53,21 +53,17 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
-    """A rank that the world size promises and that has no process here; `status` is gone or not_collected."""
-
-    rank: int
-    status: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """Every process of one job on this host: ranks, their children, the launcher; and the ranks without one."""
+    """Every process of one job on this host: ranks, their children, the launcher. `gone` are ranks that should run
+    here and have no process; `elsewhere` are ranks that other hosts should have."""
 
     targets: tuple[Target, ...]
-    absent: tuple[Absent, ...]
+    gone: tuple[int, ...]
+    elsewhere: tuple[int, ...]
     world_size: int | None
+
+
+NO_JOB = Job((), (), (), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,8 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
     launcher = _launcher(ranks, table)
     children = [child for rank in ranks for child in _children(rank, ranks, table)]
     world_size = max((claim.identity.world_size or 0 for claim in claims), default=0) or None
-    return Job((*ranks, *children, *launcher), tuple(_absent(ranks, world_size)), world_size)
+    gone, elsewhere = _absent(ranks, world_size or 0)
+    return Job((*ranks, *children, *launcher), gone, elsewhere, world_size)
 
 
 def _ours(table: dict[int, Process]) -> set[int]:
@@ -257,18 +254,15 @@ def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
     return []
 
 
-def _absent(ranks: list[Target], world_size: int | None) -> list[Absent]:
-    """Trainer ranks that the world size promises and no process claims."""
+def _absent(ranks: list[Target], world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Trainer ranks that the world size promises and no process claims: those of this host, those of others."""
     trainers = [target for target in ranks if target.role == "trainer"]
-    environments = [target.process.environment or {} for target in trainers]
-    promised = set(range(world_size or 0))
-    local = _ranks_of_this_host(environments, promised)
-    return [
-        Absent(rank, "gone", "no process on this host claims this rank")
-        if rank in local
-        else Absent(rank, "not_collected", "it runs on another host, where nobody looked")
-        for rank in sorted(promised - {target.rank for target in trainers})
-    ]
+    promised = set(range(world_size))
+    local = _ranks_of_this_host([target.process.environment or {} for target in trainers], promised)
+    absent = sorted(promised - {target.rank for target in trainers})
+    return tuple(rank for rank in absent if rank in local), tuple(
+        rank for rank in absent if rank not in local
+    )
 
 
 def _ranks_of_this_host(environments: list[dict[str, str]], promised: set[int]) -> set[int]:

@@ -17,6 +17,7 @@ from hangdoctor.collect.layout import (
     HostEntry,
     Manifest,
     ProcessEntry,
+    gone_rank,
     write_json,
     write_manifest,
     write_text,
@@ -90,21 +91,10 @@ def _surroundings(target: Target, folder: Path, options: Options) -> None:
 
 def _manifest(job: Job, outcomes: list[dict[str, Outcome]], times: list[float], host: str) -> Manifest:
     found = [_entry(target, [sample[target.name] for sample in outcomes], host) for target in job.targets]
-    absent = [
-        ProcessEntry(
-            name=f"rank_{rank.rank}",
-            rank=rank.rank,
-            role="trainer",
-            host=host if rank.status == "gone" else "",
-            pid=None,
-            parent=None,
-            status=rank.status,
-            detail=rank.detail,
-            command="",
-        )
-        for rank in job.absent
-    ]
-    return Manifest(times[0], job.world_size, (HostEntry(host),), tuple(times), (*found, *absent))
+    gone = [gone_rank(rank, host, "no process on this host claims this rank") for rank in job.gone]
+    return Manifest(
+        times[0], job.world_size, job.elsewhere, (HostEntry(host),), tuple(times), (*found, *gone)
+    )
 
 
 def _entry(target: Target, outcomes: list[Outcome], host: str) -> ProcessEntry:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 FORMAT = "hangdoctor-collection"
 VERSION = 1
 MAX_MEMBER_BYTES = 256 << 20
-ABSENT = ("gone", "not_collected")
+OTHER_HOSTS = "other hosts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,20 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """collection.json. Times are seconds since the epoch."""
+    """collection.json. Times are seconds since the epoch. `elsewhere` are ranks of hosts that nobody looked at: they
+    are not expected here, since whoever reads would take a rank that is expected and not found for dead."""
 
     created: float
-    world_size: int | None
+    job_size: int | None
+    elsewhere: tuple[int, ...]
     hosts: tuple[HostEntry, ...]
     sample_times: tuple[float, ...]
     processes: tuple[ProcessEntry, ...]
+
+
+def gone_rank(rank: int, host: str, detail: str) -> ProcessEntry:
+    """The entry of an expected rank that has no process."""
+    return ProcessEntry(f"rank_{rank}", rank, "trainer", host, None, None, "gone", detail, "")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -69,12 +76,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "format": FORMAT,
             "version": VERSION,
             "created": manifest.created,
-            "world_size": manifest.world_size,
-            "hosts": [asdict(host) for host in manifest.hosts],
+            "world_size": None if manifest.elsewhere else manifest.job_size,
+            "job_size": manifest.job_size,
+            "elsewhere": list(manifest.elsewhere),
+            "hosts": [asdict(host) for host in (*manifest.hosts, *_other_hosts(manifest))],
             "samples": [{"time": time} for time in manifest.sample_times],
             "processes": [asdict(process) for process in manifest.processes],
         },
     )
+
+
+def _other_hosts(manifest: Manifest) -> list[HostEntry]:
+    """One entry for all the hosts that nobody looked at, so that a reader hears of them."""
+    if not manifest.elsewhere:
+        return []
+    first, last, number = manifest.elsewhere[0], manifest.elsewhere[-1], len(manifest.elsewhere)
+    return [
+        HostEntry(OTHER_HOSTS, "unreachable", f"{number} ranks from {first} to {last} were not collected")
+    ]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -82,8 +101,9 @@ def read_manifest(folder: Path) -> Manifest:
     raw = json.loads((folder / "collection.json").read_text())
     return Manifest(
         raw["created"],
-        raw["world_size"],
-        tuple(HostEntry(**host) for host in raw["hosts"]),
+        raw["job_size"],
+        tuple(raw["elsewhere"]),
+        tuple(HostEntry(**host) for host in raw["hosts"] if host["host"] != OTHER_HOSTS),
         tuple(sample["time"] for sample in raw["samples"]),
         tuple(ProcessEntry(**process) for process in raw["processes"]),
     )
@@ -125,56 +145,47 @@ def unpack(packed: bytes, folder: Path) -> None:
         raise ValueError(f"the answer is no tar ({error}); it begins {packed[:60]!r}") from error
 
 
-def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path) -> Manifest:
+def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path, all_asked: bool) -> Manifest:
     """Lay collections of single hosts into one and write its manifest.
 
-    A process whose name another host has taken already gets the next free number of its role; an expected rank
-    that some host found is there, whatever the others say of it.
+    A process whose name another host has taken already gets the next free number of its role. A rank that no host
+    has is gone when every host of the job was asked (`all_asked`) and answered, else it may be elsewhere.
     """
     manifests: list[Manifest] = []
     taken: dict[str, ProcessEntry] = {}
-    absent: dict[str, ProcessEntry] = {}
+    gone: dict[str, ProcessEntry] = {}
     for part in parts:
         manifest = read_manifest(part)
         manifests.append(manifest)
         new_names: dict[str, str] = {}
         for process in manifest.processes:
-            if process.status in ABSENT and process.pid is None:
-                absent.setdefault(process.name, process)
+            if process.pid is None:
+                gone.setdefault(process.name, process)
                 continue
             renamed = _rename(process, taken, new_names)
             new_names[process.name] = renamed.name
             taken[renamed.name] = renamed
         _move_members(part, folder, new_names)
     hosts = (*(host for manifest in manifests for host in manifest.hosts), *failed)
+    job_size = max((manifest.job_size or 0 for manifest in manifests), default=0)
+    gone = {name: process for name, process in gone.items() if name not in taken}
+    known = taken.keys() | gone.keys()
+    unseen = [rank for rank in range(job_size) if f"rank_{rank}" not in known]
+    if all_asked and all(host.status == "ok" for host in hosts):
+        found_nowhere = [
+            gone_rank(rank, "", "no process on any host of the job claims it") for rank in unseen
+        ]
+        gone, unseen = gone | {process.name: process for process in found_nowhere}, []
     merged = Manifest(
-        min((m.created for m in manifests), default=0.0),
-        max((m.world_size or 0 for m in manifests), default=0) or None,
-        hosts,
-        manifests[0].sample_times if manifests else (),
-        (*taken.values(), *(_still_absent(absent, taken, hosts))),
+        created=min((manifest.created for manifest in manifests), default=0.0),
+        job_size=job_size or None,
+        elsewhere=tuple(unseen),
+        hosts=hosts,
+        sample_times=manifests[0].sample_times if manifests else (),
+        processes=(*taken.values(), *gone.values()),
     )
     write_manifest(folder, merged)
     return merged
-
-
-def _still_absent(
-    absent: dict[str, ProcessEntry], taken: dict[str, ProcessEntry], hosts: tuple[HostEntry, ...]
-) -> list[ProcessEntry]:
-    """Ranks that no host has. Where every host answered, nobody will bring them: they are gone."""
-    unseen = [host.host for host in hosts if host.status != "ok"]
-    missing = [process for name, process in absent.items() if name not in taken]
-    if unseen:
-        return [
-            replace(process, detail=f"not found on the hosts that answered; {', '.join(unseen)} did not")
-            if process.status == "not_collected"
-            else process
-            for process in missing
-        ]
-    return [
-        replace(process, status="gone", detail="no process on any host that was asked claims this rank")
-        for process in missing
-    ]
 
 
 def _rename(process: ProcessEntry, taken: dict[str, ProcessEntry], new_names: dict[str, str]) -> ProcessEntry:

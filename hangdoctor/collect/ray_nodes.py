@@ -50,7 +50,7 @@ def collect_ray(address: str, search: Search, folder: Path, options: Options) ->
             answers.append(Answer(host, *ray.get(reference, timeout=limit_s + 30)))
         except (ray.exceptions.RayError, TimeoutError) as error:
             answers.append(Answer(host, None, b"", f"{type(error).__name__}: {error}"))
-    return merge_answers(answers, folder)
+    return merge_answers(answers, folder, all_asked=True)
 
 
 def _run_collector(arguments: list[str], bundle: bytes, limit_s: float) -> tuple[int, bytes, str]:

@@ -156,7 +156,7 @@ def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> Iterator[Answ
         yield from pool.map(ask, commands.items())
 
 
-def merge_answers(answers: Iterable[Answer], folder: Path) -> Manifest:
+def merge_answers(answers: Iterable[Answer], folder: Path, all_asked: bool) -> Manifest:
     """Lay all collections into `folder`, each as its answer comes, so that few of them are held in memory.
 
     Raises:
@@ -174,7 +174,7 @@ def merge_answers(answers: Iterable[Answer], folder: Path) -> Manifest:
         if not parts:
             told = "\n".join(f"  {host.host}: {host.status}: {host.detail}" for host in others)
             raise NoRanksFound(f"No rank was collected from {len(others)} hosts:\n{told}")
-        return merge(parts, others, folder)
+        return merge(parts, others, folder, all_asked)
 
 
 def _unpack_answer(answer: Answer, part: Path) -> HostEntry | None:
@@ -203,14 +203,16 @@ def collect_hosts(
     folder: Path,
     options: Options,
     python: str,
+    all_asked: bool,
 ) -> Manifest:
-    """Collect every host by the command that `command_for(host, collector)` gives, into one folder.
+    """Collect every host by the command that `command_for(host, collector)` gives, into one folder. `all_asked` says
+    that the job has no other hosts.
 
     Raises:
         NoRanksFound: no host had a rank.
     """
     commands = {host: command_for(host, collector_command(python, search, options, host)) for host in hosts}
-    return merge_answers(ask_hosts(commands, time_limit_s(options)), folder)
+    return merge_answers(ask_hosts(commands, time_limit_s(options)), folder, all_asked)
 
 
 def time_limit_s(options: Options) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hangdoctor.collect.discover import Job, Search, find_job, members
+from hangdoctor.collect.discover import NO_JOB, Job, Search, find_job, members
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.collect.sample import Options
@@ -141,7 +141,7 @@ def _watch(
     silence has lasted half a limit longer: a checkpoint on slow storage looks hung and ends.
     """
     tracks: dict[str, Track] = {}
-    job, watts, scanned_at, patience, finding = Job((), (), None), None, -RESCAN_S, 1, None
+    job, watts, scanned_at, patience, finding = NO_JOB, None, -RESCAN_S, 1, None
     while ended() is None:
         now = time.monotonic()
         if now - scanned_at >= RESCAN_S or not job.targets:
@@ -168,7 +168,7 @@ def _find(search: Search) -> Job:
     try:
         return find_job(search, process_table())
     except HangInputError:
-        return Job((), (), None)
+        return NO_JOB
 
 
 def _examine(

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hangdoctor.collect.discover import Absent, Search, find_job
+from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.errors import NoRanksFound, SeveralJobs
 from hangdoctor.collect.process import Process
 
@@ -56,17 +56,13 @@ def test_ranks_are_told_from_their_children_which_inherit_their_environment(sear
         ("launcher", 10, None),
     ]
     assert job.world_size == 3
-    assert job.absent == (Absent(2, "gone", "no process on this host claims this rank"),)
+    assert (job.gone, job.elsewhere) == ((2,), ())
 
 
-def test_ranks_of_another_host_are_not_collected_rather_than_gone():
+def test_ranks_of_another_host_are_elsewhere_rather_than_gone():
     here = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     job = find_job(Search(), table(process(11, 1, environment=rank(2, 4, LOCAL_RANK="0", **here))))
-    assert [(absent.rank, absent.status) for absent in job.absent] == [
-        (0, "not_collected"),
-        (1, "not_collected"),
-        (3, "gone"),
-    ]
+    assert (job.gone, job.elsewhere) == ((3,), (0, 1))
 
 
 def test_scheduler_rank_of_the_launcher_gives_way_to_the_ranks_below_it():
@@ -103,7 +99,7 @@ def test_named_processes_without_a_rank_are_numbered():
         table(process(11, 1, "python solo.py", {}), process(12, 1, "python solo.py", {})),
     )
     assert [(target.name, target.pid) for target in job.targets] == [("rank_0", 11), ("rank_1", 12)]
-    assert (job.absent, job.world_size) == ((), None)
+    assert (job.gone, job.elsewhere, job.world_size) == ((), (), None)
 
 
 def test_several_jobs_are_listed_with_their_pids():

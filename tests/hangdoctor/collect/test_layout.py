@@ -20,15 +20,15 @@ from hangdoctor.collect.layout import (
 
 
 def entry(name, rank=None, role="trainer", status="dumped", host="a", parent=None, detail=""):
-    pid = None if status in ("gone", "not_collected") else 1
+    pid = None if status == "gone" else 1
     return ProcessEntry(name, rank, role, host, pid, parent, status, detail, "python train.py")
 
 
-def collection(folder, host, *processes, world_size=4):
+def collection(folder, host, *processes, job_size=4, elsewhere=()):
     for process in processes:
         if process.pid:
             write_text(folder / f"samples/0/{process.name}.json", f"{host} {process.name}")
-    write_manifest(folder, Manifest(7.0, world_size, (HostEntry(host),), (8.0, 9.0), processes))
+    write_manifest(folder, Manifest(7.0, job_size, elsewhere, (HostEntry(host),), (8.0, 9.0), processes))
     return folder
 
 
@@ -40,7 +40,8 @@ def test_every_host_keeps_its_files_under_names_of_its_own(tmp_path):
         entry("engine_rank_0", 0, "engine"),
         entry("engine_rank_0_child_0", None, "child", parent="engine_rank_0"),
         entry("launcher", role="launcher"),
-        entry("rank_1", 1, status="not_collected"),
+        elsewhere=(1,),
+        job_size=2,
     )
     b = collection(
         tmp_path / "b",
@@ -49,9 +50,10 @@ def test_every_host_keeps_its_files_under_names_of_its_own(tmp_path):
         entry("engine_rank_0", 0, "engine", host="b"),
         entry("engine_rank_0_child_0", None, "child", host="b", parent="engine_rank_0"),
         entry("launcher", role="launcher", host="b"),
-        entry("rank_0", 0, status="not_collected", host="b"),
+        elsewhere=(0,),
+        job_size=2,
     )
-    merged = merge([a, b], [], tmp_path / "all")
+    merged = merge([a, b], [], tmp_path / "all", all_asked=True)
     assert merged == read_manifest(tmp_path / "all")
     assert [(process.name, process.rank, process.parent, process.host) for process in merged.processes] == [
         ("rank_0", 0, None, "a"),
@@ -69,29 +71,44 @@ def test_every_host_keeps_its_files_under_names_of_its_own(tmp_path):
     assert len(samples) == 8
 
 
-def test_rank_that_no_host_has_is_gone_when_all_hosts_answered(tmp_path):
-    a = collection(tmp_path / "a", "a", entry("rank_0", 0), entry("rank_3", 3, status="not_collected"))
-    merged = merge([a], [], tmp_path / "all")
-    assert (merged.processes[-1].name, merged.processes[-1].status) == ("rank_3", "gone")
+def ends_of(merged):
+    return [p.name for p in merged.processes if p.status == "gone"], merged.elsewhere
 
 
-def test_rank_of_a_host_that_did_not_answer_stays_unknown(tmp_path):
-    a = collection(tmp_path / "a", "a", entry("rank_0", 0), entry("rank_3", 3, status="not_collected"))
-    merged = merge([a], [HostEntry("b", "unreachable", "no route")], tmp_path / "all")
-    assert (merged.processes[-1].status, merged.processes[-1].detail) == (
-        "not_collected",
-        "not found on the hosts that answered; b did not",
+def test_rank_that_no_host_has_is_gone_when_all_hosts_of_the_job_answered(tmp_path):
+    a = collection(
+        tmp_path / "a", "a", entry("rank_0", 0), entry("rank_1", 1, status="gone"), elsewhere=(2, 3)
     )
-    assert merged.hosts == (HostEntry("a"), HostEntry("b", "unreachable", "no route"))
+    assert ends_of(merge([a], [], tmp_path / "all", all_asked=True)) == (["rank_1", "rank_2", "rank_3"], ())
+
+
+def test_rank_of_a_host_that_was_not_asked_or_did_not_answer_is_not_gone(tmp_path):
+    down = HostEntry("b", "unreachable", "no route")
+    for failed, all_asked in (([], False), ([down], True)):
+        a = collection(
+            tmp_path / "a", "a", entry("rank_0", 0), entry("rank_1", 1, status="gone"), elsewhere=(2, 3)
+        )
+        merged = merge([a], failed, tmp_path / "all", all_asked)
+        assert ends_of(merged) == (["rank_1"], (2, 3))
+        written = json.loads((tmp_path / "all/collection.json").read_text())
+        assert (written["world_size"], written["job_size"]) == (None, 4)
+        assert written["hosts"][-1] == {
+            "host": "other hosts",
+            "status": "unreachable",
+            "detail": "2 ranks from 2 to 3 were not collected",
+        }
+        assert read_manifest(tmp_path / "all") == merged
 
 
 def test_manifest_on_disk_has_the_documented_shape(tmp_path):
-    collection(tmp_path, "a", entry("rank_0", 0), world_size=1)
+    collection(tmp_path, "a", entry("rank_0", 0), job_size=1)
     assert json.loads((tmp_path / "collection.json").read_text()) == {
         "format": "hangdoctor-collection",
         "version": 1,
         "created": 7.0,
         "world_size": 1,
+        "job_size": 1,
+        "elsewhere": [],
         "hosts": [{"host": "a", "status": "ok", "detail": ""}],
         "samples": [{"time": 8.0}, {"time": 9.0}],
         "processes": [

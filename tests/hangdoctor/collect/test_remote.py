@@ -68,8 +68,8 @@ def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, 
     ]
     assert [(p.name, p.host, p.pid, p.status) for p in manifest.processes] == [
         ("rank_0", "node-1", rank.pid, "dumped"),
-        ("rank_1", "", None, "not_collected"),
     ]
+    assert (manifest.job_size, manifest.elsewhere) == (2, (1,))
     assert "host down: unreachable" in done.output
     assert (tmp_path / "out/samples/0/rank_0.json").exists()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("hangdoctor-")]
@@ -99,7 +99,7 @@ def test_no_host_with_a_rank_says_what_each_answered(tmp_path, monkeypatch):
 
 def test_host_that_does_not_answer_in_time_is_named(tmp_path):
     with pytest.raises(ValueError, match="slow: timed_out: no answer in 5 s"):
-        merge_answers([Answer("slow", None, b"", "no answer in 5 s")], tmp_path)
+        merge_answers([Answer("slow", None, b"", "no answer in 5 s")], tmp_path, all_asked=True)
 
 
 def test_srun_shares_the_job_and_takes_no_gpu_from_it():

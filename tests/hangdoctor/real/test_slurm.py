@@ -64,7 +64,7 @@ def test_tasks_of_a_slurm_job_are_collected_beside_its_own_step(job, tmp_path):
     assert done.exit_code == 0, done.output
     manifest = read_manifest(out)
     [host] = manifest.hosts
-    assert (host.status, manifest.world_size) == ("ok", 2)
+    assert (host.status, manifest.job_size) == ("ok", 2)
     assert [(p.name, p.status, p.host) for p in manifest.processes] == [
         ("rank_0", "dumped", host.host),
         ("rank_1", "dumped", host.host),
