@@ -1,0 +1,358 @@
+"""Every number that tells how far trainer and engine disagree: float64, over compared tokens only, none of them averaged over padding.
+
+One sign throughout: D = trainer - engine, rho = exp(D). The numbers are those of the field (k1, k2, k3: J. Schulman, "Approximating KL
+divergence", 2020; effective sample size: Kong, 1992); `ALIASES` maps them to the names under which training frameworks log them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from consistency.tokens import Excluded, Floats, Ints, TokenTable
+
+# exp() overflows at 709.8; a sequence's ratio is bounded as in verl's rollout correction, whose chi2 ours can then be compared with.
+LARGEST_EXPONENT = 700.0
+SEQUENCE_BOUND = 20.0
+IDENTITY_TOLERANCE = 1e-9
+NUM_BINS = 40
+# Below what float32 resolves of a logprob, a median is 0 as far as ratios to it go.
+SMALLEST_SIZE = 1e-12
+
+ALIASES = {
+    "abs_mean": (
+        "slime: train_rollout_logprob_abs_diff",
+        "AReaL: logp_abs_diff",
+        "SkyRL: rollout_train_logprobs_abs_diff_mean",
+    ),
+    "k1": ("verl: kl", "OpenRLHF: vllm_kl", "tinker: kl_sample_train_v1"),
+    "k2": ("tinker: kl_sample_train_v2",),
+    "k3": (
+        "verl: k3_kl",
+        "NeMo-RL: gen_kl_error",
+        "prime-rl: mismatch_kl",
+        "miles: train_rollout_kl",
+        "AReaL: rollout_train_k3_kl",
+    ),
+    "reverse_k3": ("NeMo-RL: policy_kl_error",),
+    "ratio_mean": (
+        "NeMo-RL: sampling_importance_ratio",
+        "TRL: sampling/importance_sampling_ratio/mean (before its cap)",
+    ),
+    "mult_prob_error_mean": ("NeMo-RL: token_mult_prob_error",),
+    "jsd": ("NeMo-RL: js_divergence_error",),
+    "prob_diff_mean": ("verl: rollout_probs_diff_mean", "tunix: sampler_trainer/prob_diff_mean"),
+    "prob_pearson": ("verl: rollout_probs_pearson_corr", "tunix: sampler_trainer/probs_pearson_corr"),
+    "chi2_token": ("verl: chi2_token",),
+    "chi2_sequence": ("verl: chi2_seq",),
+    "log_ppl_diff": ("verl: log_ppl_diff", "xtuner: mismatch/log_ppl_diff"),
+    "ess_token": ("miles: ess_ratio",),
+    "share_above_ln2": ("AReaL: rollout_train_extreme_frac_tau2",),
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Two ways to the same number. They must agree, or the report itself is wrong."""
+
+    name: str
+    left: float
+    right: float
+
+    @property
+    def holds(self) -> bool:
+        """Equal up to rounding in float64."""
+        scale = max(1.0, abs(self.left), abs(self.right))
+        return not np.isfinite(scale) or abs(self.left - self.right) <= IDENTITY_TOLERANCE * scale
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the tokens: how many, and how far apart."""
+
+    key: int
+    num_tokens: int
+    abs_mean: float
+    mean: float
+    k1: float
+    k2: float
+    k3: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All numbers of one comparison. `by` holds groups per column; curves are `Group`s whose key is the first place of their bin."""
+
+    num_tokens: int
+    num_sequences: int
+    excluded: Excluded
+    metrics: dict[str, float]
+    identities: tuple[Identity, ...]
+    by: dict[str, tuple[Group, ...]]
+    histogram: tuple[tuple[float, int], ...]
+
+
+def measure(table: TokenTable) -> Measurement:
+    """Measure a comparison; about 2 s for a million tokens."""
+    difference = table.difference
+    sequence = Sums.of(table)
+    metrics = {
+        **sizes(difference),
+        **bias(difference, sequence),
+        **divergences(table),
+        **ratios(difference),
+        **probabilities(table),
+        **sequence_ratios(sequence),
+        **tail(difference),
+        **against_surprisal(table),
+    }
+    # from a dot product, so that the identity does not repeat the sums it checks
+    mean_ratio = float(ratio(difference) @ np.full(len(difference), 1 / len(difference)))
+    identities = (
+        Identity("k3 = k1 + mean(rho) - 1", metrics["k3"], metrics["k1"] + mean_ratio - 1),
+        Identity(
+            "k1 = log_ppl_diff weighted by length",
+            metrics["k1"],
+            -float(sequence.total.sum() / sequence.count.sum()),
+        ),
+        Identity("rmse^2 = 2 k2", metrics["rmse"] ** 2, 2 * metrics["k2"]),
+        Identity(
+            "ess = 1 / (1 + var / mean^2)",
+            metrics["ess_token"],
+            1 / (1 + (metrics["ratio_std"] / metrics["ratio_mean"]) ** 2),
+        ),
+    )
+    return Measurement(
+        num_tokens=len(difference),
+        num_sequences=len(sequence.count),
+        excluded=table.excluded,
+        metrics=metrics,
+        identities=identities,
+        by=all_groups(table),
+        histogram=histogram(difference),
+    )
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Per sequence: tokens, and sums of D, |D|'s maximum and both sides' logprobs, each [sequences]."""
+
+    count: Floats
+    total: Floats
+    largest: Floats
+    trainer: Floats
+    engine: Floats
+
+    @classmethod
+    def of(cls, table: TokenTable) -> "Sums":
+        """Of the sequences that have compared tokens."""
+        difference = table.difference
+        _, inverse = np.unique(table.sequence, return_inverse=True)
+        count = np.bincount(inverse).astype(np.float64)
+        largest = np.zeros(len(count))
+        np.maximum.at(largest, inverse, np.abs(difference))
+
+        def by_sequence(values: Floats) -> Floats:
+            return np.bincount(inverse, weights=values).astype(np.float64)
+
+        return cls(
+            count, by_sequence(difference), largest, by_sequence(table.trainer), by_sequence(table.engine)
+        )
+
+
+def ratio(difference: Floats) -> Floats:
+    """rho = exp(D), [n]."""
+    return np.exp(np.minimum(difference, LARGEST_EXPONENT))
+
+
+def k3(difference: Floats) -> Floats:
+    """exp(D) - 1 - D per token, never negative; expm1 keeps small ones exact."""
+    bounded = np.minimum(difference, LARGEST_EXPONENT)
+    return np.expm1(bounded) - bounded
+
+
+def sizes(difference: Floats) -> dict[str, float]:
+    """B1, B3: quantiles of |D|, root mean square, shares of signs."""
+    size = np.abs(difference)
+    p50, p95, p99 = np.quantile(size, [0.5, 0.95, 0.99])
+    return {
+        "abs_mean": float(size.mean()),
+        "abs_p50": float(p50),
+        "abs_p95": float(p95),
+        "abs_p99": float(p99),
+        "abs_max": float(size.max()),
+        "rmse": float(np.sqrt(np.mean(difference**2))),
+        "share_positive": float(np.mean(difference > 0)),
+        "share_zero": float(np.mean(difference == 0)),
+    }
+
+
+def bias(difference: Floats, sequence: Sums) -> dict[str, float]:
+    """B2: mean of D, and its t-statistic with errors clustered by sequence (tokens of one sequence are not independent)."""
+    mean = float(difference.mean())
+    residual = sequence.total - mean * sequence.count
+    clusters = len(residual)
+    error = np.sqrt((residual**2).sum() * clusters / max(clusters - 1, 1)) / sequence.count.sum()
+    return {
+        "mean": mean,
+        "std": float(difference.std()),
+        "t_clustered": float(mean / error) if clusters > 1 and error > 0 else 0.0,
+    }
+
+
+def divergences(table: TokenTable) -> dict[str, float]:
+    """B4, B5, B15: KL(engine || trainer) three ways, the other direction, and the two-point Jensen-Shannon divergence."""
+    difference = table.difference
+    middle = np.logaddexp(table.trainer, table.engine) - np.log(2.0)
+    return {
+        "k1": float(-difference.mean()),
+        "k2": float(0.5 * np.mean(difference**2)),
+        "k3": float(k3(difference).mean()),
+        "reverse_k3": float(k3(-difference).mean()),
+        "jsd": float(0.5 * (k3(table.trainer - middle) + k3(table.engine - middle)).mean()),
+    }
+
+
+def effective_share(log_ratio: Floats) -> float:
+    """Effective sample size over the number of samples, (mean rho)^2 / mean rho^2, of raw ratios in log space."""
+    scaled = np.exp(log_ratio - log_ratio.max())
+    return float(scaled.mean() ** 2 / np.mean(scaled**2))
+
+
+def ratios(difference: Floats) -> dict[str, float]:
+    """B7, B9 to B13, B18: importance ratios as they are, before any cap."""
+    rho, size = ratio(difference), np.abs(difference)
+    multiple = ratio(size)
+    p01, p99 = np.quantile(rho, [0.01, 0.99])
+    return {
+        "chi2_token": float(np.mean(rho**2) - 1),
+        "ess_token": effective_share(np.minimum(difference, LARGEST_EXPONENT)),
+        "ratio_mean": float(rho.mean()),
+        "ratio_std": float(rho.std()),
+        "ratio_min": float(rho.min()),
+        "ratio_max": float(rho.max()),
+        "ratio_p01": float(p01),
+        "ratio_p99": float(p99),
+        "share_outside_eps_0.2": float(np.mean((rho < 0.8) | (rho > 1.2))),
+        "share_outside_0.5_2": float(np.mean((rho < 0.5) | (rho > 2))),
+        "share_outside_0.5_5": float(np.mean((rho < 0.5) | (rho > 5))),
+        "share_above_ln2": float(np.mean(size > np.log(2))),
+        "share_catastrophic": float(np.mean(rho < 1e-4)),
+        "mult_prob_error_mean": float(multiple.mean()),
+        "mult_prob_error_p50": float(np.median(multiple)),
+    }
+
+
+def probabilities(table: TokenTable) -> dict[str, float]:
+    """B14, B16: differences of probabilities (blind to unlikely tokens), correlations, perplexities."""
+    trainer, engine = np.exp(table.trainer), np.exp(table.engine)
+    size = np.abs(trainer - engine)
+    return {
+        "prob_diff_mean": float(size.mean()),
+        "prob_diff_std": float(size.std()),
+        "prob_diff_max": float(size.max()),
+        "prob_pearson": correlation(trainer, engine),
+        "logprob_pearson": correlation(table.trainer, table.engine),
+        "ppl_trainer": float(np.exp(-table.trainer.mean())),
+        "ppl_engine": float(np.exp(-table.engine.mean())),
+    }
+
+
+def sequence_ratios(sequence: Sums) -> dict[str, float]:
+    """B8, B9, B16, B17: what the token ratios multiply to, and whether that follows from length."""
+    total, mean = sequence.total, sequence.total / sequence.count
+    bounded = np.clip(total, -SEQUENCE_BOUND, SEQUENCE_BOUND)
+    return {
+        "chi2_sequence": float(np.exp(2 * bounded).mean() - 1),
+        "ess_sequence": effective_share(total),
+        "sequence_ratio_mean": float(np.exp(bounded).mean()),
+        "sequence_abs_max_mean": float(sequence.largest.mean()),
+        "geometric_ratio_mean": float(ratio(mean).mean()),
+        "log_ppl_diff": float(-mean.mean()),
+        "ppl_ratio": float(ratio(-mean).mean()),
+        "length_correlation": correlation(np.abs(total), sequence.count),
+    }
+
+
+def tail(difference: Floats) -> dict[str, float]:
+    """B30: kurtosis (3 for a normal distribution), p99 over median, and the part of sum |D| that 1 % of the tokens make."""
+    size = np.sort(np.abs(difference))
+    centred = difference - difference.mean()
+    variance, median, total = float(np.mean(centred**2)), float(np.median(size)), float(size.sum())
+    top = size[-max(1, len(size) // 100) :]
+    return {
+        "kurtosis": float(np.mean((centred / np.sqrt(variance)) ** 4))
+        if variance > SMALLEST_SIZE**2
+        else 0.0,
+        "p99_over_p50": float(np.quantile(size, 0.99) / median) if median > SMALLEST_SIZE else 0.0,
+        "top_percent_share": float(top.sum() / total) if total > 0 else 0.0,
+    }
+
+
+def against_surprisal(table: TokenTable) -> dict[str, float]:
+    """B20: whether D, and its size, grow with surprisal (a temperature does that; kernels' noise hardly)."""
+    surprisal = -table.trainer
+    return {
+        "surprisal_correlation": correlation(table.difference, surprisal),
+        "surprisal_abs_correlation": correlation(np.abs(table.difference), surprisal),
+    }
+
+
+def correlation(left: Floats, right: Floats) -> float:
+    """Pearson's correlation; 0 where one side is constant."""
+    left, right = left - left.mean(), right - right.mean()
+    scale = np.sqrt((left @ left) * (right @ right))
+    return float(left @ right / scale) if scale > 0 else 0.0
+
+
+def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
+    """B28: the numbers of each key, ascending."""
+    names, inverse = np.unique(keys, return_inverse=True)
+    count = np.bincount(inverse)
+    means = [
+        np.bincount(inverse, weights=v) / count
+        for v in (np.abs(difference), difference, difference**2, k3(difference))
+    ]
+    return tuple(
+        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(third))
+        for key, num, size, mean, square, third in zip(names, count, *means, strict=True)
+    )
+
+
+def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:
+    """Each value's bin, named by its first value: one bin a value while there are few, else of equal width."""
+    width = max(1, -(-int(values.max() + 1) // num_bins))
+    return values // width * width
+
+
+def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
+    """B19, B21, B28: curves over position, and groups by every column that was recorded. Of token ids, the 50 with most tokens."""
+    difference = table.difference
+    decile = np.searchsorted(np.quantile(-table.trainer, np.arange(0.1, 1.0, 0.1)), -table.trainer)
+    columns = {
+        "position": bins(table.position),
+        "response_position": bins(table.response_position),
+        "turn_position": bins(table.turn_position),
+        "turn": table.turn,
+        "length": bins(table.length, 10),
+        "surprisal_decile": decile.astype(np.int64),
+        "version": table.version,
+        "worker": table.worker,
+        "cached": None if table.cached_tokens is None else (table.cached_tokens > 0).astype(np.int64),
+    }
+    groups = {name: group_by(keys, difference) for name, keys in columns.items() if keys is not None}
+    by_id = group_by(table.token_id, difference)
+    groups["token_id"] = tuple(sorted(by_id, key=lambda group: (-group.num_tokens, group.key))[:50])
+    return groups
+
+
+def histogram(difference: Floats, num_bins: int = 41) -> tuple[tuple[float, int], ...]:
+    """(left edge, tokens) of equal bins around 0 that reach to the 99th percentile of |D|; the ends hold everything beyond."""
+    reach = float(np.quantile(np.abs(difference), 0.99)) or 1.0
+    edges = np.linspace(-reach, reach, num_bins + 1)
+    counts, _ = np.histogram(np.clip(difference, -reach, reach), edges)
+    return tuple((float(edge), int(count)) for edge, count in zip(edges[:-1], counts, strict=True))
+
+
+def worst_tokens(table: TokenTable, count: int = 10) -> Ints:
+    """Rows of the table with the largest |D|, largest first; int64 [count]."""
+    return np.argsort(-np.abs(table.difference), kind="stable")[:count]

@@ -1,0 +1,150 @@
+"""The numbers of a comparison: literal ones by hand, identities for any input, bad input counted and never averaged in."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from consistency.errors import BadColumn, NothingToCompare
+from consistency.measure import measure, worst_tokens
+from consistency.tokens import Completion, Sequences, compare_tokens, sequences_from_completions
+
+from .tables import table_of
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    # D = ln 2, -ln 2 | 0, 0
+    ln2 = math.log(2)
+    return measure(table_of([[-1.0, -1.0 - ln2], [-2.0, -3.0]], [[-1.0 - ln2, -1.0], [-2.0, -3.0]])).metrics
+
+
+LN2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("abs_mean", LN2 / 2),
+        ("abs_p50", LN2 / 2),
+        ("abs_max", LN2),
+        ("mean", 0.0),
+        ("rmse", LN2 / math.sqrt(2)),
+        ("share_positive", 0.25),
+        ("share_zero", 0.5),
+        ("k1", 0.0),
+        ("k2", LN2**2 / 4),
+        ("k3", 0.125),  # (2 - 1 - ln 2 + 1/2 - 1 + ln 2) / 4
+        ("reverse_k3", 0.125),
+        ("ratio_mean", 1.125),
+        ("ratio_max", 2.0),
+        ("chi2_token", 0.5625),  # (4 + 1/4 + 1 + 1) / 4 - 1
+        ("ess_token", 1.125**2 / 1.5625),
+        ("mult_prob_error_mean", 1.5),
+        ("share_outside_eps_0.2", 0.5),
+        ("geometric_ratio_mean", 1.0),
+        ("chi2_sequence", 0.0),
+        ("ess_sequence", 1.0),
+        ("log_ppl_diff", 0.0),
+        ("kurtosis", 2.0),
+        ("ppl_trainer", math.exp((7 + LN2) / 4)),
+    ],
+)
+def test_metric_of_four_tokens_is_the_number_found_by_hand(metrics, name, value):
+    assert metrics[name] == pytest.approx(value, abs=1e-12)
+
+
+def test_jsd_and_k3_of_the_published_example():
+    # NeMo-RL's documentation: logprobs -5 and -15
+    metrics = measure(table_of([[-15.0]], [[-5.0]])).metrics
+    assert metrics["k3"] == pytest.approx(9.0000454)
+    assert metrics["reverse_k3"] == pytest.approx(22015.4658)
+    assert metrics["jsd"] == pytest.approx(4.307, abs=5e-4)
+
+
+def test_bias_is_judged_by_sequences_and_not_by_tokens():
+    # every token of a sequence is off by the same: two independent observations, not two hundred
+    trainer = [[-0.9] * 100, [-1.1] * 100, [-0.8] * 100]
+    t = measure(table_of(trainer, [[-1.0] * 100] * 3)).metrics["t_clustered"]
+    assert t == pytest.approx(
+        (0.2 / 3) / (math.sqrt((1 / 30) ** 2 + (1 / 6) ** 2 + (2 / 15) ** 2) * math.sqrt(1.5) / 3)
+    )
+
+
+logprob_rows = arrays(np.float64, st.integers(1, 40), elements=st.floats(-30, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_identities_hold_for_any_logprobs(data):
+    engine = data.draw(logprob_rows)
+    trainer = data.draw(arrays(np.float64, len(engine), elements=st.floats(-30, 0)))
+    cut = data.draw(st.integers(0, len(engine)))
+    found = measure(table_of([trainer[:cut], trainer[cut:]], [engine[:cut], engine[cut:]]))
+    assert [identity.name for identity in found.identities if not identity.holds] == []
+    assert found.metrics["k3"] >= 0
+    assert 0 < found.metrics["ess_token"] <= 1 + 1e-12
+    assert sum(count for _, count in found.histogram) == len(engine)
+    for groups in (found.by["position"], found.by["turn"], found.by["length"]):
+        mean = sum(group.mean * group.num_tokens for group in groups) / len(engine)
+        assert mean == pytest.approx(found.metrics["mean"], abs=1e-9)
+
+
+def test_bad_logprobs_are_counted_by_name_and_leave_the_average():
+    engine = [[-1.0, math.nan, -math.inf, -9999.0, 0.5, -2.0, -3.0]]
+    table = table_of([[-1.0, -1.0, -1.0, -1.0, -1.0, -2.0, math.nan]], engine)
+    assert table.excluded.engine_nan == 1
+    assert table.excluded.engine_minus_infinity == 2
+    assert table.excluded.engine_above_zero == 1
+    assert table.excluded.trainer_not_finite == 1
+    assert table.excluded.num_tokens == 5
+    assert table.position.tolist() == [1, 6]
+    assert measure(table).metrics["abs_mean"] == 0.0
+
+
+def test_replies_whose_logprobs_are_too_few_are_left_out_and_counted():
+    replies = [
+        Completion([1, 2], [3, 4], [-1.0, -2.0]),
+        Completion([1], [3, 4], [-1.0]),
+        Completion([1], [5], [-1.0, -0.1]),
+    ]
+    sequences = sequences_from_completions(replies)
+    assert sequences.length_differences == (-1, 1)
+    table = compare_tokens(sequences, np.array([-1.0, -2.0]))
+    assert table.excluded.length_differs == 2
+    assert table.token_id.tolist() == [3, 4]
+
+
+def test_a_sampled_token_without_predecessor_is_counted():
+    sequences = Sequences(np.array([5, 6]), np.array([0, 2]), np.array([True, True]), np.array([-1.0, -1.0]))
+    assert compare_tokens(sequences, np.array([-1.0])).excluded.no_predecessor == 1
+
+
+def test_nothing_left_to_compare_says_what_was_left_out():
+    with pytest.raises(NothingToCompare, match="engine_nan=2"):
+        table_of([[-1.0, -1.0]], [[math.nan, math.nan]])
+
+
+def test_a_column_of_another_length_is_refused_by_name():
+    with pytest.raises(BadColumn, match="worker has 2 values, and there must be 1"):
+        table_of([[-1.0]], [[-1.0]], worker=np.array([0, 1]))
+
+
+def test_turns_and_places_in_them_follow_the_mask():
+    mask = np.array([False, True, True, False, False, True, False, True, True])
+    sequences = Sequences(np.arange(9), np.array([0, 6, 9]), mask, np.where(mask, -1.0, 0.0))
+    table = compare_tokens(sequences, np.full(5, -1.0))
+    assert table.sequence.tolist() == [0, 0, 0, 1, 1]
+    assert table.turn.tolist() == [0, 0, 1, 0, 0]
+    assert table.turn_position.tolist() == [0, 1, 0, 0, 1]
+    assert table.response_position.tolist() == [0, 1, 2, 0, 1]
+    assert table.position.tolist() == [1, 2, 5, 1, 2]
+    assert table.length.tolist() == [3, 3, 3, 2, 2]
+
+
+def test_worst_tokens_come_largest_first():
+    table = table_of([[-1.0, -5.0, -2.0]], [[-1.5, -1.0, -2.1]])
+    assert worst_tokens(table, 2).tolist() == [1, 0]
