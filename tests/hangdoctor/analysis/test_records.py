@@ -1,7 +1,10 @@
 """Recorded operations: what Flight Recorder, RAS and the watchdog say, and how it weighs against the stacks."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,3 +205,34 @@ def test_watchdog_message_gives_rank_number_and_operation():
         "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds"
     )
     assert watchdog_timeouts(parse_log("rank_3", 3, f"{line}\nbye\n", "x")) == [(3, 42, "allreduce")]
+
+
+RECORDING = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4, 5))
+dist.barrier()
+from torch._C import _distributed_c10d as c10d
+open(sys.argv[1], "wb").write(c10d._dump_fr_trace())
+"""
+
+
+def test_what_torch_itself_writes_is_read(tmp_path):
+    path = tmp_path / "trace_rank_0"
+    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", RECORDING, str(path)],
+        env=environment,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    assert read_plain_pickle(path.read_bytes()) == pickle.loads(path.read_bytes())
+    reduced, barrier = parse_flight_recorder(path.read_bytes(), 0)
+    assert (reduced.operation, reduced.sequence, reduced.input_sizes, reduced.state) == (
+        "all_reduce",
+        1,
+        ((4, 5),),
+        "completed",
+    )
+    assert (barrier.operation, barrier.sequence, barrier.rank) == ("barrier", 2, 0)
