@@ -1,0 +1,242 @@
+"""What the Hugging Face model says of every sampled token: logprob, entropy, rank and the likeliest tokens, at a temperature.
+
+Rows are packed by length without padding, and logits exist for a few tokens at a time: `[tokens, vocab]` is never held in float32.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from areal_core.batch import first_fit_decreasing
+from areal_core.engine.logprobs import LOGITS_AT_A_TIME
+from areal_core.engine.model import load_model
+from consistency.errors import StaleScores
+from consistency.tokens import Floats, Ints, Sequences
+
+TOKENS_PER_PASS = 4096
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One value a scored token, [n], in the order of `Sequences.scored`, all under softmax(logits / temperature).
+
+    `logprob`; `entropy` and `variance` of the logprob of a token drawn from the distribution; `rank`, the number of likelier tokens, and
+    `mass_before`, their probability; `largest`, the logprob of the likeliest token; `top_ids` and `top_logprobs` [n, k].
+    """
+
+    logprob: Floats
+    entropy: Floats
+    variance: Floats
+    rank: Ints
+    mass_before: Floats
+    largest: Floats
+    top_ids: Ints
+    top_logprobs: Floats
+
+    @classmethod
+    def empty(cls, num_tokens: int, top_k: int) -> Self:
+        """Room for so many tokens."""
+        column = [np.full(num_tokens, np.nan) for _ in range(5)]
+        logprob, entropy, variance, mass_before, largest = column
+        rank, top_ids = np.zeros(num_tokens, np.int64), np.zeros((num_tokens, top_k), np.int64)
+        return cls(
+            logprob, entropy, variance, rank, mass_before, largest, top_ids, np.zeros((num_tokens, top_k))
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer, and what the model does to its logits: times `factor`, then capped (Gemma 2, section 2)."""
+
+    layer: torch.nn.Module
+    factor: float
+    softcap: float | None
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the output layer."""
+        weight: Tensor = self.layer.weight  # type: ignore[assignment]
+        return weight.shape[0]
+
+    def uncapped(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, dim] -> float32 logits [rows, vocab] before the cap."""
+        logits: Tensor = self.layer(hidden).float()
+        return logits if self.factor == 1.0 else logits * self.factor
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """The model's own soft cap, if it has one."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def rows_at_a_time(self, device: torch.device) -> int:
+        """Rows of logits that are held at once."""
+        return max(1, LOGITS_AT_A_TIME[device.type] // self.vocabulary_size)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model in evaluation mode, with packed attention."""
+
+    model: Any
+    head: Head
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device(self.model.device)
+
+
+def load_scorer(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Scorer:
+    """Load a checkpoint in Hugging Face format. Raises `areal_core.engine.errors.ModelError` when it cannot be read."""
+    model: Any = load_model(path, dtype=dtype)
+    return scorer_of(model.to(device))
+
+
+def scorer_of(model: Any) -> Scorer:
+    """A scorer of a loaded model, made read-only: no gradients, and no dropout, under which no score repeats."""
+    config = model.config.get_text_config()
+    # Granite divides its logits, Cohere multiplies them; Transformers names each in its own way.
+    factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Scorer(model.eval().requires_grad_(False), Head(model.get_output_embeddings(), factor, softcap))
+
+
+def score(
+    scorer: Scorer,
+    sequences: Sequences,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 5,
+    tokens_per_pass: int = TOKENS_PER_PASS,
+    progress: Progress = lambda num_tokens: None,
+) -> Scores:
+    """Score every token that was sampled.
+
+    Args:
+        temperature: divides the logits.
+        top_k: the likeliest tokens to keep, at most the vocabulary.
+        tokens_per_pass: tokens of one forward pass, and at least the longest row.
+        progress: is told the tokens of each finished pass.
+    """
+    top_k = min(top_k, scorer.head.vocabulary_size)
+    result = Scores.empty(len(sequences.scored), top_k)
+    for places, hidden, labels, num_tokens in predictors(scorer, sequences, tokens_per_pass):
+        size = scorer.head.rows_at_a_time(scorer.device)
+        for begin in range(0, len(places), size):
+            rows = slice(begin, begin + size)
+            logits = scorer.head.cap(scorer.head.uncapped(hidden[rows]))
+            for name, values in score_logits(logits, labels[rows], temperature, top_k).items():
+                getattr(result, name)[places[rows]] = values.cpu().numpy()
+        progress(num_tokens)
+    return result
+
+
+def predictors(
+    scorer: Scorer, sequences: Sequences, tokens_per_pass: int
+) -> Iterator[tuple[Ints, Tensor, Tensor, int]]:
+    """One forward pass after another: places among scored tokens [m], hidden states that predict them [m, dim], labels, tokens passed."""
+    lengths = np.diff(sequences.cu_seqlens).tolist()
+    rows_with_scores = set(np.unique(sequences.row_of_token[sequences.scored]).tolist())
+    place_of_token = np.full(len(sequences.input_ids), -1)
+    place_of_token[sequences.scored] = np.arange(len(sequences.scored))
+    for pack in first_fit_decreasing(lengths, max(tokens_per_pass, max(lengths, default=0))):
+        rows = [row for row in pack if row in rows_with_scores]
+        if not rows:
+            continue
+        tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
+        hidden = hidden_states(scorer, sequences.input_ids[tokens], [lengths[row] for row in rows])
+        targets = np.flatnonzero(place_of_token[tokens] >= 0)
+        labels = torch.as_tensor(sequences.input_ids[tokens][targets], device=scorer.device)
+        at = torch.as_tensor(targets - 1, device=scorer.device)
+        yield place_of_token[tokens][targets], hidden[at], labels, len(tokens)
+
+
+def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Tensor:
+    """Last hidden states [tokens, dim] of packed sequences, each attending to itself alone."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    output = scorer.model.base_model(
+        input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None],
+        position_ids=positions[None].to(scorer.device),
+        attention_mask=None,
+        use_cache=False,
+        sequence_lengths=list(lengths),
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int) -> dict[str, Tensor]:
+    """The fields of `Scores` for a few rows; `logits` float32 [rows, vocab] is overwritten."""
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
+    shifted = logits.sub_(logits.amax(1, keepdim=True))
+    at_label = shifted.gather(1, labels[:, None])  # [rows, 1]
+    likelier = shifted > at_label
+    top = shifted.topk(top_k, dim=1)
+    weights = shifted.exp()
+    total = weights.sum(1)
+    log_total = total.log()
+    mass_before = torch.where(likelier, weights, 0).sum(1) / total
+    weighted = weights.mul_(shifted)
+    mean = weighted.sum(1) / total
+    square = weighted.mul_(shifted).sum(1) / total
+    return {
+        "logprob": at_label[:, 0] - log_total,
+        "entropy": log_total - mean,
+        "variance": (square - mean**2).clamp_(min=0),
+        "rank": likelier.sum(1),
+        "mass_before": mass_before,
+        "largest": -log_total,
+        "top_ids": top.indices,
+        "top_logprobs": top.values - log_total[:, None],
+    }
+
+
+@dataclass(frozen=True)
+class Question:
+    """What saved scores are the answer to; another question must not get them. `model` identifies the weights."""
+
+    model: str
+    dtype: str
+    temperature: float
+    top_k: int
+    tokens: str
+
+
+def question_text(question: Question) -> npt.NDArray[np.str_]:
+    """As an array of text, which NumPy stores without pickle."""
+    return np.array([f"{field.name}={getattr(question, field.name)}" for field in fields(question)])
+
+
+def save_scores(file: Path, question: Question, scores: Scores) -> None:
+    """Write scores so that the file is whole or absent."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("wb") as out:
+        np.savez(out, question=question_text(question), **vars(scores))
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.rename(file)
+
+
+def load_scores(file: Path, question: Question) -> Scores:
+    """Scores that were saved for the same question.
+
+    Raises:
+        StaleScores: the file answers another one.
+    """
+    with np.load(file, allow_pickle=False) as saved:
+        asked, answered = question_text(question).tolist(), saved["question"].tolist()
+        if asked != answered:
+            differing = [f"{b} (now {a})" for a, b in zip(asked, answered, strict=True) if a != b]
+            raise StaleScores(
+                f"{file} holds scores of {', '.join(differing)}: delete it, or name another folder"
+            )
+        return Scores(**{field.name: saved[field.name] for field in fields(Scores)})

@@ -1,0 +1,109 @@
+"""Scores equal those of plain Transformers on whole logits, whatever the packing; saved ones come back only for the same question."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from consistency import score as scoring
+from consistency.errors import StaleScores
+from consistency.score import Question, load_scorer, load_scores, save_scores, score, scorer_of
+from consistency.tokens import Sequences
+
+
+def some_sequences(vocabulary_size: int, lengths=(7, 30, 2, 19, 1), seed: int = 0) -> Sequences:
+    rng = np.random.default_rng(seed)
+    total = sum(lengths)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return Sequences(
+        rng.integers(3, vocabulary_size, total), bounds, rng.random(total) < 0.7, np.full(total, -1.0)
+    )
+
+
+def plain_logits(model, sequences: Sequences) -> torch.Tensor:
+    """float32 logits [n, vocab] that predict the scored tokens, one row of the batch at a time."""
+    rows, wanted = [], set(sequences.scored.tolist())
+    for row in range(sequences.num_rows):
+        part = sequences.row(row)
+        with torch.inference_mode():
+            logits = model(torch.as_tensor(sequences.input_ids[part])[None]).logits[0].float()
+        rows += [logits[i - 1 - part.start] for i in range(part.start, part.stop) if i in wanted]
+    return torch.stack(rows)
+
+
+def check_against_plain(scores, logits, labels, temperature, tolerance):
+    logprobs = torch.log_softmax(logits.double() / temperature, dim=1)
+    probs = logprobs.exp()
+    at_label = logprobs.gather(1, torch.as_tensor(labels)[:, None])
+    entropy = -(probs * logprobs).sum(1)
+    expected = {
+        "logprob": at_label[:, 0],
+        "entropy": entropy,
+        "variance": (probs * logprobs**2).sum(1) - entropy**2,
+        "mass_before": (probs * (logprobs > at_label)).sum(1),
+        "largest": logprobs.amax(1),
+        "top_logprobs": logprobs.topk(5).values,
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(getattr(scores, name), values.numpy(), atol=tolerance, err_msg=name)
+    np.testing.assert_array_equal(
+        scores.rank, (logits > logits.gather(1, torch.as_tensor(labels)[:, None])).sum(1)
+    )
+    np.testing.assert_array_equal(scores.top_ids[:, 0], logits.argmax(1))
+
+
+@pytest.mark.parametrize(("temperature", "tokens_per_pass"), [(1.0, 4096), (0.7, 20)])
+def test_scores_equal_those_of_plain_transformers(tiny_model, temperature, tokens_per_pass, monkeypatch):
+    monkeypatch.setitem(scoring.LOGITS_AT_A_TIME, "cpu", 700)  # a few rows of logits at a time
+    scorer = load_scorer(str(tiny_model))
+    sequences = some_sequences(scorer.head.vocabulary_size)
+    passed = []
+    scores = score(
+        scorer, sequences, temperature=temperature, tokens_per_pass=tokens_per_pass, progress=passed.append
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    labels = sequences.input_ids[sequences.scored]
+    check_against_plain(scores, plain_logits(plain, sequences), labels, temperature, 2e-5)
+    assert sum(passed) >= len(sequences.scored)
+    assert len(passed) == (1 if tokens_per_pass == 4096 else 2)
+
+
+def test_bfloat16_scores_equal_those_of_bfloat16_transformers(tiny_model):
+    scorer = load_scorer(str(tiny_model), torch.bfloat16)
+    sequences = some_sequences(scorer.head.vocabulary_size)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    labels = torch.as_tensor(sequences.input_ids[sequences.scored])
+    expected = torch.log_softmax(plain_logits(plain, sequences), 1).gather(1, labels[:, None])[:, 0]
+    np.testing.assert_allclose(score(scorer, sequences).logprob, expected, atol=0.02)
+
+
+def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
+    config = Gemma2Config(
+        vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, sliding_window=8, final_logit_softcapping=2.0, attn_logit_softcapping=None, query_pre_attn_scalar=16, dtype="float32",
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = Gemma2ForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    packed = Gemma2ForCausalLM._from_config(config, attn_implementation="packed_sdpa")
+    packed.load_state_dict(plain.state_dict())
+    sequences = some_sequences(90)
+    logits = plain_logits(plain, sequences)
+    assert logits.abs().max() > 1.5  # the cap bends
+    check_against_plain(
+        score(scorer_of(packed), sequences), logits, sequences.input_ids[sequences.scored], 1.0, 2e-5
+    )
+
+
+def test_saved_scores_come_back_for_the_same_question_only(tiny_model, tmp_path):
+    scorer = load_scorer(str(tiny_model))
+    scores = score(scorer, some_sequences(scorer.head.vocabulary_size))
+    question = Question("model", "float32", 1.0, 5, "tokens")
+    save_scores(tmp_path / "step.npz", question, scores)
+    np.testing.assert_array_equal(
+        load_scores(tmp_path / "step.npz", question).top_logprobs, scores.top_logprobs
+    )
+    with pytest.raises(StaleScores, match=r"temperature=1\.0 \(now temperature=0\.5\)"):
+        load_scores(tmp_path / "step.npz", Question("model", "float32", 0.5, 5, "tokens"))
