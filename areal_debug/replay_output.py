@@ -43,7 +43,7 @@ def print_header(out: Console, header: HeaderComparison) -> None:
 
 def print_step(out: Console, result: StepResult) -> None:
     """One line, and the first differences of each kind below it."""
-    numbers = f"loss {format_number(result.loss)}  grad_norm {format_number(result.grad_norm)}"
+    numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
     if result.identical:
         out.print(
             f"step {result.step:>4}  [green]identical[/green]  {numbers}  "

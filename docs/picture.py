@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,13 +21,15 @@ def main() -> None:
     parser.add_argument("--as", dest="shown", help="the command line to show, instead of the one that is run")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
+    environment = os.environ | {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(WIDTH)}
     done = subprocess.run(options.command, stdout=subprocess.PIPE, text=True, env=environment)
     lines = shorten(done.stdout.splitlines(), options.cut)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {options.shown or ' '.join(options.command)}", style="bold"))
     console.print(Text.from_ansi("\n".join(lines)))
-    console.save_svg(str(options.to), title="areal-debug")
+    picture = console.export_svg(title="areal-debug")
+    # Fonts from the network would be missing offline, and tell a stranger who looks.
+    options.to.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 def shorten(lines: list[str], most: int | None) -> list[str]:

@@ -1,6 +1,8 @@
 """`areal-debug demo`: the whole journey on a tiny model: teach, train with reward, record, replay to the same bits."""
 
+import os
 import shlex
+import sys
 import threading
 from pathlib import Path
 
@@ -28,18 +30,25 @@ def command(output: Path | None, steps: int, nproc: int, seed: int) -> None:
 
     output = new_folder(output)
     out = console()
-    arguments = [
-        *("--config", str(DEMO / "grpo.yaml"), "--dump-rollout", str(output / "record")),
+    options = [
+        *("--config", str(DEMO / "grpo.yaml")),
         *(f"cluster.fileroot={output}/runs", f"seed={seed}", f"total_train_steps={steps}"),
         *(f"actor.path={output}/model", f"allocation_mode=embedded|fsdp:d{nproc}"),
     ]
-    read_config(
-        [argument for argument in arguments if argument not in ("--dump-rollout", str(output / "record"))]
-    )
+    read_config(options)  # what is wrong with them is told before anything starts
     out.print("[bold]1. A tiny model learns to add from examples, until it is right sometimes.[/bold]")
     teach(out, output, seed)
     out.print(f"\n[bold]2. It learns from reward: GRPO on {nproc} FSDP2 ranks, every step recorded.[/bold]")
-    run_bar(out, "GRPO", "grpo.py", arguments, nproc, output, "grpo", steps)
+    run_bar(
+        out,
+        "GRPO",
+        "grpo.py",
+        [*options, "--dump-rollout", str(output / "record")],
+        nproc,
+        output,
+        "grpo",
+        steps,
+    )
     show_rewards(out, stats_file(output, "grpo"))
     out.print("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]")
     code, report = run_replay(output / "record", nproc, 0, steps - 1)
@@ -60,7 +69,6 @@ def new_folder(output: Path | None) -> Path:
         output = next(path for path in names if not path.exists())
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is not empty: give a new folder with --output, or remove it")
-    output.mkdir(parents=True, exist_ok=True)
     return output.resolve()
 
 
@@ -147,13 +155,16 @@ def show_rewards(out: Console, file: Path | None) -> None:
 
 def print_next(out: Console, output: Path, steps: int) -> None:
     """Where everything is, and what to try."""
-    record = shlex.quote(str(output / "record"))
-    out.print(f"\n[bold]Files:[/bold] {output}")
+    shown = os.path.relpath(output)
+    shown = str(output) if shown.startswith("..") else shown
+    record = shlex.quote(f"{shown}/record")
+    command = sys.argv[0] if sys.argv[0].startswith(".") else "areal-debug"  # as it was called
+    out.print(f"\n[bold]Files:[/bold] {shown}")
     out.print("[bold]Try next:[/bold]")
     out.print(
-        f"   areal-debug record show {record} --step {steps - 1}", "# every token, coloured by its logprob"
+        f"   {command} record show {record} --step {steps - 1}", "# every token, coloured by its logprob"
     )
     out.print(
-        f"   areal-debug replay {record} --to-step {min(2, steps - 1)} --json", "# the comparison as JSON"
+        f"   {command} replay {record} --to-step {min(2, steps - 1)} --json", "# the comparison as JSON"
     )
-    out.print(f"   areal-debug record verify {record}", "# every byte against its checksum")
+    out.print(f"   {command} record verify {record}", "# every byte against its checksum")
