@@ -4,6 +4,7 @@ config, hooks = wire(argv, GRPOConfig)         # instead of load_expr_config(arg
 with PPOTrainer(config, dataset, **hooks) as trainer: ...
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from areal_core.paths import record_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.flags import take_flags
 from areal_debug.replay_output import print_and_report
+from hangdoctor import heartbeat
 from recorder import Record, RecordWriter, commit_anchor
 from replayer.check import ReplayCheck
 from replayer.run import replay_hooks, without_side_effects
@@ -32,13 +34,15 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     rest, overrides = take_flags(argv)
     # Before the user's own overrides, which may say otherwise.
     config, _ = load_expr_config([*rest[:1], *overrides, *rest[1:]], config_class)
+    hooks: dict[str, Any] = {"observers": []}
     if config.debug.replay_rollout_data:
-        return without_side_effects(config), replay_hooks(config.debug.path, make_check) | {
-            "print_steps": False
-        }
-    if config.debug.dump_rollout_data:
-        return config, {"observers": [make_recorder]}
-    return config, {}
+        config = without_side_effects(config)
+        hooks = replay_hooks(config.debug.path, make_check) | {"print_steps": False}
+    elif config.debug.dump_rollout_data:
+        hooks["observers"].append(make_recorder)
+    if heartbeat.VARIABLE in os.environ:
+        hooks["observers"].append(lambda trainer: heartbeat.observe)
+    return config, hooks
 
 
 def make_recorder(trainer: PPOTrainer) -> Observer:

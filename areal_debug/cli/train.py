@@ -1,6 +1,8 @@
 """`areal-debug train`: a training script on all its ranks and servers, recorded or replayed on request."""
 
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     "--dump-rollout", is_flag=False, flag_value="", metavar="[DIR]", help="Record every step (into DIR)."
 )
 @click.option("--replay-rollout", metavar="DIR", help="Train from a record, without an inference engine.")
+@click.option(
+    "--watch", is_flag=True, help="Stand beside the run, and say why it hangs before anything kills it."
+)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @errors_as_sentences
 def command(
@@ -28,6 +33,7 @@ def command(
     config_file: str | None,
     dump_rollout: str | None,
     replay_rollout: str | None,
+    watch: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Run SCRIPT (a file, or the name of an example) on its ranks and servers.
@@ -52,6 +58,8 @@ def command(
     if allocation.train is None:
         fail("the allocation has no training part: add one, as in 'sglang:d1+fsdp:d2'")
     check_record(config, allocation.train.world_size)
+    if watch:
+        raise SystemExit(watch_run(run_folder(config, "logs")))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         code = launch(
@@ -105,3 +113,12 @@ def check_record(config: "PPOConfig", num_ranks: int) -> None:
         record = open_record(folder)
         check_ranks(record, num_ranks)
         check_model(record, config.actor.path)
+
+
+def watch_run(logs: Path) -> int:
+    """Run this same command, without --watch, as a child that is watched; post-mortems go beside the logs."""
+    from areal_debug.cli.hang_watch import post_mortem, tell
+    from hangdoctor.watch.loop import Plan, watch_command
+
+    command = [sys.executable, *(argument for argument in sys.argv if argument != "--watch")]
+    return watch_command(command, Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S")), post_mortem, tell)

@@ -3,12 +3,17 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from areal_core.testing import make_tiny_model
+from hangdoctor.heartbeat import read_beats
 from recorder import open_record
 from recorder.sealed import seal, unseal
+
+HERE = Path(__file__).parent
+SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
 
 
 def checksums(record):
@@ -160,3 +165,12 @@ def test_wrong_input_of_train_is_one_sentence(train, arguments, words):
 
 def test_an_unknown_script_names_the_examples(areal_debug):
     assert_one_sentence(areal_debug("train", "gsm8k_grop"), 2, "gsm8k_grop", "gsm8k_grpo")
+
+
+def test_a_watched_run_beats_once_a_step_and_says_that_it_is_done(areal_debug, tiny_model, tmp_path):
+    options = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "total_train_steps=2")
+    done = areal_debug("train", SCRIPT, "--config", CONFIG, "--watch", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.glob("logs/*/tiny/test/watch-*/beats-0")
+    beat = read_beats(folder)["rank_0"]
+    assert (beat.step, beat.done) == (2, True)
