@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
@@ -35,26 +35,24 @@ def load_model(
     transformers_logging.disable_progress_bar()  # one bar a rank a load would bury the run's own output
     try:
         config = AutoConfig.from_pretrained(path)
+        if disable_dropout:
+            without_dropout(config)
+        options = {"dtype": dtype, "attn_implementation": attn_implementation}
         if init_from_scratch:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation
-            )
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=attn_implementation
-            )
+            return AutoModelForCausalLM.from_config(config, **options)
+        return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     except (OSError, ValueError) as error:
         where = (
             "is not a folder here" if not Path(path).is_dir() else "holds no model that Transformers can read"
         )
         raise ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})") from error
-    if disable_dropout:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        for name in [n for n in vars(model.config) if n.endswith(("dropout", "pdrop", "dropout_prob"))]:
-            setattr(model.config, name, 0.0)
-    return model
+
+
+def without_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout probability to 0. Before the model is built: its modules keep copies."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p")):
+            setattr(config, name, 0.0)
 
 
 def shard_model(

@@ -22,6 +22,7 @@ from areal_core.engine.model import load_model, shard_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.replica import Replica
+from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
@@ -131,10 +132,13 @@ def build_live_rollouts(
         config.train_dataset.drop_last,
     )
     backend = resolve_allocation(config).rollout_backend
-    builders = {"embedded": build_embedded, "sglang": build_sglang}
-    engine, push = (
-        builders[backend](config, ranks, tokenizer) if backend else build_embedded(config, ranks, tokenizer)
-    )
+    if backend is None:
+        raise ConfigError(
+            f"allocation_mode is {config.allocation_mode!r}, which trains and samples nothing: add 'sglang:dN+' or "
+            f"'embedded|' in front, or replay a record"
+        )
+    build_rollout_engine = {"embedded": build_embedded, "sglang": build_sglang}[backend]
+    engine, push = build_rollout_engine(config, ranks, tokenizer)
     limit = config.rollout.max_concurrent_rollouts
     return LiveRollouts(
         loader,

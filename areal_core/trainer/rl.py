@@ -66,6 +66,7 @@ class PPOTrainer:
         uses_reference = config.ref is not None and config.actor.kl_ctl > 0
         self.reference = build.build_engine(config.ref, self.ranks, total_steps) if uses_reference else None
         self.stats = Stats()
+        self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
         state = load_checkpoint(checkpoint, self.actor) if checkpoint else {"step": 0, "version": 0}
         self.first_step, self.version = state["step"], state["version"]

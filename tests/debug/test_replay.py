@@ -156,6 +156,7 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
         (["--config", "/no/such.yaml"], ["/no/such.yaml"]),
         (["train_dataset.batch_size=3"], ["consumer_batch_size", "3", "4"]),
         (["actor.path=/no/model"], ["/no/model"]),
+        (["allocation_mode=fsdp:d1"], ["fsdp:d1", "embedded|"]),
         (["--dump-rollout=a", "--replay-rollout=b"], ["dump_rollout_data", "replay_rollout_data"]),
     ],
 )

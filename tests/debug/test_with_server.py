@@ -47,21 +47,18 @@ def test_a_server_that_dies_is_named_with_its_log_and_committed_steps_stay(tiny_
         *("--dump-rollout", tmp_path / "record", f"actor.path={tiny_model}", f"cluster.fileroot={tmp_path}"),
         *(*SERVER, "total_train_steps=100", "total_train_epochs=100"),
     ]
-    run = subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     lines = []
-    for line in run.stdout:
-        lines.append(line)
-        if line.startswith("step 2/"):
-            address = re.search(r"inference servers: \S+:(\d+)", "".join(lines)).group(1)
-            kill_listener(int(address))
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as run:
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("step 2/"):
+                address = re.search(r"inference servers: \S+:(\d+)", "".join(lines)).group(1)
+                kill_listener(int(address))
     output = "".join(lines)
-    assert run.wait(timeout=120) == 1, output
+    assert run.returncode == 1, output
     assert f"127.0.0.1:{address}" in output
     assert "last lines of" in output
     assert "Traceback" not in output

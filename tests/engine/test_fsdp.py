@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, save_hf
 from areal_core.engine.errors import CheckpointError, ModelError
@@ -117,3 +117,17 @@ def test_a_missing_model_is_one_clear_sentence(ranks):
 def test_unknown_layer_class_is_named(ranks, tiny_model):
     with pytest.raises(ModelError, match=r"\['NoLayer'\]"):
         shard_model(load_model(str(tiny_model)), ranks.mesh, dtype=torch.float32, layer_classes=("NoLayer",))
+
+
+def test_dropout_can_be_turned_off_before_the_modules_copy_it(tiny_model, tmp_path):
+    config = LlamaConfig.from_pretrained(tiny_model)
+    config.attention_dropout = 0.5
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    probabilities = [
+        {
+            layer.self_attn.attention_dropout
+            for layer in load_model(str(tmp_path), disable_dropout=off).model.layers
+        }
+        for off in (False, True)
+    ]
+    assert probabilities == [{0.5}, {0.0}]
