@@ -19,7 +19,7 @@ NUM_BINS = 40
 SMALLEST_SIZE = 1e-12
 
 ALIASES = {
-    "abs_mean": (
+    "mean_abs": (
         "slime: train_rollout_logprob_abs_diff",
         "AReaL: logp_abs_diff",
         "SkyRL: rollout_train_logprobs_abs_diff_mean",
@@ -71,7 +71,7 @@ class Group:
 
     key: int
     num_tokens: int
-    abs_mean: float
+    mean_abs: float
     mean: float
     k1: float
     k2: float
@@ -175,11 +175,11 @@ def sizes(difference: Floats) -> dict[str, float]:
     size = np.abs(difference)
     p50, p95, p99 = np.quantile(size, [0.5, 0.95, 0.99])
     return {
-        "abs_mean": float(size.mean()),
-        "abs_p50": float(p50),
-        "abs_p95": float(p95),
-        "abs_p99": float(p99),
-        "abs_max": float(size.max()),
+        "mean_abs": float(size.mean()),
+        "p50_abs": float(p50),
+        "p95_abs": float(p95),
+        "p99_abs": float(p99),
+        "max_abs": float(size.max()),
         "rmse": float(np.sqrt(np.mean(difference**2))),
         "share_positive": float(np.mean(difference > 0)),
         "share_zero": float(np.mean(difference == 0)),
@@ -265,7 +265,7 @@ def sequence_ratios(sequence: Sums) -> dict[str, float]:
         "chi2_sequence": float(np.exp(2 * bounded).mean() - 1),
         "ess_sequence": effective_share(total),
         "sequence_ratio_mean": float(np.exp(bounded).mean()),
-        "sequence_abs_max_mean": float(sequence.largest.mean()),
+        "sequence_max_abs_mean": float(sequence.largest.mean()),
         "geometric_ratio_mean": float(ratio(mean).mean()),
         "log_ppl_diff": float(-mean.mean()),
         "ppl_ratio": float(ratio(-mean).mean()),

@@ -28,9 +28,9 @@ LN2 = math.log(2)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("abs_mean", LN2 / 2),
-        ("abs_p50", LN2 / 2),
-        ("abs_max", LN2),
+        ("mean_abs", LN2 / 2),
+        ("p50_abs", LN2 / 2),
+        ("max_abs", LN2),
         ("mean", 0.0),
         ("rmse", LN2 / math.sqrt(2)),
         ("share_positive", 0.25),
@@ -102,7 +102,7 @@ def test_bad_logprobs_are_counted_by_name_and_leave_the_average():
     assert table.excluded.trainer_not_finite == 1
     assert table.excluded.num_tokens == 5
     assert table.position.tolist() == [1, 6]
-    assert measure(table).metrics["abs_mean"] == 0.0
+    assert measure(table).metrics["mean_abs"] == 0.0
 
 
 def test_replies_whose_logprobs_are_too_few_are_left_out_and_counted():

@@ -1,0 +1,157 @@
+"""What a cause looks at, and what it says: the facts of one comparison, and a finding."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from consistency.measure import Measurement
+from consistency.replay import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
+from consistency.score import Scores
+from consistency.tokens import Floats, Sequences, TokenTable
+
+# An explanation must leave less than 1 / GAIN of the disagreement; right ones leave a fifth and less.
+GAIN = 1.5
+GAIN_OF_SQUARES = 3.0
+# Among predictions that leave about the same, the first is told: simple laws are tried first.
+ABOUT_THE_SAME = 1.02
+# Below this mean |D| there is nothing to explain: float32 kernels differ by less.
+NOTHING = 1e-4
+# Nats by which another law must make the sampled tokens likelier. Fitting one number to noise gains about 1.
+LIKELIER_NATS = 20.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far two healthy implementations differ at a precision: the upper end of what was published."""
+
+    name: str
+    mean_abs: float
+    k3: float
+    source: str
+
+
+NOISE = {
+    "float32": Noise("float32", 1e-3, 1e-5, "tiny models on SGLang's CPU backend differ by 5e-7, GPU kernels with TF32 off by 1e-4"),
+    "bfloat16": Noise("bfloat16, dense", 0.02, 2e-3, "mean |D| 0.010-0.011 for 4B-8B (miles, vime#64); NeMo-RL gates k3 at 2e-3"),
+    "bfloat16-moe": Noise("bfloat16, mixture of experts", 0.03, 5e-3, "mean |D| 0.009-0.016 for 30B-A3B (miles, prime-rl, SkyRL)"),
+    "float8": Noise("float8 weights in the engine", 0.06, 0.02, "k3 0.0014-0.005 (NeMo-RL documentation); gate 0.02"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause and the reason to believe in it. Where `fault` is false it explains and accuses nobody."""
+
+    id: str
+    name: str
+    confidence: float
+    evidence: str
+    refute: str
+    fix: str
+    fault: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the tokens were sampled according to whoever recorded them, and what is known of both sides."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    greedy: bool = False
+    eos_token_id: int | None = None
+    bos_token_id: int | None = None
+    vocabulary_size: int = 0
+    model_version: int | None = None
+    noise: Noise = NOISE["bfloat16"]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The same tokens scored otherwise (another checkpoint, BOS in front, another dtype), float64 [scored]."""
+
+    cause: str
+    name: str
+    logprobs: Floats
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A prediction, the mean |D| that it leaves, and how many times better that is than the trainer's own logprob."""
+
+    prediction: Prediction
+    residual: float
+    gain: float
+
+
+def best_explanation(
+    replays: Replays, miss: Callable[[Floats, Floats], float], gain: float, level: float
+) -> Explanation | None:
+    """The first of the best predictions, if it misses `gain` times less than the trainer's logprob.
+
+    It must leave noise, mean |D| <= 2 `level`, or a fifth of the disagreement: half an explanation fits many faults.
+    """
+    engine, base = replays.engine, replays.base
+    misses = [miss(engine, p.logprobs) for p in replays.predictions]
+    best, as_is = min(misses), miss(engine, base)
+    first = next(i for i, value in enumerate(misses) if value <= best * ABOUT_THE_SAME)
+    prediction = replays.predictions[first]
+    left = float(np.minimum(np.abs(engine - prediction.logprobs), RESIDUAL_BOUND).mean())
+    if best * gain > as_is or left > max(2 * level, 0.2 * float(np.abs(engine - base).mean())):
+        return None
+    return Explanation(prediction, left, as_is / max(misses[first], 1e-12))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `replays` is None where full logits were not looked at."""
+
+    sequences: Sequences
+    table: TokenTable
+    scores: Scores
+    measurement: Measurement
+    setting: Setting
+    replays: Replays | None
+
+    @property
+    def level(self) -> float:
+        """Mean |D| up to which this precision is healthy."""
+        return self.setting.noise.mean_abs
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean |D|."""
+        return self.measurement.metrics["mean_abs"]
+
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """What explains the reported logprobs, if anything does: by the typical token, or else by all squares (a fault of few)."""
+        if self.replays is None or np.mean(np.abs(self.replays.engine - self.replays.base)) < NOTHING:
+            return None
+        by_median = best_explanation(self.replays, residual_size, GAIN, self.level)
+        return by_median or best_explanation(self.replays, mean_square, GAIN_OF_SQUARES, self.level)
+
+    @cached_property
+    def drawn_by(self) -> tuple[Prediction, float] | None:
+        """The law under which the tokens are clearly likelier than under the trainer's, and by how many nats."""
+        if self.replays is None:
+            return None
+        laws = [p for p in self.replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
+        gains = [likelihood(self.replays.base, p.logprobs) for p in laws]
+        best = int(np.argmax(gains)) if gains else -1
+        return (laws[best], gains[best]) if gains and gains[best] > LIKELIER_NATS else None
+
+    @cached_property
+    def unexplained(self) -> bool:
+        """Whether the disagreement is beyond the precision's noise, and no replay explains it."""
+        return self.mean_abs > self.level and self.explanation is None
+
+    @cached_property
+    def surprise(self) -> float:
+        """Z: how many standard deviations the tokens' surprisal lies above what the trainer's own law expects; 0 +- 1 when it drew them."""
+        scores = self.scores
+        usable = np.isfinite(scores.logprob)
+        expected = (-scores.logprob - scores.entropy)[usable].sum()
+        return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))

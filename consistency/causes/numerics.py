@@ -1,0 +1,162 @@
+"""The same weights and the same distribution, computed in other numbers."""
+
+import numpy as np
+
+from consistency.case import Case, Finding
+from consistency.causes.definition import confidence, explained, replayed
+from consistency.measure import correlation
+from consistency.shape import means_by
+
+MUCH = 3.0
+PERIODS = range(2, 9)
+
+
+def rounded_logprobs(case: Case) -> Finding | None:
+    """R36: the reported logprobs have passed through bfloat16 or float16."""
+    values = case.table.engine[case.table.engine != 0].astype(np.float32)
+    if len(values) < 50:
+        return None
+    on_grid = {
+        "bfloat16": float(np.mean(values.view(np.uint32) & 0xFFFF == 0)),
+        "float16": float(np.mean(values.astype(np.float16).astype(np.float32) == values)),
+    }
+    name = max(on_grid, key=lambda key: on_grid[key])
+    if on_grid[name] < 0.995:
+        return None
+    return Finding(
+        "R36",
+        f"logprobs rounded to {name}",
+        0.97,
+        f"{on_grid[name]:.1%} of the engine's logprobs are {name} numbers; of float32 ones fewer than 5 % are",
+        "one logprob that is no such number",
+        "log_softmax and transport in float32",
+    )
+
+
+def rounded_logits(case: Case) -> Finding | None:
+    """R37: the engine's logits are bfloat16 where the trainer's are float32."""
+    if case.replays is None or not case.replays.rounding.std() > 1e-5 or case.explanation is not None:
+        return None
+    residual = np.clip(case.replays.engine - case.replays.base, -0.5, 0.5)
+    together = correlation(residual, case.replays.rounding)
+    if together < 0.15 or together * np.sqrt(len(residual)) < 8:
+        return None
+    return Finding(
+        "R37",
+        "logits in bfloat16 in the engine",
+        0.85,
+        f"D follows what rounding the logits to bfloat16 changes: correlation {together:.2f} over {len(residual)} tokens",
+        "float32 logits in the engine: the correlation must vanish",
+        "SGLang --enable-fp32-lm-head; or the same dtype in the trainer's output layer",
+    )
+
+
+def other_dtype(case: Case) -> Finding | None:
+    """R38: the two sides compute in different dtypes."""
+    found = explained(case, "R38")
+    if found is None:
+        return None
+    return Finding(
+        "R38",
+        "engine and trainer compute in different dtypes",
+        confidence(found),
+        f"{found.prediction.name} explains the engine's logprobs: {replayed(found)}",
+        "run both sides in one dtype: the difference must fall",
+        "the same dtype on both sides (SGLang --dtype, trainer dtype)",
+    )
+
+
+def heavy_tail(case: Case) -> Finding | None:
+    """R42: most tokens agree and few are far off, anywhere: experts chosen differently."""
+    metrics = case.measurement.metrics
+    if (
+        case.explanation is not None
+        or metrics["max_abs"] < 10 * case.level
+        or metrics["p50_abs"] > case.level
+    ):
+        return None
+    if metrics["kurtosis"] < 20 or metrics["p99_over_p50"] < 20:
+        return None
+    return Finding(
+        "R42",
+        "few tokens far off (as from experts chosen differently)",
+        0.7,
+        f"kurtosis {metrics['kurtosis']:.0f}, p99 over median {metrics['p99_over_p50']:.0f}, "
+        f"{metrics['top_percent_share']:.0%} of |D| in 1 % of the tokens",
+        "ask again: routing flips fall on other tokens; compare routed_experts (SGLang return_routed_experts)",
+        "replay the routing in the trainer, or a float32 router and deterministic kernels (SGLang --enable-deterministic-inference)",
+    )
+
+
+def periodic(case: Case) -> Finding | None:
+    """R45: every k-th token is wrong: logprobs of accepted draft tokens."""
+    if not case.unexplained:
+        return None
+    size = np.minimum(np.abs(case.table.difference), 5.0)
+    for period in PERIODS:
+        _, means, count = means_by(case.table.turn_position % period, size)
+        clean = means < 1.5 * case.level
+        if len(means) < period or count.min() < 20 or not clean.any() or clean.all():
+            continue
+        if means[~clean].min() > MUCH * max(float(means[clean].max()), case.level / 2):
+            return Finding(
+                "R45",
+                "wrong at every few tokens (as from speculative decoding)",
+                0.85,
+                f"with period {period}, mean |D| by place is {', '.join(f'{m:.2g}' for m in means)}",
+                "switch speculation off and ask again",
+                "no speculative decoding in rollouts, or an engine version that reports the target model's logprobs",
+            )
+    return None
+
+
+def ordinary_noise(case: Case) -> Finding | None:
+    """R35: what kernels that round differently do; not a fault."""
+    metrics, noise = case.measurement.metrics, case.setting.noise
+    if case.mean_abs > noise.mean_abs or metrics["k3"] > noise.k3:
+        return None
+    return Finding(
+        "R35",
+        f"ordinary noise of {noise.name}",
+        0.9,
+        f"mean |D| {case.mean_abs:.2g} (healthy up to {noise.mean_abs:g}), k3 {metrics['k3']:.2g} (up to {noise.k3:g}): {noise.source}",
+        "score the same tokens twice in the engine: its own repeats must differ as much",
+        "none needed; truncated importance weights take care of it",
+        fault=False,
+    )
+
+
+def unusable_logprobs(case: Case) -> Finding | None:
+    """R60: NaN, minus infinity or numbers above 0 among the logprobs."""
+    left_out = case.table.excluded
+    bad = (
+        left_out.engine_nan
+        + left_out.engine_minus_infinity
+        + left_out.engine_above_zero
+        + left_out.trainer_not_finite
+    )
+    if not bad:
+        return None
+    share = bad / (bad + len(case.table.engine))
+    return Finding(
+        "R60",
+        "unusable logprobs",
+        0.8,
+        f"{bad} of {bad + len(case.table.engine)} tokens were left out: {left_out.engine_nan} NaN, "
+        f"{left_out.engine_minus_infinity} minus infinity, "
+        f"{left_out.engine_above_zero} above 0 in the engine, {left_out.trainer_not_finite} not finite in the trainer",
+        "none may be left out",
+        "look at these tokens: a forbidden token (minus infinity) was sampled under another law; NaN comes from the kernels",
+        fault=share > 0.001,
+    )
+
+
+CAUSES = (
+    rounded_logprobs,
+    rounded_logits,
+    other_dtype,
+    periodic,
+    heavy_tail,
+    unusable_logprobs,
+    ordinary_noise,
+)

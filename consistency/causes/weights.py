@@ -1,0 +1,188 @@
+"""The engine computes rightly, with other weights than the trainer thinks."""
+
+import numpy as np
+
+from consistency.case import Case, Finding
+from consistency.causes.definition import confidence, explained, replayed
+from consistency.shape import breaks, explained_by_key, means_by
+
+MUCH = 3.0
+
+
+def stale_weights(case: Case) -> Finding | None:
+    """R24: the engine's logprobs are those of an earlier checkpoint."""
+    found = explained(case, "R24")
+    if found is None:
+        return None
+    return Finding(
+        "R24",
+        "stale weights in the engine",
+        confidence(found),
+        f"the previous checkpoint explains the engine's logprobs: {replayed(found)}",
+        "compare a checksum of the engine's weights with the trainer's",
+        "wait for the push before sampling; check the reply of /update_weights_from_distributed and the weight_version of each reply",
+    )
+
+
+def adapter_not_loaded(case: Case) -> Finding | None:
+    """R32: the engine answers with the base model."""
+    found = explained(case, "R32")
+    if found is None:
+        return None
+    return Finding(
+        "R32",
+        "adapter not loaded in the engine",
+        confidence(found),
+        f"the base model explains the engine's logprobs: {replayed(found)}",
+        "ask the engine with and without the adapter: the answers must differ",
+        "send lora_path, or merge in float32 with alpha / r (alpha / sqrt(r) for rsLoRA) before the push",
+    )
+
+
+def token_bias(case: Case) -> Finding | None:
+    """R26, R27: D is a number of the token's own, so an output bias or rows of the output layer differ."""
+    if not case.unexplained:
+        return None
+    difference = np.clip(case.table.difference, -5.0, 5.0)
+    explains = explained_by_key(case.table.token_id, difference)
+    if explains < 0.6:
+        return None
+    names, means, count = means_by(case.table.token_id, np.abs(difference))
+    bad = names[(means > MUCH * max(float(np.median(means)), case.level)) & (count >= 2)]
+    in_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
+    few = 0 < len(bad) <= 0.1 * len(names) and in_bad > 0.6
+    listed = ", ".join(map(str, bad[:8].tolist()))
+    return Finding(
+        "R26" if few else "R27",
+        "some rows of embedding or output layer differ" if few else "output bias missing on one side",
+        0.8,
+        f"the token id alone explains {explains:.0%} of the variance of D"
+        + (f"; {len(bad)} ids stand out: {listed}" if few else ""),
+        "compare norms of the rows of lm_head on both sides",
+        "tie or push lm_head again, resize embeddings equally" if few else "load lm_head.bias on both sides",
+    )
+
+
+def cache_kept_over_update(case: Case) -> Finding | None:
+    """R29: requests that reused cached keys and values are wrong, fresh ones right."""
+    cached = case.table.cached_tokens
+    if not case.unexplained or cached is None or len(np.unique(cached > 0)) < 2:
+        return None
+    size = np.abs(case.table.difference)
+    fresh, reused = float(size[cached == 0].mean()), float(size[cached > 0].mean())
+    if reused < MUCH * max(fresh, case.level / 2):
+        return None
+    return Finding(
+        "R29",
+        "prefix cache kept over a weight update",
+        0.9,
+        f"mean |D| {reused:.2g} where a prefix came from the cache, {fresh:.2g} where none did",
+        "flush the cache and ask again: the difference must vanish",
+        "SGLang /flush_cache after each push (it refuses while requests run) or extra_key per version; vLLM reset_prefix_cache",
+    )
+
+
+def update_in_flight(case: Case) -> Finding | None:
+    """R30: samples that span a weight update disagree on one side of it."""
+    version = case.table.version
+    if not case.unexplained or version is None or len(np.unique(version)) < 2:
+        return None
+    mixed = np.isin(
+        case.table.sequence,
+        case.table.sequence[np.flatnonzero((np.diff(version) != 0) & (np.diff(case.table.sequence) == 0))],
+    )
+    if not mixed.any():
+        return None
+    names, means, _ = means_by(version[mixed], np.abs(case.table.difference[mixed]))
+    if means.max() < MUCH * max(float(means.min()), case.level / 2):
+        return None
+    listed = ", ".join(f"{name}: {mean:.2g}" for name, mean in zip(names, means, strict=True))
+    return Finding(
+        "R30",
+        "samples span a weight update",
+        0.85,
+        f"within samples of several versions, mean |D| by version is {listed}",
+        "score each token with the weights of its own version: the difference must vanish",
+        "keep a version per token and correct by importance weights, or drop samples that span versions",
+    )
+
+
+def other_checkpoint(case: Case) -> Finding | None:
+    """R33: engine and trainer are different models."""
+    metrics = case.measurement.metrics
+    if not case.unexplained or metrics["mean_abs"] < 1.0 or metrics["logprob_pearson"] > 0.35:
+        return None
+    uniform = np.log(max(case.setting.vocabulary_size, 2))
+    return Finding(
+        "R33",
+        "another checkpoint",
+        0.7,
+        f"logprobs correlate at {metrics['logprob_pearson']:.2f} only; the trainer gives the engine's tokens "
+        f"{case.table.trainer.mean():.2g} nats on average (a uniform distribution {-uniform:.2g})",
+        "compare checksums of the weight files on both sides",
+        "name the same folder on both sides; check that every shard of the index was loaded",
+    )
+
+
+def one_worker_differs(case: Case) -> Finding | None:
+    """R34: some engines are wrong and others right."""
+    if not case.unexplained:
+        return None
+    size = np.abs(case.table.difference)
+    if case.table.worker is not None:
+        names, means, _ = means_by(case.table.worker, size)
+        bad = means > MUCH * max(float(means.min()), case.level / 2)
+        if not bad.any() or bad.all():
+            return None
+        return Finding(
+            "R34",
+            "some engines hold other weights",
+            0.9,
+            f"mean |D| is {means[bad].mean():.2g} on engines {names[bad].tolist()}, {means[~bad].mean():.2g} on the others",
+            "ask one of them and a good one for the same tokens",
+            "restart these engines, and let each confirm the version after a push",
+        )
+    found = breaks(case.table)
+    bad = found.mean > MUCH * case.level
+    clean = found.mean < 1.5 * case.level
+    if bad.sum() < 2 or clean.sum() < 2 or (bad | clean).mean() < 0.9:
+        return None
+    return Finding(
+        "R34",
+        "some sequences are wrong from end to end",
+        0.45,
+        f"{bad.sum()} of {len(bad)} sequences have mean |D| {found.mean[bad].mean():.2g}, the others {found.mean[clean].mean():.2g}",
+        "group by engine, cache and image: the wrong ones must share something",
+        "record the engine of each sequence (worker) and its cached_tokens, which tell a stale engine from a stale cache",
+    )
+
+
+def policy_moved(case: Case) -> Finding | None:
+    """R57: tokens of older versions differ because the policy has moved; not a fault."""
+    version, now = case.table.version, case.setting.model_version
+    if version is None or now is None or len(np.unique(version)) < 2 or case.mean_abs <= case.level / 2:
+        return None
+    lag, means, _ = means_by(now - version, np.abs(case.table.difference))
+    if lag[0] != 0 or means[0] > case.level or means[1:].min() < 1.5 * means[0]:
+        return None
+    return Finding(
+        "R57",
+        "the policy moved since these tokens were sampled",
+        0.8,
+        f"mean |D| by version lag: {', '.join(f'{k}: {m:.2g}' for k, m in zip(lag, means, strict=True))}",
+        "tokens of the trainer's own version must agree",
+        "importance weights correct for it; a smaller max_head_offpolicyness makes it smaller",
+        fault=False,
+    )
+
+
+CAUSES = (
+    stale_weights,
+    adapter_not_loaded,
+    policy_moved,
+    cache_kept_over_update,
+    update_in_flight,
+    one_worker_differs,
+    token_bias,
+    other_checkpoint,
+)

@@ -1,0 +1,92 @@
+"""From two columns of logprobs to a verdict: structure, then what replay explains, then the shape of what is left, then noise."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from consistency.case import Alternative, Case, Finding, Setting
+from consistency.causes import alignment, architecture, definition, numerics, weights
+from consistency.causes.definition import in_logprobs, log_units
+from consistency.derive import with_derived
+from consistency.measure import Measurement, measure
+from consistency.replay import replay
+from consistency.score import Scorer, Scores
+from consistency.tokens import Sequences, TokenTable, compare_tokens
+
+CONFIDENT = 0.5
+CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
+    *alignment.CAUSES,
+    *definition.CAUSES,
+    *weights.CAUSES,
+    *architecture.CAUSES,
+    *numerics.CAUSES,
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`verdict` is healthy, mismatch or unknown; `causes` the most likely first; `missing` what would tell more."""
+
+    verdict: str
+    causes: tuple[Finding, ...]
+    missing: tuple[str, ...]
+    surprise: float
+    table: TokenTable
+    measurement: Measurement
+
+
+def diagnose(
+    sequences: Sequences,
+    scores: Scores,
+    setting: Setting,
+    scorer: Scorer | None = None,
+    alternatives: Sequence[Alternative] = (),
+) -> Diagnosis:
+    """Judge an engine's logprobs by the trainer's.
+
+    Args:
+        scores: of `sequences` at `setting.temperature`.
+        scorer: gives full logits to replay hypotheses on; without one only structure and shape are judged.
+        alternatives: the same tokens scored otherwise, which stale weights, BOS and dtypes are recognised by.
+
+    Raises:
+        NothingToCompare: no token has a logprob on both sides.
+    """
+    findings: list[Finding] = []
+    units = log_units(sequences.engine_logprobs[sequences.scored], scores.logprob)
+    if units is not None:
+        findings.append(units)
+        sequences = replace(sequences, engine_logprobs=in_logprobs(units, sequences.engine_logprobs))
+    table = compare_tokens(sequences, scores.logprob)
+    replays = None
+    if scorer is not None:
+        tried = replay(scorer, sequences, setting.temperature, setting.eos_token_id)
+        replays = with_derived(tried, sequences, scores, alternatives)
+    measurement = measure(table)
+    assert all(identity.holds for identity in measurement.identities), measurement.identities
+    case = Case(sequences, table, scores, measurement, setting, replays)
+    findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
+    faults = any(is_accusation(finding) for finding in findings)
+    harmless = any(finding.id in ("R35", "R57") for finding in findings)
+    verdict = "mismatch" if faults else "healthy" if harmless else "unknown"
+    causes = sorted(findings, key=lambda finding: (not is_accusation(finding), -finding.confidence))
+    missing = () if verdict != "unknown" else missing_columns(case, alternatives)
+    return Diagnosis(verdict, tuple(causes), missing, case.surprise, table, case.measurement)
+
+
+def is_accusation(finding: Finding) -> bool:
+    """Whether a finding alone makes the verdict a mismatch."""
+    return finding.fault and finding.confidence >= CONFIDENT
+
+
+def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
+    """What was not given and would tell causes apart."""
+    given = {alternative.cause for alternative in alternatives}
+    wanted = {
+        "full logits: a model to score with (--model)": case.replays is None,
+        "the checkpoint before this one (--previous), to recognise stale weights": "R24" not in given,
+        "versions: the weight version of each token": case.sequences.versions is None,
+        "worker: the engine that answered each sequence": case.sequences.worker is None,
+        "cached_tokens: how much of each prompt came from the prefix cache": case.sequences.cached_tokens
+        is None,
+    }
+    return tuple(name for name, absent in wanted.items() if absent)

@@ -1,0 +1,123 @@
+"""Distributions an engine may sample from or report, given the trainer's full logits: one function a law, log probabilities out.
+
+Each takes `Rows` and gives normalised log probabilities [rows, vocab]; minus infinity where the law forbids a token.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Rows:
+    """A few rows of logits. `uncapped` precede the model's own soft cap; float32 [rows, vocab], like `logits`.
+
+    `seen` and `seen_output` count how often each token occurs before, in prompt and output, and in the output alone; int64 [rows, vocab].
+    """
+
+    logits: Tensor
+    uncapped: Tensor
+    temperature: float
+    seen: Tensor
+    seen_output: Tensor
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """Logits over temperature."""
+        return self.logits / self.temperature
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Token ids, likeliest first."""
+        return self.scaled.argsort(dim=1, descending=True, stable=True)
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """Number of likelier tokens."""
+        places = torch.arange(self.order.shape[1], device=self.order.device).expand_as(self.order)
+        return torch.empty_like(self.order).scatter_(1, self.order, places)
+
+    @cached_property
+    def mass_before(self) -> Tensor:
+        """Probability of all likelier tokens."""
+        sorted_probs = torch.softmax(self.scaled, 1).gather(1, self.order)
+        before = sorted_probs.cumsum(1) - sorted_probs
+        return torch.empty_like(before).scatter_(1, self.order, before)
+
+
+def normalised(scores: Tensor) -> Tensor:
+    """log_softmax over the vocabulary."""
+    return torch.log_softmax(scores, 1)
+
+
+def as_is(rows: Rows) -> Tensor:
+    """What the trainer computes: log_softmax(logits / temperature)."""
+    return normalised(rows.scaled)
+
+
+def at_temperature(rows: Rows, temperature: float) -> Tensor:
+    """Another temperature."""
+    return normalised(rows.logits / temperature)
+
+
+def _only(rows: Rows, kept: Tensor) -> Tensor:
+    return normalised(rows.scaled.masked_fill(~kept, -torch.inf))
+
+
+def top_p(rows: Rows, top_p: float) -> Tensor:
+    """Nucleus sampling: the fewest tokens that hold `top_p`, renormalised."""
+    return _only(rows, rows.mass_before < top_p)
+
+
+def top_k(rows: Rows, top_k: float) -> Tensor:
+    """The `top_k` likeliest tokens, renormalised."""
+    return _only(rows, rows.rank < round(top_k))
+
+
+def min_p(rows: Rows, min_p: float) -> Tensor:
+    """Tokens at least `min_p` times as likely as the likeliest, renormalised."""
+    threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
+    return _only(rows, rows.scaled >= threshold)
+
+
+def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Logits of tokens seen in prompt or output, divided if positive and multiplied if negative (CTRL, section 4.1)."""
+    punished = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    return normalised(torch.where(rows.seen > 0, punished, rows.logits) / rows.temperature)
+
+
+def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Logits less `penalty` for each time that the token occurs in the output."""
+    return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
+
+
+def presence_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Logits less `penalty` if the token occurs in the output."""
+    return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
+
+
+def without(rows: Rows, token_id: float) -> Tensor:
+    """One token forbidden, as EOS is before `min_new_tokens`."""
+    kept = torch.ones_like(rows.scaled, dtype=torch.bool)
+    kept[:, round(token_id)] = False
+    return _only(rows, kept)
+
+
+def bfloat16_logits(rows: Rows) -> Tensor:
+    """Logits rounded to bfloat16 before the softmax."""
+    return normalised(rows.logits.bfloat16().float() / rows.temperature)
+
+
+def soft_cap(rows: Rows, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), whether or not the model has a cap of its own; infinity is none."""
+    capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
+    return normalised(capped / rows.temperature)
+
+
+def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
+    """So many further tokens of logit 0 that are no tokens; log probabilities of the real ones."""
+    total = rows.scaled.logsumexp(1, keepdim=True)
+    padding = torch.log(torch.tensor(float(num_padding)))
+    return rows.scaled - torch.logaddexp(total, padding)

@@ -1,0 +1,122 @@
+"""From a record to columns: what was sampled in a step, what the engine said of it, and how it was told to sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from consistency.case import NOISE, Noise, Setting
+from consistency.errors import NothingToCompare
+from consistency.tokens import Sequences
+from recorder import Record, RecordedStep
+
+COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
+EVERY_TOKEN = 100_000_000  # AReaL's top_k for "all of them"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a run sampled and computed, from its resolved config."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    greedy: bool
+    trainer_dtype: str
+    engine_dtype: str
+
+
+def parse_sampling(record: Record) -> Sampling:
+    """The sampling options in a record's config.
+
+    Raises:
+        NothingToCompare: the config has none: the run sampled nothing.
+    """
+    config: dict[str, Any] = record.header.config
+    try:
+        sampled, actor = config["gconfig"], config["actor"]
+        engine_is_apart = (record.header.allocation or "").startswith("sglang")
+        return Sampling(
+            temperature=float(sampled["temperature"]),
+            top_p=float(sampled["top_p"]),
+            top_k=None if sampled["top_k"] >= EVERY_TOKEN else int(sampled["top_k"]),
+            greedy=bool(sampled["greedy"]),
+            trainer_dtype=str(actor["dtype"]),
+            engine_dtype=str(config["sglang"]["dtype"] if engine_is_apart else actor["dtype"]),
+        )
+    except KeyError as error:
+        raise NothingToCompare(
+            f"{record.path}: its config has no {error.args[0]!r}, so it is not of a run that sampled; give a record of RL"
+        ) from error
+
+
+def read_step(step: RecordedStep) -> Sequences:
+    """All ranks of a step, one after another. Raises StepNotRecorded when a column is missing, DamagedRecord for wrong bytes."""
+    ranks = [step.batch(rank, COLUMNS) for rank in range(step.manifest.num_ranks)]
+    return concatenate(
+        [
+            Sequences(
+                input_ids=arrays["input_ids"].astype(np.int64),
+                cu_seqlens=arrays["cu_seqlens"].astype(np.int64),
+                sampled=arrays["loss_mask"].astype(bool),
+                engine_logprobs=arrays["logprobs"].astype(np.float64),
+                versions=arrays["versions"].astype(np.int64),
+                prompt_id=arrays["prompt_id"].astype(np.int64),
+            )
+            for arrays in ranks
+        ]
+    )
+
+
+def concatenate(parts: Sequence[Sequences]) -> Sequences:
+    """The rows of several batches, one after another."""
+    ends = np.cumsum([0, *(int(part.cu_seqlens[-1]) for part in parts)])
+    bounds = [part.cu_seqlens[:-1] + begin for part, begin in zip(parts, ends[:-1], strict=True)]
+
+    def joined(name: str) -> Any:
+        columns = [getattr(part, name) for part in parts]
+        return None if any(column is None for column in columns) else np.concatenate(columns)
+
+    return Sequences(
+        joined("input_ids"),
+        np.concatenate([*bounds, ends[-1:]]),
+        joined("sampled"),
+        joined("engine_logprobs"),
+        joined("versions"),
+        joined("prompt_id"),
+        joined("worker"),
+        joined("cached_tokens"),
+        tuple(difference for part in parts for difference in part.length_differences),
+    )
+
+
+def published_noise(dtypes: Sequence[str], has_experts: bool, quantization: str | None = None) -> Noise:
+    """The noise of the coarser of both sides' dtypes."""
+    if quantization is not None or any("8" in dtype and "float8" in dtype for dtype in dtypes):
+        return NOISE["float8"]
+    if all(dtype == "float32" for dtype in dtypes):
+        return NOISE["float32"]
+    return NOISE["bfloat16-moe" if has_experts else "bfloat16"]
+
+
+def setting_of(
+    sampling: Sampling, model_config: Any, temperature: float, dtype: str, version: int | None
+) -> Setting:
+    """How tokens were sampled, beside what the model's config says. `model_config` is Transformers'."""
+    text = model_config.get_text_config()
+    eos = text.eos_token_id
+    has_experts = any(
+        name in text.to_dict() for name in ("num_experts", "n_routed_experts", "num_local_experts")
+    )
+    return Setting(
+        temperature=temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        greedy=sampling.greedy,
+        eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        bos_token_id=text.bos_token_id,
+        vocabulary_size=text.vocab_size,
+        model_version=version,
+        noise=published_noise((dtype, sampling.engine_dtype), has_experts),
+    )

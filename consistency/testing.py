@@ -1,0 +1,89 @@
+"""An engine with one planted fault: a Hugging Face model that samples from one law and reports another, for our tests and users' own."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consistency import laws
+from consistency.laws import Rows
+from consistency.replay import Law, counts_before
+from consistency.score import Scorer, predictors
+from consistency.tokens import Sequences
+
+
+@dataclass(frozen=True)
+class FaultyEngine:
+    """`draws` is the law that tokens are sampled from, `reports` the one whose logprobs are told.
+
+    `noise` is the standard deviation of Gaussian noise on every logit, which stands for kernels that round differently.
+    """
+
+    scorer: Scorer
+    draws: Law = laws.as_is
+    reports: Law = laws.as_is
+    temperature: float = 1.0
+    noise: float = 0.01
+
+
+def sample_rows(
+    engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int, context: Tensor | None = None
+) -> Sequences:
+    """Sample a completion of `num_tokens` for every prompt, int64 [rows, prompt length], and report its logprobs.
+
+    `context` [length] is put before every prompt by the engine, and nobody is told.
+    """
+    hidden = torch.empty(0, dtype=torch.int64) if context is None else context
+    full = torch.cat([hidden.expand(len(prompts), -1), prompts], 1)
+    drawn = draw(engine, full, num_tokens, seed)
+    told = sequences_of(drawn[:, len(hidden) :], prompts.shape[1])
+    true = sequences_of(drawn, full.shape[1])
+    told.engine_logprobs[told.scored] = report(engine, true, seed)
+    return told
+
+
+def sequences_of(tokens: Tensor, prompt_length: int) -> Sequences:
+    """Rows of equal length, sampled after the prompt."""
+    num_rows, length = tokens.shape
+    return Sequences(
+        input_ids=tokens.reshape(-1).numpy(),
+        cu_seqlens=np.arange(num_rows + 1) * length,
+        sampled=np.tile(np.arange(length) >= prompt_length, num_rows),
+        engine_logprobs=np.zeros(num_rows * length),
+        prompt_id=np.arange(num_rows) // 4,
+    )
+
+
+def draw(engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int) -> Tensor:
+    """Ancestral sampling with a key-value cache; int64 [rows, prompt length + num_tokens]."""
+    model: Any = copy.deepcopy(engine.scorer.model)
+    model.set_attn_implementation("sdpa")
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary_size = engine.scorer.head.vocabulary_size
+    tokens, cache, new = prompts, None, prompts
+    seen = torch.nn.functional.one_hot(prompts, vocabulary_size).sum(1)
+    seen_output = torch.zeros_like(seen)
+    for _ in range(num_tokens):
+        output = model.base_model(input_ids=new, past_key_values=cache, use_cache=True)
+        uncapped = engine.scorer.head.uncapped(output.last_hidden_state[:, -1])
+        rows = Rows(engine.scorer.head.cap(uncapped), uncapped, engine.temperature, seen, seen_output)
+        new = torch.multinomial(engine.draws(rows).exp(), 1, generator=generator)
+        tokens, cache = torch.cat([tokens, new], 1), output.past_key_values
+        seen, seen_output = (c.scatter_add(1, new, torch.ones_like(new)) for c in (seen, seen_output))
+    return tokens
+
+
+def report(engine: FaultyEngine, sequences: Sequences, seed: int) -> np.ndarray[Any, Any]:
+    """The logprobs that the engine tells of the scored tokens, float64 [n], with its noise."""
+    generator = torch.Generator().manual_seed(1_000_003 + seed)
+    result = np.empty(len(sequences.scored))
+    for places, hidden, labels, _ in predictors(engine.scorer, sequences, 4096):
+        logits = engine.scorer.head.uncapped(hidden)
+        logits = logits + engine.noise * torch.randn(logits.shape, generator=generator)
+        seen, seen_output = counts_before(sequences, sequences.scored[places], logits.shape[1])
+        rows = Rows(engine.scorer.head.cap(logits), logits, engine.temperature, seen, seen_output)
+        result[places] = engine.reports(rows).gather(1, labels[:, None])[:, 0].double().numpy()
+    return result

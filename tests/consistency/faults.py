@@ -1,0 +1,370 @@
+"""One planted fault at a time: what an engine with it would have told, and what a user could give to find it."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from areal_core.engine.attention import PACKED
+from consistency import laws
+from consistency.case import NOISE, Alternative, Setting
+from consistency.score import Scorer, score, scorer_of
+from consistency.testing import FaultyEngine, draw, report, sample_rows, sequences_of
+from consistency.tokens import Completion, Sequences, sequences_from_completions
+
+from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
+
+NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80
+
+
+SETTING = Setting(vocabulary_size=VOCABULARY_SIZE, noise=NOISE["bfloat16"])
+
+
+@dataclass(frozen=True)
+class World:
+    """A trainer's model, prompts, and how noisy the engine is."""
+
+    trainer: Scorer
+    prompts: torch.Tensor
+    noise: float
+    seed: int
+
+    def engine(self, scorer: Scorer | None = None, **laws_of_it) -> FaultyEngine:
+        return FaultyEngine(scorer or self.trainer, noise=self.noise, **laws_of_it)
+
+    def sample(self, scorer: Scorer | None = None, context=None, **laws_of_it) -> Sequences:
+        engine = self.engine(scorer, **laws_of_it)
+        return sample_rows(engine, self.prompts, NUM_TOKENS, self.seed, context)
+
+    def random(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the diagnosis gets."""
+
+    sequences: Sequences
+    setting: Setting = SETTING
+    alternatives: Sequence[Alternative] = ()
+
+
+def make_world(seed: int, noise: float) -> World:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCABULARY_SIZE, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
+    return World(scorer_of(peaked_model(seed)), prompts, noise, seed)
+
+
+def moved(scorer: Scorer, seed: int, size: float = 0.15) -> Scorer:
+    """The same model some updates away: every weight moved by a part of its tensor's spread."""
+    model = copy.deepcopy(scorer.model)
+    generator = torch.Generator().manual_seed(seed + 77)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data += size * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return scorer_of(model)
+
+
+def both(law, **options) -> dict:
+    """Tokens drawn from the law, and its logprobs told."""
+    bound = functools.partial(law, **options)
+    return {"draws": bound, "reports": bound}
+
+
+def by_law(**laws_of_it) -> Callable[[World], Given]:
+    return lambda world: Given(world.sample(**laws_of_it))
+
+
+def at_temperature(recorded: float, told: float, drawn: float) -> Callable[[World], Given]:
+    def build(world: World) -> Given:
+        engine = {
+            "draws": functools.partial(laws.at_temperature, temperature=drawn),
+            "reports": functools.partial(laws.at_temperature, temperature=told),
+        }
+        return Given(world.sample(**engine), replace(SETTING, temperature=recorded))
+
+    return build
+
+
+def told(change: Callable[[np.ndarray, World], np.ndarray]) -> Callable[[World], Given]:
+    """A fault in what is told of tokens that were drawn rightly; `change` gets logprobs [rows, tokens]."""
+
+    def build(world: World) -> Given:
+        sequences = world.sample()
+        values = sequences.engine_logprobs[sequences.scored].reshape(NUM_ROWS, NUM_TOKENS)
+        sequences.engine_logprobs[sequences.scored] = change(values.copy(), world).reshape(-1)
+        return Given(sequences)
+
+    return build
+
+
+def with_other(cause: str, name: str, size: float = 0.15) -> Callable[[World], Given]:
+    """The engine holds other weights, and the checkpoint that it holds is at hand."""
+
+    def build(world: World) -> Given:
+        other = moved(world.trainer, world.seed, size)
+        sequences = world.sample(other)
+        return Given(sequences, alternatives=[Alternative(cause, name, score(other, sequences).logprob)])
+
+    return build
+
+
+def stitched(which: Callable[[np.ndarray, np.ndarray], np.ndarray], **columns) -> Callable[[World], Given]:
+    """Tokens of two engines, one right and one with other weights: `which(row, place)` is true where the other one answered."""
+
+    def build(world: World) -> Given:
+        right, other = world.sample(), moved(world.trainer, world.seed)
+        row, place = np.divmod(np.arange(len(right.scored)), NUM_TOKENS)
+        wrong = which(row, place)
+        values = np.where(
+            wrong, report(world.engine(other), right, world.seed), right.engine_logprobs[right.scored]
+        )
+        right.engine_logprobs[right.scored] = values
+        made = {name: column(right, wrong) for name, column in columns.items()}
+        setting = replace(SETTING, model_version=7) if "versions" in columns else SETTING
+        return Given(replace(right, **made), setting)
+
+    return build
+
+
+def versions(right: Sequences, wrong: np.ndarray) -> np.ndarray:
+    column = np.full(len(right.input_ids), -1)
+    column[right.scored] = np.where(wrong, 6, 7)
+    return column
+
+
+def per_row(right: Sequences, wrong: np.ndarray) -> np.ndarray:
+    return wrong.reshape(NUM_ROWS, NUM_TOKENS)[:, 0].astype(np.int64)
+
+
+def eos_forbidden(world: World) -> Given:
+    """The token that stands for EOS is a likely one, so that forbidding it matters."""
+    plain = world.sample()
+    eos = int(np.bincount(plain.input_ids[plain.scored]).argmax())
+
+    def law(rows):
+        early = rows.seen_output.sum(1, keepdim=True) < NUM_TOKENS // 2
+        return torch.where(early, laws.without(rows, eos), laws.as_is(rows))
+
+    return Given(world.sample(draws=law, reports=law), replace(SETTING, eos_token_id=eos))
+
+
+def output_bias(num_ids: int) -> Callable[[World], Given]:
+    def build(world: World) -> Given:
+        bias = torch.zeros(VOCABULARY_SIZE)
+        ids = world.random().permutation(VOCABULARY_SIZE)[:num_ids]
+        bias[ids] = 1.5 * torch.randn(num_ids, generator=torch.Generator().manual_seed(world.seed)).sign()
+
+        def law(rows):
+            return laws.normalised(rows.logits + bias)
+
+        return Given(world.sample(draws=law, reports=law))
+
+    return build
+
+
+def copies(world: World) -> Given:
+    """Every prompt is asked four times, with one seed."""
+    prompts = world.prompts.repeat_interleave(4, 0)[:NUM_ROWS]
+    once = sample_rows(world.engine(), world.prompts[: NUM_ROWS // 4], NUM_TOKENS, world.seed)
+    tokens = torch.as_tensor(once.input_ids).reshape(NUM_ROWS // 4, -1).repeat_interleave(4, 0)
+    sequences = sequences_of(tokens, prompts.shape[1])
+    sequences.engine_logprobs[sequences.scored] = report(world.engine(), sequences, world.seed)
+    return Given(sequences)
+
+
+def extra_bos(world: World) -> Given:
+    prompts = world.prompts.clone()
+    prompts[:, 0] = BOS
+    twice = World(world.trainer, prompts, world.noise, world.seed)
+    sequences = twice.sample(context=torch.tensor([BOS]))
+    return Given(sequences, alternatives=[scored_with_bos(world.trainer, sequences)])
+
+
+def scored_with_bos(scorer: Scorer, sequences: Sequences) -> Alternative:
+    from consistency.alternatives import bos_alternatives
+
+    return next(a for a in bos_alternatives(scorer, sequences, BOS, 1.0) if "double" in a.name)
+
+
+def missing_bos(world: World) -> Given:
+    from consistency.alternatives import bos_alternatives
+
+    told_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
+    full = draw(world.engine(), world.prompts, NUM_TOKENS, world.seed)
+    true = sequences_of(full, PROMPT_LENGTH)
+    sequences = sequences_of(torch.cat([told_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
+    sequences.engine_logprobs[sequences.scored] = report(world.engine(), true, world.seed)
+    return Given(sequences, alternatives=bos_alternatives(world.trainer, sequences, BOS, 1.0))
+
+
+def hidden_context(world: World) -> Given:
+    context = torch.as_tensor(world.random().integers(3, VOCABULARY_SIZE, 12))
+    return Given(world.sample(context=context))
+
+
+def lost_token(world: World) -> Given:
+    """Tokenising anew merged two tokens into one at a place of each row's own; later ids are the same, one place earlier."""
+    full = world.sample()
+    tokens = full.input_ids.reshape(NUM_ROWS, -1)
+    logprobs = full.engine_logprobs.reshape(NUM_ROWS, -1)
+    places = world.random().integers(PROMPT_LENGTH + 12, PROMPT_LENGTH + 60, NUM_ROWS)
+    kept = np.stack([np.delete(np.arange(tokens.shape[1]), place) for place in places])
+    merged = np.take_along_axis(tokens, kept, 1)
+    merged[np.arange(NUM_ROWS), places] = world.random().integers(3, VOCABULARY_SIZE, NUM_ROWS)
+    sequences = sequences_of(torch.as_tensor(merged), PROMPT_LENGTH)
+    return Given(replace(sequences, engine_logprobs=np.take_along_axis(logprobs, kept, 1).reshape(-1)))
+
+
+def stripped_history(world: World) -> Given:
+    """Two turns; in the second the engine saw the first without its first half."""
+    first = draw(world.engine(), world.prompts, NUM_TOKENS // 2, world.seed)
+    user = world.prompts.roll(1, 0)[:, :6]
+    stripped = torch.cat([first[:, :PROMPT_LENGTH], first[:, PROMPT_LENGTH + NUM_TOKENS // 4 :], user], 1)
+    second = draw(world.engine(), stripped, NUM_TOKENS // 2, world.seed + 1)
+    answer = second[:, stripped.shape[1] :]
+    full = torch.cat([first, user, answer], 1)
+    sequences = sequences_of(full, PROMPT_LENGTH)
+    mask = sequences.sampled.reshape(NUM_ROWS, -1).copy()
+    mask[:, first.shape[1] : first.shape[1] + 6] = False
+    sequences = replace(sequences, sampled=mask.reshape(-1))
+    logprobs = sequences.engine_logprobs.reshape(NUM_ROWS, -1)
+    of_first, of_second = sequences_of(first, PROMPT_LENGTH), sequences_of(second, stripped.shape[1])
+    logprobs[:, PROMPT_LENGTH : first.shape[1]] = report(world.engine(), of_first, world.seed).reshape(
+        NUM_ROWS, -1
+    )
+    logprobs[:, -NUM_TOKENS // 2 :] = report(world.engine(), of_second, world.seed).reshape(NUM_ROWS, -1)
+    return Given(sequences)
+
+
+def missing_last_logprob(world: World) -> Given:
+    full = world.sample()
+    rows = [full.row(row) for row in range(NUM_ROWS)]
+    replies = [
+        Completion(
+            full.input_ids[r][:PROMPT_LENGTH],
+            full.input_ids[r][PROMPT_LENGTH:],
+            full.engine_logprobs[r][PROMPT_LENGTH : None if i % 3 else -1],
+        )
+        for i, r in enumerate(rows)
+    ]
+    return Given(sequences_from_completions(replies))
+
+
+def narrow_window(world: World) -> Given:
+    """The engine's attention reaches 40 tokens back."""
+    config = MistralConfig(**ARCHITECTURE, sliding_window=40, dtype="float32")
+    narrow = MistralForCausalLM._from_config(config, attn_implementation=PACKED)
+    narrow.load_state_dict(world.trainer.model.state_dict())
+    return Given(world.sample(scorer_of(narrow)))
+
+
+def other_rope(world: World) -> Given:
+    model = peaked_model(world.seed, rope_parameters={"rope_type": "default", "rope_theta": 3000.0})
+    model.load_state_dict(world.trainer.model.state_dict())
+    return Given(world.sample(scorer_of(model)))
+
+
+def in_bfloat16(world: World) -> Given:
+    other = scorer_of(copy.deepcopy(world.trainer.model).bfloat16())
+    sequences = sample_rows(replace(world.engine(other), noise=0.001), world.prompts, NUM_TOKENS, world.seed)
+    return Given(sequences, alternatives=[Alternative("R38", "bfloat16", score(other, sequences).logprob)])
+
+
+def bfloat16_logits(world: World) -> Given:
+    """Noise as large as the grid would hide the rounding."""
+    quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
+    return Given(quiet.sample(reports=laws.bfloat16_logits))
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    return torch.as_tensor(values).bfloat16().double().numpy()
+
+
+def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
+    for row in range(0, NUM_ROWS, 4):
+        values[row, 20:32] = 0.0
+    return values
+
+
+def few_far_off(values: np.ndarray, world: World) -> np.ndarray:
+    rng = world.random()
+    return np.minimum(values + (rng.random(values.shape) < 0.03) * rng.normal(0, 1.0, values.shape), -1e-3)
+
+
+def every_third(values: np.ndarray, world: World) -> np.ndarray:
+    values[:, 2::3] = np.minimum(
+        values[:, 2::3] + world.random().normal(0, 0.7, values[:, 2::3].shape), -1e-3
+    )
+    return values
+
+
+def some_nan(values: np.ndarray, world: World) -> np.ndarray:
+    values[world.random().random(values.shape) < 0.02] = np.nan
+    return values
+
+
+def largest(world: World) -> Given:
+    return Given(
+        world.sample(reports=lambda rows: laws.as_is(rows).amax(1, keepdim=True).expand_as(rows.logits))
+    )
+
+
+CLEAN = by_law()
+FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
+    "temperature 0.8 in the engine": ("R01", by_law(**both(laws.at_temperature, temperature=0.8))),
+    "raw logprobs at temperature 0.7": ("R01", at_temperature(0.7, told=1.0, drawn=0.7)),
+    "drawn at 0.8, told at 1": ("R01", at_temperature(1.0, told=1.0, drawn=0.8)),
+    "temperature applied twice": ("R02", at_temperature(0.7, told=0.49, drawn=0.49)),
+    "top-p renormalised": ("R03", by_law(**both(laws.top_p, top_p=0.9))),
+    "top-k renormalised": ("R03", by_law(**both(laws.top_k, top_k=20))),
+    "min-p renormalised": ("R03", by_law(**both(laws.min_p, min_p=0.1))),
+    "top-p drawn": ("R04", by_law(draws=functools.partial(laws.top_p, top_p=0.9))),
+    "top-k drawn": ("R04", by_law(draws=functools.partial(laws.top_k, top_k=20))),
+    "min-p drawn": ("R04", by_law(draws=functools.partial(laws.min_p, min_p=0.1))),
+    "repetition penalty": ("R05", by_law(**both(laws.repetition_penalty, penalty=1.15))),
+    "frequency penalty": ("R05", by_law(**both(laws.frequency_penalty, penalty=0.4))),
+    "presence penalty": ("R05", by_law(**both(laws.presence_penalty, penalty=0.6))),
+    "EOS forbidden at first": ("R06", eos_forbidden),
+    "constant offset": ("R07", told(lambda v, w: v - 0.1)),
+    "base 2": ("R08", told(lambda v, w: v / np.log(2))),
+    "base 10": ("R08", told(lambda v, w: v / np.log(10))),
+    "probabilities": ("R08", told(lambda v, w: np.exp(v))),
+    "wrong sign": ("R08", told(lambda v, w: -v)),
+    "logprob of the likeliest token": ("R09", largest),
+    "copies": ("R10", copies),
+    "shift by one": ("R11", told(lambda v, w: np.roll(v, 1, axis=1))),
+    "shift by minus one": ("R11", told(lambda v, w: np.roll(v, -1, axis=1))),
+    "rows mixed up": ("R12", told(lambda v, w: v[w.random().permutation(NUM_ROWS)])),
+    "tokenised anew": ("R13", lost_token),
+    "history stripped": ("R14", stripped_history),
+    "double BOS": ("R15", extra_bos),
+    "missing BOS": ("R15", missing_bos),
+    "hidden system prompt": ("R16", hidden_context),
+    "last logprob missing": ("R17", missing_last_logprob),
+    "tool output in the mask": ("R18", told(zero_spans)),
+    "stale weights": ("R24", with_other("R24", "previous checkpoint")),
+    "barely stale weights": ("R24", with_other("R24", "previous checkpoint", 0.05)),
+    "rows of the output layer": ("R26", output_bias(8)),
+    "output bias": ("R27", output_bias(VOCABULARY_SIZE)),
+    "cache kept": ("R29", stitched(lambda row, place: row % 2 == 0, cached_tokens=per_row)),
+    "update in flight": ("R30", stitched(lambda row, place: place < 10 + row, versions=versions)),
+    "adapter not loaded": ("R32", with_other("R32", "base model")),
+    "another checkpoint": ("R33", lambda w: Given(w.sample(scorer_of(peaked_model(w.seed + 500))))),
+    "one stale worker": ("R34", stitched(lambda row, place: row % 4 == 0, worker=per_row)),
+    "rounded logprobs": ("R36", told(lambda v, w: rounded(v))),
+    "bfloat16 logits": ("R37", bfloat16_logits),
+    "bfloat16 engine": ("R38", in_bfloat16),
+    "few tokens far off": ("R42", told(few_far_off)),
+    "every third token": ("R45", told(every_third)),
+    "other rotary base": ("R49", other_rope),
+    "soft cap": ("R50", by_law(**both(laws.soft_cap, cap=5.0))),
+    "narrow window": ("R52", narrow_window),
+    "vocabulary padding": ("R53", by_law(**both(laws.padded_vocabulary, num_padding=64.0))),
+    "policy moved": ("R57", stitched(lambda row, place: row % 2 == 0, versions=versions)),
+    "NaN": ("R60", told(some_nan)),
+}  # fmt: skip

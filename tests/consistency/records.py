@@ -1,0 +1,67 @@
+"""Records of a run that sampled from a tiny model, rightly or with a planted fault, written by the real writer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_core.testing import make_tiny_tokenizer
+from consistency.score import scorer_of
+from consistency.testing import FaultyEngine, sample_rows
+from consistency.tokens import Sequences
+from recorder.testing import SCRIPTED_HEADER, send_step
+from recorder.writer import RecordWriter, write_header
+
+from .models import peaked_model
+
+NUM_ROWS, PROMPT_LENGTH = 24, 10
+
+
+def save_model(folder: Path, seed: int) -> Path:
+    tokenizer = make_tiny_tokenizer()
+    peaked_model(seed, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def padded_batch(sequences: Sequences) -> dict[str, np.ndarray]:
+    shape = (sequences.num_rows, -1)
+    sampled = sequences.sampled.reshape(shape)
+    rows = np.arange(sequences.num_rows)
+    return {
+        "input_ids": sequences.input_ids.reshape(shape).astype(np.int32),
+        "attention_mask": np.ones_like(sampled),
+        "loss_mask": sampled.astype(np.int32),
+        "logprobs": sequences.engine_logprobs.reshape(shape).astype(np.float32),
+        "versions": np.where(sampled, 0, -1).astype(np.int32),
+        "rewards": np.zeros(len(rows), np.float32),
+        "prompt_id": rows.astype(np.int64),
+        "sample_id": np.zeros(len(rows), np.int32),
+        "finish_reason": np.zeros(len(rows), np.int32),
+    }
+
+
+def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, **laws_of_it) -> Path:
+    """A record of steps that an engine with the model's weights sampled at temperature 1."""
+    scorer = scorer_of(peaked_model(seed, vocab_size=len(make_tiny_tokenizer())))
+    config = {
+        "gconfig": {"temperature": 1.0, "top_p": 1.0, "top_k": 100_000_000, "greedy": False},
+        "actor": {"dtype": "float32", "path": str(model)},
+        "sglang": {"dtype": "bfloat16"},
+    }
+    header = replace(
+        SCRIPTED_HEADER,
+        model={"path": str(model), "files": {}},
+        config=config,
+        allocation="sglang:d1+fsdp:d1",
+    )
+    writer = RecordWriter(folder, 0, 1, lambda: None)
+    folder.mkdir(parents=True)
+    write_header(folder, header)
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(step)
+        prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
+        engine = FaultyEngine(scorer, noise=0.005, **laws_of_it)
+        send_step(writer, step, padded_batch(sample_rows(engine, prompts, 50, seed=step)))
+    return folder

@@ -1,0 +1,134 @@
+"""`areal-debug consistency`: the verdict in words, as JSON and as exit code, on real records with and without a planted fault."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.consistency import command
+from consistency import check, laws
+
+from .records import save_model, write_record
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("peaked"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def clean(model, tmp_path_factory):
+    return write_record(tmp_path_factory.mktemp("clean") / "record", model, num_steps=2)
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def facts(*arguments):
+    done = run(*arguments, "--json")
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_healthy_record_exits_0_and_says_how_far_the_sides_are_apart(clean):
+    code, found = facts(clean)
+    assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
+    assert found["num_tokens"] == 24 * 50
+    assert 0.001 < found["metrics"]["mean_abs"] < 0.01
+    assert found["steps"] == [0]
+    assert all(identity["holds"] for identity in found["identities"])
+    assert "NeMo-RL: gen_kl_error" in found["names_elsewhere"]["k3"]
+
+
+def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
+    done = run(clean)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("Healthy: ordinary noise of bfloat16, dense. 1,200 tokens of 24 sequences")
+    for text in (
+        "refuted if",
+        "mean |D|",
+        "tokens by D (log)",
+        "|D| by position in response",
+        "Worst tokens",
+    ):
+        assert text in done.stdout
+
+
+def test_truncated_engine_exits_1_and_names_option_and_value(model, tmp_path):
+    law = functools.partial(laws.top_p, top_p=0.8)
+    record = write_record(tmp_path / "record", model, draws=law, reports=law)
+    code, found = facts(record)
+    assert (code, found["verdict"]) == (1, "mismatch")
+    first = found["causes"][0]
+    assert set(first) == {"id", "name", "confidence", "evidence", "refute", "fix", "fault"}
+    assert first["id"] == "R03"
+    assert "replaying top_p 0.8 " in first["evidence"]
+    assert run(record).stdout.startswith("Mismatch: top_p renormalises the engine's logprobs.")
+
+
+def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(clean, model, tmp_path):
+    newer = save_model(tmp_path / "newer", seed=9)
+    code, found = facts(clean, "--model", newer)
+    assert (code, found["verdict"]) in ((2, "unknown"), (1, "mismatch"))
+    assert "R24" not in [cause["id"] for cause in found["causes"]]
+    code, found = facts(clean, "--model", newer, "--previous", model)
+    assert (code, found["causes"][0]["id"]) == (1, "R24")
+
+
+def test_gate_that_does_not_hold_exits_1_though_the_verdict_is_healthy(clean):
+    done = run(clean, "--gate", "mean_abs=0.02,max_abs=0.0001")
+    assert done.exit_code == 1
+    assert "gate max_abs <= 0.0001:" in done.stdout
+    assert run(clean, "--gate", "mean_abs=0.02").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("gate", "sentence"),
+    [("meanabs=1", "no metric is called 'meanabs'"), ("k3=much", "'much' is no number; write k3=0.02")],
+)
+def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
+    done = run(clean, "--gate", gate)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+
+
+def test_interrupted_scoring_goes_on_at_the_step_where_it_was(clean, tmp_path, monkeypatch):
+    arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
+    _, first = facts(*arguments)
+    (tmp_path / "step-000001.npz").unlink()
+    scored, real = [], check.score
+    monkeypatch.setattr(
+        check, "score", lambda scorer, part, **options: scored.append(part) or real(scorer, part, **options)
+    )
+    _, second = facts(*arguments)
+    assert len(scored) == 1
+    assert first["metrics"] == second["metrics"]
+    assert first["num_tokens"] == 2 * 24 * 50
+
+
+def test_scores_of_other_weights_are_not_taken(clean, model, tmp_path):
+    facts(clean, "--scores", tmp_path / "scores")
+    done = run(clean, "--scores", tmp_path / "scores", "--dtype", "bfloat16")
+    assert done.exit_code == 2
+    assert "dtype=float32 (now dtype=bfloat16)" in done.stderr
+
+
+def test_run_that_did_not_sample_is_refused_in_one_sentence(tmp_path):
+    from recorder.testing import write_scripted_record
+
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    done = run(tmp_path / "record")
+    assert done.exit_code == 2
+    assert "its config has no 'gconfig'" in done.stderr
+
+
+def test_ranks_are_read_one_after_another(clean):
+    from consistency.source import concatenate, read_step
+    from recorder import open_record
+
+    part = read_step(open_record(clean).step(0))
+    twice = concatenate([part, part])
+    assert twice.num_rows == 48
+    np.testing.assert_array_equal(twice.input_ids[twice.row(30)], part.input_ids[part.row(6)])

@@ -1,0 +1,103 @@
+"""One fault at a time is planted in an engine: the diagnosis names it first, accuses no clean engine, and says what it lacks."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from consistency import laws
+from consistency.diagnose import Diagnosis, diagnose
+from consistency.score import score
+
+from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, by_law, make_world, stitched, with_other
+
+CAUSE_FAMILIES = {"R35", *(cause for cause, _ in FAULTS.values())}
+
+
+@functools.cache
+def world(seed: int = 0, noise: float = 0.01) -> World:
+    return make_world(seed, noise)
+
+
+def diagnosis_of(given: Given, at: World) -> Diagnosis:
+    scores = score(at.trainer, given.sequences, temperature=given.setting.temperature)
+    return diagnose(given.sequences, scores, given.setting, at.trainer, given.alternatives)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_the_first_cause(name):
+    cause, build = FAULTS[name]
+    found = diagnosis_of(build(world()), world())
+    assert found.causes[0].id == cause, [(f.id, f.confidence, f.evidence) for f in found.causes]
+    assert found.verdict == ("healthy" if cause == "R57" else "mismatch")
+    assert found.causes[0].confidence > 0.5
+    assert all(text for text in (found.causes[0].evidence, found.causes[0].refute, found.causes[0].fix))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("noise", [0.003, 0.01, 0.02])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_right_cause_comes_first_in_95_percent_whatever_seed_and_noise(seed, noise):
+    at = make_world(seed, noise)
+    wrong = []
+    for name, (cause, build) in FAULTS.items():
+        causes = diagnosis_of(build(at), at).causes
+        if not causes or causes[0].id != cause:
+            wrong.append((name, [f.id for f in causes]))
+    assert len(wrong) <= 0.05 * len(FAULTS), wrong
+
+
+@pytest.mark.parametrize(("seed", "noise"), [(10, 0.003), (11, 0.01), (12, 0.02), (13, 0.0)])
+def test_clean_engine_is_healthy(seed, noise):
+    found = diagnosis_of(CLEAN(make_world(seed, noise)), make_world(seed, noise))
+    assert (found.verdict, [f.id for f in found.causes]) == ("healthy", ["R35"])
+    assert abs(found.surprise) < 4
+
+
+@pytest.mark.long
+def test_none_of_200_clean_engines_is_accused():
+    accused = []
+    for seed in range(200):
+        at = make_world(1000 + seed, (0.003, 0.01, 0.02, 0.05)[seed % 4])
+        found = diagnosis_of(CLEAN(at), at)
+        if found.verdict == "mismatch":
+            accused.append((seed, [f.id for f in found.causes]))
+    assert accused == []
+
+
+def test_noise_beyond_what_was_published_is_unknown_and_accuses_nobody():
+    at = make_world(3, 0.06)
+    found = diagnosis_of(CLEAN(at), at)
+    assert (found.verdict, found.causes) == ("unknown", ())
+    assert "worker: the engine that answered each sequence" in found.missing
+
+
+def test_stale_weights_without_the_old_checkpoint_are_unknown_and_the_checkpoint_is_asked_for():
+    given = with_other("R24", "previous checkpoint")(world())
+    found = diagnosis_of(Given(given.sequences), world())
+    assert found.verdict == "unknown"
+    assert found.missing[0] == "the checkpoint before this one (--previous), to recognise stale weights"
+
+
+def test_one_wrong_engine_without_its_column_is_unknown_and_the_column_is_asked_for():
+    found = diagnosis_of(stitched(lambda row, place: row % 4 == 0)(world()), world())
+    assert found.verdict == "unknown"
+    assert "record the engine of each sequence (worker)" in found.causes[0].fix
+
+
+def test_two_faults_at_once_are_both_named():
+    rounded = by_law(reports=laws.bfloat16_logits, draws=functools.partial(laws.top_k, top_k=20))(
+        dataclasses.replace(world(), noise=0.002)
+    )
+    assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
+
+
+def test_fitted_temperature_is_told_to_two_decimals():
+    evidence = diagnosis_of(FAULTS["temperature 0.8 in the engine"][1](world()), world()).causes[0].evidence
+    assert "the engine's logprobs are of temperature 0.8, the trainer's of 1" in evidence
+
+
+def test_rounded_logits_are_not_seen_in_clean_ones():
+    quiet = dataclasses.replace(world(), noise=0.002)
+    assert [f.id for f in diagnosis_of(CLEAN(quiet), quiet).causes] == ["R35"]
+    assert [f.id for f in diagnosis_of(bfloat16_logits(quiet), quiet).causes if f.fault] == ["R37"]
