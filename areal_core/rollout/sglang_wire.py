@@ -50,21 +50,24 @@ def parse_generate(body: bytes) -> Chunk:
         finish = meta["finish_reason"]
         if finish["type"] == "abort" and str(finish.get("message", "")).startswith("Abort before prefill"):
             return Chunk([], [], [], "abort")
-        pairs = [(float(logprob), int(token)) for logprob, token, *_ in meta["output_token_logprobs"]]
+        logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+        tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]
         count = int(meta["completion_tokens"])
         spans = meta.get("weight_versions") or [
             {"version": meta.get("weight_version", ""), "start": 0, "end": count}
         ]
-        versions = [parse_version(s["version"]) for s in spans for _ in range(s["start"], s["end"])]
-    except (KeyError, TypeError, ValueError) as error:
+        versions: list[int | None] = []
+        for span in spans:
+            versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise MalformedReply(
             f"a /generate reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
         ) from error
-    if len(pairs) != count or len(versions) != count:
+    if len(tokens) != count or len(versions) != count:
         raise MalformedReply(
-            f"a /generate reply holds {len(pairs)} logprobs and {len(versions)} versions for {count} tokens"
+            f"a /generate reply holds {len(tokens)} logprobs and {len(versions)} versions for {count} tokens"
         )
-    return Chunk([t for _, t in pairs], [p for p, _ in pairs], versions, str(finish["type"]))
+    return Chunk(tokens, logprobs, versions, str(finish["type"]))
 
 
 def parse_version(text: str) -> int | None:
