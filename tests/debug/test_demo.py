@@ -1,0 +1,62 @@
+"""The two journeys: the demo on a tiny model, and the one on a real model with a real server."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_core.telemetry import read_stats
+from recorder import open_record
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_demo_teaches_records_and_replays_to_the_same_bits(areal_debug, tmp_path):
+    done = areal_debug("demo", "--output", tmp_path / "demo", "--steps", 12)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit-identical: 12 of 12 steps" in done.stdout
+    assert re.search(r"reward 0\.\d\d [▁▂▃▄▅▆▇█]{12} 0\.\d\d", done.stdout)
+    assert open_record(tmp_path / "demo" / "record").steps == tuple(range(12))
+    (stats,) = (tmp_path / "demo").glob("runs/logs/*/demo/grpo/stats.jsonl")
+    rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(stats)]
+    # It begins where it is right sometimes, and learns from there.
+    assert 0.1 < sum(rewards[:3]) / 3 < sum(rewards[-3:]) / 3
+
+
+def test_wrong_input_of_demo_is_one_sentence_and_leaves_nothing(areal_debug, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for arguments, word in (
+        (("--output", tmp_path), "not empty"),
+        (("--output", tmp_path / "new", "--nproc", 3), "batch_size is 32"),
+        (("--steps", 0), "--steps"),
+    ):
+        done = areal_debug("demo", *arguments)
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_the_real_model_trains_with_its_server_and_replays_without_it(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "demo_real.py", "--output", tmp_path / "real"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=3000, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit-identical: 4 of 4 steps" in done.stdout
+    record = open_record(tmp_path / "real" / "record")
+    assert record.header.num_ranks == 2
+    for step in record.steps:
+        batches = [record.step(step).batch(rank) for rank in range(2)]
+        assert sum(len(batch["rewards"]) for batch in batches) == 8 * 4
+        # Every token was sampled by the weights that were pushed after the step before.
+        assert {v for batch in batches for v in batch["versions"][batch["loss_mask"] == 1].tolist()} == {step}
+    # bfloat16 on both sides: engine and trainer differ, as little as that format does.
+    stats = record.step(0).outcome(0).stats
+    assert abs(stats["ppo_actor/update/behave_approx_kl/avg"]) < 0.02
