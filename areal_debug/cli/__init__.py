@@ -4,7 +4,14 @@ import importlib
 
 import click
 
-VERBS = {"demo": "demo", "train": "train", "replay": "replay", "record": "record", "hang": "hang"}
+VERBS = {
+    "demo": "demo",
+    "train": "train",
+    "replay": "replay",
+    "record": "record",
+    "consistency": "consistency",
+    "hang": "hang",
+}
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,173 @@
+"""What a check of logprobs looks like in a terminal: verdict, causes, numbers, curves, the worst tokens in their context."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_debug.render import escaped, format_number, sparkline
+from consistency.case import Finding
+from consistency.check import Checked, Request
+from consistency.diagnose import Diagnosis
+from consistency.measure import Measurement
+from consistency.report import Gate, WorstToken, describe_worst
+from recorder.samples import token_texts
+
+NUMBERS = (
+    ("mean_abs", "mean |D|"),
+    ("p50_abs", "median |D|"),
+    ("p95_abs", "95 %"),
+    ("p99_abs", "99 %"),
+    ("max_abs", "largest"),
+    ("mean", "mean D"),
+    ("t_clustered", "its t, by sequence"),
+    ("k1", "k1"),
+    ("k3", "k3"),
+    ("ratio_mean", "mean ratio"),
+    ("ess_token", "effective samples"),
+    ("share_above_ln2", "share |D| > ln 2"),
+    ("logprob_pearson", "correlation"),
+    ("surprisal_correlation", "D with surprisal"),
+)
+STYLES = {"healthy": "green", "mismatch": "red", "unknown": "yellow"}
+Decode = Callable[[list[int]], str] | None
+
+
+def print_report(out: Console, checked: Checked, gates: tuple[Gate, ...], request: Request) -> None:
+    """The whole report."""
+    print_verdict(out, checked)
+    for finding in checked.diagnosis.causes:
+        print_finding(out, finding)
+    if checked.diagnosis.missing:
+        out.print("To tell more, give:")
+        for name in checked.diagnosis.missing:
+            out.print(f"  {escaped(name)}")
+        out.print()
+    for gate in gates:
+        word = "[green]holds[/green]" if gate.holds else "[red]does not hold[/red]"
+        out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
+    print_numbers(out, checked.diagnosis.measurement)
+    print_curves(out, checked.diagnosis)
+    print_worst(out, describe_worst(checked), load_decode(request.model))
+
+
+def print_verdict(out: Console, checked: Checked) -> None:
+    """One line."""
+    found, measured = checked.diagnosis, checked.diagnosis.measurement
+    first = (
+        found.causes[0].name
+        if found.causes
+        else "engine and model differ by more than noise, and nothing explains it"
+    )
+    out.print(
+        f"[bold {STYLES[found.verdict]}]{found.verdict.capitalize()}:[/] {escaped(first)}. "
+        f"{measured.num_tokens:,} tokens of {measured.num_sequences:,} sequences, mean |D| {format_number(measured.metrics['mean_abs'])}, "
+        f"D = trainer - engine, scored in {checked.dtype} at temperature {checked.setting.temperature:g}"
+    )
+    left_out = {name.replace("_", " "): count for name, count in vars(measured.excluded).items() if count}
+    if left_out:
+        out.print(
+            f"[yellow]left out: {', '.join(f'{count:,} {name}' for name, count in left_out.items())}[/yellow]"
+        )
+    out.print()
+
+
+def print_finding(out: Console, finding: Finding) -> None:
+    """A cause with its reasons."""
+    out.print(
+        f"[bold]{finding.id}  {escaped(finding.name)}[/bold]  [dim]confidence {finding.confidence:.0%}[/dim]"
+    )
+    for heading, text in (
+        ("evidence", finding.evidence),
+        ("refuted if", finding.refute),
+        ("fix", finding.fix),
+    ):
+        out.print(f"  {heading:<10}  {escaped(text)}")
+    out.print()
+
+
+def print_numbers(out: Console, measured: Measurement) -> None:
+    """The quantile table, two numbers a line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    half = len(NUMBERS) // 2
+    for left, right in zip(NUMBERS[:half], NUMBERS[half:], strict=True):
+        cells = [
+            cell
+            for name, label in (left, right)
+            for cell in (label, format_number(measured.metrics[name]), "   ")
+        ]
+        table.add_row(*cells)
+    out.print(table)
+    out.print()
+
+
+def print_curves(out: Console, found: Diagnosis) -> None:
+    """Histogram of D, and mean |D| along positions, turns and surprisal."""
+    bars = found.measurement.histogram
+    reach = abs(bars[0][0])
+    out.print(
+        f"{'tokens by D (log)':<28}{sparkline([math.log1p(count) for _, count in bars])}  "
+        f"[dim]{-reach:.3g} to {reach:.3g}[/dim]"
+    )
+    curves = (
+        ("response_position", "position in response"),
+        ("turn", "turn"),
+        ("surprisal_decile", "decile of surprisal"),
+        ("version", "version"),
+    )
+    for column, label in curves:
+        if column not in found.measurement.by or len(groups := found.measurement.by[column]) < 2:
+            continue
+        values = [group.mean_abs for group in groups]
+        out.print(
+            f"{'|D| by ' + label:<28}{sparkline(values)}  "
+            f"[dim]{groups[0].key} to {groups[-1].key}; {min(values):.2g} to {max(values):.2g}[/dim]"
+        )
+    out.print()
+
+
+def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> None:
+    """The tokens with the largest |D|, behind what came before them."""
+    table = Table(title="Worst tokens", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for heading in (
+        "sequence",
+        "position",
+        "engine",
+        "trainer",
+        "rank",
+        "behind",
+        "token",
+        "trainer's likeliest",
+    ):
+        table.add_column(heading, overflow="fold")
+    for token in worst:
+        top = ", ".join(f"{text_of([i], decode)} {logprob:.2f}" for i, logprob in token.top[:3])
+        table.add_row(
+            str(token.sequence),
+            str(token.position),
+            f"{token.engine:.4g}",
+            f"{token.trainer:.4g}",
+            str(token.rank),
+            escaped(text_of(list(token.before), decode)[-32:]),
+            escaped(text_of([token.token_id], decode)),
+            escaped(top),
+        )
+    out.print(table)
+
+
+def text_of(ids: list[int], decode: Decode) -> str:
+    """The ids as text with line breaks shown, or the ids themselves."""
+    return repr("".join(token_texts(ids, decode)))[1:-1]
+
+
+def load_decode(model: str) -> Decode:
+    """Decoding with the model's own tokenizer, or None where its folder holds none."""
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

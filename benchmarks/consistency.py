@@ -1,0 +1,131 @@
+"""What checking logprobs costs: measuring a million tokens, scoring beside the bare forward pass, and memory beside whole logits.
+
+    python benchmarks/consistency.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
+
+The bare forward pass includes the product with the output layer, which any scoring needs. Memory is what the peak of
+a process rises by, each way in one of its own.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from areal_core.engine.attention import PACKED
+from consistency.measure import measure
+from consistency.score import Scorer, hidden_states, score, scorer_of
+from consistency.tokens import Sequences, compare_tokens
+
+MIB = 1024
+
+
+def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Sequences:
+    """Rows of equal length; all but the first token of each is sampled."""
+    rng = np.random.default_rng(0)
+    num_rows = num_tokens // row_length
+    total = num_rows * (row_length + 1)
+    sampled = np.arange(total) % (row_length + 1) > 0
+    ids = rng.integers(0, vocabulary_size, total)
+    return Sequences(ids, np.arange(num_rows + 1) * (row_length + 1), sampled, -rng.exponential(1.0, total))
+
+
+def seconds(work: Callable[[], object], repeats: int = 3) -> float:
+    """The shortest of several runs."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def measuring(num_tokens: int) -> float:
+    """Seconds from two columns to all numbers."""
+    sequences = some_sequences(num_tokens, 50_000, 2000)
+    noise = np.random.default_rng(1).normal(0, 0.01, len(sequences.scored))
+    trainer = np.minimum(sequences.engine_logprobs[sequences.scored] + noise, 0)
+    return seconds(lambda: measure(compare_tokens(sequences, trainer)), 1)
+
+
+def small_model(vocabulary_size: int) -> Scorer:
+    """A Llama of 8 layers and 512 wide in float32, random."""
+    config = LlamaConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    return scorer_of(LlamaForCausalLM._from_config(config, attn_implementation=PACKED))
+
+
+def forward(scorer: Scorer, sequences: Sequences) -> None:
+    """Hidden states and the product with the output layer, a few rows at a time, nothing kept."""
+    hidden = hidden_states(scorer, sequences.input_ids, np.diff(sequences.cu_seqlens).tolist())
+    for rows in hidden.split(scorer.head.rows_at_a_time(scorer.device)):
+        scorer.head.uncapped(rows)
+
+
+def whole_logits(scorer: Scorer, sequences: Sequences) -> None:
+    """The naive way: log_softmax over [tokens, vocab] in float32."""
+    hidden = hidden_states(scorer, sequences.input_ids, np.diff(sequences.cu_seqlens).tolist())
+    logprobs = torch.log_softmax(scorer.head.uncapped(hidden), -1)
+    logprobs.gather(1, torch.as_tensor(sequences.input_ids)[:, None])
+
+
+def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiprocessing.Queue[float]") -> None:
+    """MiB by which the peak of this process rises."""
+    scorer = small_model(vocabulary_size)
+    sequences = some_sequences(num_tokens, vocabulary_size, 512)
+    score(scorer, some_sequences(1024, vocabulary_size, 512))  # what libraries allocate once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if way == "score":
+        score(scorer, sequences, tokens_per_pass=num_tokens * 2)
+    else:
+        whole_logits(scorer, sequences)
+    queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / MIB)
+
+
+def peak_of(way: str, vocabulary_size: int, num_tokens: int) -> float:
+    """MiB by which a process of its own rises."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=peak_mib, args=(way, vocabulary_size, num_tokens, queue))
+    process.start()
+    process.join()
+    return queue.get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--score-tokens", type=int, default=4096)
+    options = parser.parse_args()
+    print(f"measuring {options.tokens:,} tokens: {measuring(options.tokens):.2f} s")
+    scorer = small_model(options.vocabulary)
+    sequences = some_sequences(options.score_tokens, options.vocabulary, 512)
+    bare = seconds(lambda: forward(scorer, sequences))
+    scored = seconds(lambda: score(scorer, sequences, tokens_per_pass=2 * options.score_tokens))
+    rate = options.score_tokens / scored
+    print(
+        f"scoring {options.score_tokens:,} tokens: {scored:.2f} s, {rate:,.0f} tokens/s, {scored / bare:.2f} of the bare forward pass"
+    )
+    ours, naive = (
+        peak_of(way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
+    )
+    print(
+        f"peak memory: {ours:,.0f} MiB beside {naive:,.0f} MiB for whole logits, a ratio of {naive / max(ours, 1):.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
