@@ -26,8 +26,8 @@ class PPOTrainer:
 
     Args:
         train_dataset: rows with `messages`; not needed when `source` is given.
-        source: where batches come from; by default they are sampled live from `train_dataset`.
-        observers: told what happens; they change nothing.
+        source: makes, from the trainer, where batches come from; by default they are sampled live from `train_dataset`.
+        observers: makers of observers, called with the trainer; observers are told what happens and change nothing.
         total_steps: of the run, which the learning-rate schedule spans; by default what config and dataset say.
         checkpoint: folder to continue from, as `save_checkpoint` of the `start` event wrote it.
         stop_after: the last step to train, when it is not the run's last.
@@ -38,7 +38,6 @@ class PPOTrainer:
         self,
         config: PPOConfig,
         train_dataset: Sequence[dict[str, Any]] | None = None,
-        valid_dataset: Sequence[dict[str, Any]] | None = None,
         *,
         source: Callable[["PPOTrainer"], RolloutSource] | None = None,
         observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),

@@ -1,0 +1,40 @@
+"""What a training run leaves behind, and the options that only a whole run exercises."""
+
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_core.telemetry import read_stats
+
+HERE = Path(__file__).parent
+
+
+def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug, tiny_model, tmp_path):
+    done = areal_debug(
+        *("train", HERE / "train_tiny.py", "--config", HERE / "tiny.yaml"),
+        *(f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "saver.freq_steps=2"),
+        *("actor.kl_ctl=0.05", f"ref.path={tiny_model}", "ref.dtype=float32"),
+        f"stats_logger.tensorboard.path={tmp_path}/tensorboard",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stats_file,) = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
+    stats = read_stats(stats_file)
+    assert [line["step"] for line in stats] == [0, 1, 2]
+    # The policy starts as the reference, and moves away from it.
+    assert abs(stats[0]["ppo_actor/kl_rewards/avg"]) < 1e-6
+    assert abs(stats[2]["ppo_actor/kl_rewards/avg"]) > 1e-6
+    assert abs(stats[0]["ppo_actor/update/importance_weight/avg"] - 1) < 0.05
+
+    (saved,) = tmp_path.glob("checkpoints/*/tiny/test/default/globalstep1")
+    trained, initial = (AutoModelForCausalLM.from_pretrained(path) for path in (saved, tiny_model))
+    assert not torch.equal(trained.lm_head.weight, initial.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(saved).encode("1+2") == AutoTokenizer.from_pretrained(
+        tiny_model
+    ).encode("1+2")
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rewards = [round(event.value, 5) for event in events.Scalars("ppo_actor/task_reward/avg")]
+    assert rewards == [round(line["ppo_actor/task_reward/avg"], 5) for line in stats]
