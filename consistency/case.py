@@ -70,7 +70,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The same tokens scored otherwise (another checkpoint, BOS in front, another dtype), float64 [scored]."""
+    """The same tokens scored otherwise (another checkpoint, BOS in front, another dtype), float64 [sample]."""
 
     cause: str
     name: str

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from consistency.alternatives import bos_alternatives, checkpoint_alternative
-from consistency.case import Alternative, Setting
-from consistency.diagnose import Diagnosis, diagnose
+from consistency.case import Alternative, Noise, Setting
+from consistency.diagnose import Diagnosis, diagnose, is_accusation
+from consistency.measure import k3
+from consistency.replay import Replays, replay, select_rows
 from consistency.score import Progress, Question, Scorer, Scores, load_scorer, load_scores, save_scores, score
 from consistency.source import concatenate, parse_sampling, read_step, setting_of
 from consistency.tokens import Sequences
@@ -20,6 +22,8 @@ from recorder.sealed import checksum
 
 TOP_K = 5
 SURE = 0.85
+# Two kernels that both round differ by more than one that rounds from one that does not: sqrt(2), and some.
+NOISE_MARGIN = 1.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,13 +78,37 @@ def check_record(record: Record, request: Request, progress: Progress = lambda n
     sequences = concatenate(steps)
     version = versions.pop() if len(versions) == 1 else None
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, version)
-    found = diagnose(sequences, scores, setting, scorer)
-    if found.verdict != "healthy" and not any(cause.confidence > SURE for cause in found.causes):
-        # a second pass over the tokens, only where the first one leaves a doubt
-        found = diagnose(
-            sequences, scores, setting, scorer, alternatives(scorer, sequences, request, setting, dtype)
-        )
+    replays = replay(scorer, sequences, temperature, setting.eos_token_id)
+    found = diagnose(sequences, scores, setting, replays)
+    given: list[Alternative] = []
+    # Each further look costs passes over the sample, and is taken only where doubt is left.
+    for look in (other_dtype, other_prompts, other_checkpoints):
+        if settled(found):
+            break
+        given += look(scorer, select_rows(sequences, replays.rows), request, setting, dtype)
+        if look is other_dtype:
+            setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
+        found = diagnose(sequences, scores, setting, replays, given)
     return Checked(found, sequences, scores, setting, dtype)
+
+
+def settled(found: Diagnosis) -> bool:
+    """Whether another look could hardly change the verdict."""
+    return found.verdict == "healthy" or any(is_accusation(c) and c.confidence > SURE for c in found.causes)
+
+
+def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays) -> Noise:
+    """The published noise, or more where this model's own logprobs move more from dtype to dtype (small models' do)."""
+    moves = other_dtype.logprobs - replays.base
+    mean_abs, third = float(np.abs(moves).mean()), float(k3(moves).mean())
+    if published.name == "float32" or NOISE_MARGIN * mean_abs <= published.mean_abs:
+        return published
+    return Noise(
+        f"{published.name}, on this model",
+        max(published.mean_abs, NOISE_MARGIN * mean_abs),
+        max(published.k3, NOISE_MARGIN**2 * third),
+        f"{other_dtype.name} instead moves its logprobs by {mean_abs:.2g} on average",
+    )
 
 
 def score_step(
@@ -121,21 +149,33 @@ def join_scores(parts: Sequence[Scores]) -> Scores:
     )
 
 
-def alternatives(
-    scorer: Scorer, sequences: Sequences, request: Request, setting: Setting, dtype: str
+def other_dtype(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
 ) -> list[Alternative]:
-    """Other scores of the same tokens: with and without BOS, in the other dtype, by the checkpoints that were given."""
-    found: list[Alternative] = []
-    if setting.bos_token_id is not None:
-        found += bos_alternatives(scorer, sequences, setting.bos_token_id, setting.temperature)
-    other_dtype = "bfloat16" if dtype == "float32" else "float32"
-    wanted: list[tuple[str, str, str | None, str]] = [
-        ("R38", f"scoring in {other_dtype}", request.model, other_dtype),
-        ("R24", "the previous checkpoint", request.previous, dtype),
-        ("R32", "the base model", request.base, dtype),
+    """The same model in the other dtype."""
+    other = "bfloat16" if dtype == "float32" else "float32"
+    model = load_scorer(request.model, DTYPES[other], request.device)
+    return [checkpoint_alternative(model, rows, "R38", f"scoring in {other}", setting.temperature)]
+
+
+def other_prompts(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
+) -> list[Alternative]:
+    """With and without BOS."""
+    if setting.bos_token_id is None:
+        return []
+    return bos_alternatives(scorer, rows, setting.bos_token_id, setting.temperature)
+
+
+def other_checkpoints(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
+) -> list[Alternative]:
+    """By the checkpoints that were given."""
+    wanted = (("R24", "the previous checkpoint", request.previous), ("R32", "the base model", request.base))
+    return [
+        checkpoint_alternative(
+            load_scorer(path, DTYPES[dtype], request.device), rows, cause, name, setting.temperature
+        )
+        for cause, name, path in wanted
+        if path is not None
     ]
-    for cause, name, path, kind in wanted:
-        if path is not None:
-            other = load_scorer(path, DTYPES[kind], request.device)
-            found.append(checkpoint_alternative(other, sequences, cause, name, setting.temperature))
-    return found

@@ -28,7 +28,7 @@ def with_derived(
         Prediction("R09", "likeliest token", 0.0, scores.largest[replays.sample]),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
         paired_otherwise(engine, base, row),
-        *(Prediction(a.cause, a.name, 0.0, a.logprobs[replays.sample]) for a in alternatives),
+        *(Prediction(a.cause, a.name, 0.0, a.logprobs) for a in alternatives),
     ]
     place = places_in_rows(row)
     forbidden = [forbidden_at_first(engine, base, p, place) for p in replays.predictions if p.cause == "R06"]

@@ -8,8 +8,8 @@ from consistency.causes import alignment, architecture, definition, numerics, we
 from consistency.causes.definition import in_logprobs, log_units
 from consistency.derive import with_derived
 from consistency.measure import Measurement, measure
-from consistency.replay import replay
-from consistency.score import Scorer, Scores
+from consistency.replay import Replays
+from consistency.score import Scores
 from consistency.tokens import Sequences, TokenTable, compare_tokens
 
 CONFIDENT = 0.5
@@ -38,15 +38,15 @@ def diagnose(
     sequences: Sequences,
     scores: Scores,
     setting: Setting,
-    scorer: Scorer | None = None,
+    replays: Replays | None = None,
     alternatives: Sequence[Alternative] = (),
 ) -> Diagnosis:
     """Judge an engine's logprobs by the trainer's.
 
     Args:
         scores: of `sequences` at `setting.temperature`.
-        scorer: gives full logits to replay hypotheses on; without one only structure and shape are judged.
-        alternatives: the same tokens scored otherwise, which stale weights, BOS and dtypes are recognised by.
+        replays: of the same sequences at the same temperature; without them only structure and shape are judged.
+        alternatives: the tokens of `replays.sample` scored otherwise, which stale weights, BOS and dtypes are recognised by.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -57,10 +57,8 @@ def diagnose(
         findings.append(units)
         sequences = replace(sequences, engine_logprobs=in_logprobs(units, sequences.engine_logprobs))
     table = compare_tokens(sequences, scores.logprob)
-    replays = None
-    if scorer is not None:
-        tried = replay(scorer, sequences, setting.temperature, setting.eos_token_id)
-        replays = with_derived(tried, sequences, scores, alternatives)
+    if replays is not None:
+        replays = with_derived(replays, sequences, scores, alternatives)
     measurement = measure(table)
     assert all(identity.holds for identity in measurement.identities), measurement.identities
     case = Case(sequences, table, scores, measurement, setting, replays)

@@ -7,6 +7,7 @@ import pytest
 
 from consistency import laws
 from consistency.diagnose import Diagnosis, diagnose
+from consistency.replay import replay
 from consistency.score import score
 
 from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, by_law, make_world, stitched, with_other
@@ -21,7 +22,9 @@ def world(seed: int = 0, noise: float = 0.01) -> World:
 
 def diagnosis_of(given: Given, at: World) -> Diagnosis:
     scores = score(at.trainer, given.sequences, temperature=given.setting.temperature)
-    return diagnose(given.sequences, scores, given.setting, at.trainer, given.alternatives)
+    setting = given.setting
+    replays = replay(at.trainer, given.sequences, setting.temperature, setting.eos_token_id)
+    return diagnose(given.sequences, scores, setting, replays, given.alternatives)
 
 
 @pytest.mark.parametrize("name", FAULTS)
