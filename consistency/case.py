@@ -136,7 +136,7 @@ class Case:
     @cached_property
     def drawn_by(self) -> tuple[Prediction, float] | None:
         """The law under which the tokens are clearly likelier than under the trainer's, and by how many nats."""
-        if self.replays is None:
+        if self.replays is None or self.setting.greedy:
             return None
         laws = [p for p in self.replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
         gains = [likelihood(self.replays.base, p.logprobs) for p in laws]

@@ -11,7 +11,7 @@ import torch
 from consistency.alternatives import bos_alternatives, checkpoint_alternative
 from consistency.case import Alternative, Noise, Setting
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
-from consistency.measure import k3
+from consistency.estimators import k3
 from consistency.replay import Replays, replay, select_rows
 from consistency.score import Progress, Question, Scorer, Scores, load_scorer, load_scores, save_scores, score
 from consistency.source import concatenate, parse_sampling, read_step, setting_of

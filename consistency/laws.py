@@ -83,9 +83,18 @@ def min_p(rows: Rows, min_p: float) -> Tensor:
 
 
 def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Logits of tokens seen in prompt or output, divided if positive and multiplied if negative (CTRL, section 4.1)."""
+    """Logits of tokens seen in prompt or output, divided if positive and multiplied if negative (CTRL, section 4.1); vLLM, Transformers."""
+    return _repetition_penalty(rows, rows.seen > 0, penalty)
+
+
+def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """The same for tokens seen in the output alone; SGLang."""
+    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
+
+
+def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
     punished = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
-    return normalised(torch.where(rows.seen > 0, punished, rows.logits) / rows.temperature)
+    return normalised(torch.where(seen, punished, rows.logits) / rows.temperature)
 
 
 def frequency_penalty(rows: Rows, penalty: float) -> Tensor:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from consistency.estimators import LARGEST_EXPONENT, correlation, effective_share, k3, ratio
+from consistency.groups import Group, all_groups, histogram
 from consistency.tokens import Excluded, Floats, Ints, TokenTable
 
-# exp() overflows at 709.8; a sequence's ratio is bounded as in verl's rollout correction, whose chi2 ours can then be compared with.
-LARGEST_EXPONENT = 700.0
+# A sequence's ratio is bounded as in verl's rollout correction, whose chi2 ours can then be compared with.
 SEQUENCE_BOUND = 20.0
 IDENTITY_TOLERANCE = 1e-9
-NUM_BINS = 40
 # Below what float32 resolves of a logprob, a median is 0 as far as ratios to it go.
 SMALLEST_SIZE = 1e-12
 
@@ -63,19 +63,6 @@ class Identity:
         """Equal up to rounding in float64."""
         scale = max(1.0, abs(self.left), abs(self.right))
         return not np.isfinite(scale) or abs(self.left - self.right) <= IDENTITY_TOLERANCE * scale
-
-
-@dataclass(frozen=True)
-class Group:
-    """Some of the tokens: how many, and how far apart."""
-
-    key: int
-    num_tokens: int
-    mean_abs: float
-    mean: float
-    k1: float
-    k2: float
-    k3: float
 
 
 @dataclass(frozen=True)
@@ -159,17 +146,6 @@ class Sums:
         )
 
 
-def ratio(difference: Floats) -> Floats:
-    """rho = exp(D), [n]."""
-    return np.exp(np.minimum(difference, LARGEST_EXPONENT))
-
-
-def k3(difference: Floats) -> Floats:
-    """exp(D) - 1 - D per token, never negative; expm1 keeps small ones exact."""
-    bounded = np.minimum(difference, LARGEST_EXPONENT)
-    return np.expm1(bounded) - bounded
-
-
 def sizes(difference: Floats) -> dict[str, float]:
     """B1, B3: quantiles of |D|, root mean square, shares of signs."""
     size = np.abs(difference)
@@ -210,12 +186,6 @@ def divergences(table: TokenTable) -> dict[str, float]:
         "reverse_k3": float(k3(-difference).mean()),
         "jsd": float(0.5 * (k3(table.trainer - middle) + k3(table.engine - middle)).mean()),
     }
-
-
-def effective_share(log_ratio: Floats) -> float:
-    """Effective sample size over the number of samples, (mean rho)^2 / mean rho^2, of raw ratios in log space."""
-    scaled = np.exp(log_ratio - log_ratio.max())
-    return float(scaled.mean() ** 2 / np.mean(scaled**2))
 
 
 def ratios(difference: Floats) -> dict[str, float]:
@@ -295,62 +265,6 @@ def against_surprisal(table: TokenTable) -> dict[str, float]:
         "surprisal_correlation": correlation(table.difference, surprisal),
         "surprisal_abs_correlation": correlation(np.abs(table.difference), surprisal),
     }
-
-
-def correlation(left: Floats, right: Floats) -> float:
-    """Pearson's correlation; 0 where one side is constant."""
-    left, right = left - left.mean(), right - right.mean()
-    scale = np.sqrt((left @ left) * (right @ right))
-    return float(left @ right / scale) if scale > 0 else 0.0
-
-
-def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
-    """B28: the numbers of each key, ascending."""
-    names, inverse = np.unique(keys, return_inverse=True)
-    count = np.bincount(inverse)
-    means = [
-        np.bincount(inverse, weights=v) / count
-        for v in (np.abs(difference), difference, difference**2, k3(difference))
-    ]
-    return tuple(
-        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(third))
-        for key, num, size, mean, square, third in zip(names, count, *means, strict=True)
-    )
-
-
-def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:
-    """Each value's bin, named by its first value: one bin a value while there are few, else of equal width."""
-    width = max(1, -(-int(values.max() + 1) // num_bins))
-    return values // width * width
-
-
-def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
-    """B19, B21, B28: curves over position, and groups by every column that was recorded. Of token ids, the 50 with most tokens."""
-    difference = table.difference
-    decile = np.searchsorted(np.quantile(-table.trainer, np.arange(0.1, 1.0, 0.1)), -table.trainer)
-    columns = {
-        "position": bins(table.position),
-        "response_position": bins(table.response_position),
-        "turn_position": bins(table.turn_position),
-        "turn": table.turn,
-        "length": bins(table.length, 10),
-        "surprisal_decile": decile.astype(np.int64),
-        "version": table.version,
-        "worker": table.worker,
-        "cached": None if table.cached_tokens is None else (table.cached_tokens > 0).astype(np.int64),
-    }
-    groups = {name: group_by(keys, difference) for name, keys in columns.items() if keys is not None}
-    by_id = group_by(table.token_id, difference)
-    groups["token_id"] = tuple(sorted(by_id, key=lambda group: (-group.num_tokens, group.key))[:50])
-    return groups
-
-
-def histogram(difference: Floats, num_bins: int = 41) -> tuple[tuple[float, int], ...]:
-    """(left edge, tokens) of equal bins around 0 that reach to the 99th percentile of |D|; the ends hold everything beyond."""
-    reach = float(np.quantile(np.abs(difference), 0.99)) or 1.0
-    edges = np.linspace(-reach, reach, num_bins + 1)
-    counts, _ = np.histogram(np.clip(difference, -reach, reach), edges)
-    return tuple((float(edge), int(count)) for edge, count in zip(edges[:-1], counts, strict=True))
 
 
 def worst_tokens(table: TokenTable, count: int = 10) -> Ints:

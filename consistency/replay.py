@@ -66,6 +66,7 @@ class Sample:
 
 def families(eos_token_id: int | None) -> list[Family]:
     """The laws to try, simple ones first."""
+    repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
     found = [
         Family("R01", "temperature", laws.at_temperature, temperatures),
@@ -74,9 +75,8 @@ def families(eos_token_id: int | None) -> list[Family]:
             "R03", "top_k", laws.top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False
         ),
         Family("R03", "min_p", laws.min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
-        Family(
-            "R05", "repetition_penalty", laws.repetition_penalty, (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
-        ),
+        Family("R05", "repetition_penalty", laws.repetition_penalty, repetitions),
+        Family("R05", "repetition_penalty of output tokens", laws.output_repetition_penalty, repetitions),
         Family("R05", "frequency_penalty", laws.frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
         Family("R05", "presence_penalty", laws.presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
         Family("R50", "final logit soft cap", laws.soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),

@@ -154,7 +154,7 @@ def penalty(case: Case) -> Finding | None:
         sure,
         f"{evidence}; tokens that did not occur before are hardly touched",
         "compare tokens that occur for the first time: they must agree",
-        f"send {law.name} explicitly ({'1.0' if 'repetition' in law.name else '0.0'}); the model's generation_config.json may set it: "
+        f"send {law.name.split()[0]} explicitly ({'1.0' if 'repetition' in law.name else '0.0'}); generation_config.json may set it: "
         "vLLM --generation-config vllm, SGLang --sampling-defaults openai",
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from consistency.case import Case, Finding
 from consistency.causes.definition import confidence, explained, replayed
-from consistency.measure import correlation
+from consistency.estimators import correlation
 from consistency.shape import means_by
 
 MUCH = 3.0

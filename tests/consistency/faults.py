@@ -327,6 +327,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "top-k drawn": ("R04", by_law(draws=functools.partial(laws.top_k, top_k=20))),
     "min-p drawn": ("R04", by_law(draws=functools.partial(laws.min_p, min_p=0.1))),
     "repetition penalty": ("R05", by_law(**both(laws.repetition_penalty, penalty=1.15))),
+    "repetition penalty of the output": ("R05", by_law(**both(laws.output_repetition_penalty, penalty=1.15))),
     "frequency penalty": ("R05", by_law(**both(laws.frequency_penalty, penalty=0.4))),
     "presence penalty": ("R05", by_law(**both(laws.presence_penalty, penalty=0.6))),
     "EOS forbidden at first": ("R06", eos_forbidden),

@@ -1,0 +1,105 @@
+"""A real SGLang server in float32 on the CPU: it agrees with Transformers, and what it is told to do otherwise is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from areal_core.config import SGLangConfig
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.servers import call
+from areal_core.rollout.sglang_wire import parse_generate
+from consistency.alternatives import bos_alternatives, checkpoint_alternative
+from consistency.case import NOISE, Setting
+from consistency.diagnose import diagnose
+from consistency.replay import replay
+from consistency.score import load_scorer, score
+from consistency.tokens import Completion, sequences_from_completions
+
+from .records import save_model
+
+pytestmark = pytest.mark.sglang
+EOS, BOS = 1, 2
+SETTING = Setting(vocabulary_size=105, eos_token_id=EOS, bos_token_id=BOS, noise=NOISE["float32"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    with SGLangServer(
+        model, log, server_args(options, "cpu"), cpu_environment(), ready_timeout_s=600.0
+    ) as running:
+        yield running.server
+
+
+def sampled(server, sent_before=(), **sampling):
+    """Completions of 40 prompts that begin with BOS, 60 tokens each; `sent_before` goes to the server and is not told."""
+    rng = np.random.default_rng(0)
+    prompts = [[BOS, *rng.integers(5, 100, 9).tolist()] for _ in range(40)]
+    payload = {
+        "input_ids": [[*sent_before, *prompt] for prompt in prompts],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True} | sampling,
+        "return_logprob": True,
+    }
+    replies = [
+        parse_generate(json.dumps(reply).encode())
+        for reply in json.loads(call(server, "POST", "/generate", payload, 300.0))
+    ]
+    return sequences_from_completions(
+        [
+            Completion(prompt, reply.tokens, reply.logprobs)
+            for prompt, reply in zip(prompts, replies, strict=True)
+        ]
+    )
+
+
+def judged(model, sequences, look=lambda scorer, sequences: ()):
+    scorer = load_scorer(str(model))
+    replays = replay(scorer, sequences, 1.0, EOS)
+    return diagnose(sequences, score(scorer, sequences), SETTING, replays, look(scorer, sequences))
+
+
+def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
+    found = judged(model, sampled(server))
+    assert (found.verdict, [cause.id for cause in found.causes]) == ("healthy", ["R35"])
+    assert found.measurement.metrics["mean_abs"] < 1e-5
+    assert found.measurement.num_tokens == 2400
+
+
+@pytest.mark.parametrize(
+    ("sampling", "cause", "told"),
+    [
+        ({"temperature": 0.8}, "R01", "of temperature 0.8"),
+        ({"top_p": 0.8}, "R04", "likelier under top_p 0.8"),
+        ({"top_k": 10}, "R04", "likelier under top_k 10"),
+        ({"min_p": 0.1}, "R04", "likelier under min_p 0.1"),
+        ({"repetition_penalty": 1.3}, "R05", "repetition_penalty of output tokens 1.3"),
+        ({"frequency_penalty": 0.5}, "R05", "frequency_penalty 0.5"),
+        ({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5"),
+    ],
+)
+def test_what_the_server_was_told_otherwise_is_named_with_its_value(server, model, sampling, cause, told):
+    first = judged(model, sampled(server, **sampling)).causes[0]
+    assert (first.id, told in first.evidence) == (cause, True), first
+
+
+def test_second_bos_is_named(server, model):
+    found = judged(
+        model, sampled(server, [BOS]), lambda scorer, rows: bos_alternatives(scorer, rows, BOS, 1.0)
+    )
+    assert (found.causes[0].id, found.causes[0].name) == ("R15", "double BOS")
+
+
+def test_server_that_still_holds_the_previous_checkpoint_is_stale(server, model, tmp_path):
+    def previous(scorer, rows):
+        return [checkpoint_alternative(load_scorer(str(model)), rows, "R24", "the previous checkpoint", 1.0)]
+
+    newer = save_model(tmp_path / "newer", seed=5)
+    found = judged(newer, sampled(server), previous)
+    assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
