@@ -178,9 +178,14 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     launcher.send_signal(number)
     assert launcher.wait(30) == code
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(int(started[0].stem)):
+    while is_running(int(started[0].stem)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs: a zombie has ended, though this process may have become the parent that reaps it."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_server_that_is_late_is_stopped_and_told(tmp_path, monkeypatch):

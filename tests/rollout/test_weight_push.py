@@ -132,6 +132,7 @@ try:
 except PushFailed as failed:
     print(f"rank {rank}: {failed}\\n", end="", flush=True)
     dist.barrier()
+    dist.destroy_process_group()
     sys.exit(7)
 """
 
