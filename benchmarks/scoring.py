@@ -1,6 +1,6 @@
 """What checking logprobs costs: measuring a million tokens, scoring beside the bare forward pass, and memory beside whole logits.
 
-    python benchmarks/consistency.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
+    python benchmarks/scoring.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
 
 The bare forward pass includes the product with the output layer, which any scoring needs. Memory is what the peak of
 a process rises by, each way in one of its own.
@@ -85,7 +85,7 @@ def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiproce
     """MiB by which the peak of this process rises."""
     scorer = small_model(vocabulary_size)
     sequences = some_sequences(num_tokens, vocabulary_size, 512)
-    score(scorer, some_sequences(1024, vocabulary_size, 512))  # what libraries allocate once
+    score(scorer, some_sequences(16, vocabulary_size, 8))  # what libraries allocate once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if way == "score":
         score(scorer, sequences, tokens_per_pass=num_tokens * 2)
