@@ -70,6 +70,8 @@ def launch(
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[used:])
         print(f"inference servers: {', '.join(s.server.address for s in servers)}", flush=True)
         if allocation.train is None:
+            addresses = ",".join(s.server.address for s in servers)
+            print(f"for other processes: AREAL_LLM_SERVER_ADDRS={addresses}", flush=True)
             return watch_servers(servers)
         return run_ranks(script_argv, allocation.train.world_size, env, log_dir, partial(any_left, servers))
 

@@ -55,9 +55,12 @@ def command(
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *flags, *overrides]
     config = read_config(arguments)
     allocation = resolve_allocation(config)
-    if allocation.train is None:
-        fail("the allocation has no training part: add one, as in 'sglang:d1+fsdp:d2'")
-    check_record(config, allocation.train.world_size)
+    if allocation.train is not None:
+        check_record(config, allocation.train.world_size)
+    elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:
+        fail(
+            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
+        )
     if watch:
         raise SystemExit(watch_run(run_folder(config, "logs")))
     with tempfile.TemporaryDirectory() as folder:

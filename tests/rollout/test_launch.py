@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -120,6 +121,24 @@ def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
     assert launch(["train.py"], "sglang:d1+fsdp:d2", tmp_path, with_servers=False) == 3
     assert seen == [(["train.py"], 2, {}, tmp_path / "logs")]
     assert not (tmp_path / "logs").exists()
+
+
+def test_servers_alone_say_where_they_are_and_serve_until_the_last_has_ended(stop_file, tmp_path, capfd):
+    def stop_a_while_after_it_came_up() -> None:
+        log = tmp_path / "logs" / "llm_server_0.log"
+        while not (log.exists() and log.read_text()):
+            time.sleep(0.05)
+        time.sleep(3)  # the launcher asks for its health every half second
+        Path(f"{stop_file}1").touch()
+
+    stopping = threading.Thread(target=stop_a_while_after_it_came_up)
+    stopping.start()
+    assert launch([], "sglang:d1", tmp_path) == 1
+    stopping.join()
+    said = capfd.readouterr()
+    assert "AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in said.out
+    assert "the scheduler died" in said.err
+    assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_line_and_no_rank_starts(
