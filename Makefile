@@ -22,7 +22,7 @@ test: env lint
 	$(BIN)/python -m pytest -m "not long"
 
 test-long: env lint
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800
 
 lint:
 	$(BIN)/ruff check .
