@@ -9,6 +9,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    session.config.stash[EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """End with the status of the tests, without the destructors of native libraries.
+
+    A process that has loaded models in some tests crashes in libpython after Python's own end (signal 11, no Python frame), which would
+    turn a run in which every test passed into a failure.
+    """
+    if EXIT_STATUS in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[EXIT_STATUS])
 
 
 @pytest.fixture(scope="session")
