@@ -10,7 +10,7 @@ from areal_core.engine.determinism import set_rng_state
 from areal_core.rollout.source import TrainedWeights
 from recorder import Record
 from recorder.format import TensorEntry
-from replayer.errors import WrongRankCount
+from replayer.before import check_ranks
 
 # numpy lacks these types; the recorder hands out their bits
 TORCH_ONLY = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -23,8 +23,7 @@ class RecordedRollouts:
     """
 
     def __init__(self, record: Record, data_parallel_rank: int, data_parallel_size: int) -> None:
-        if data_parallel_size != record.header.num_ranks:
-            raise WrongRankCount(record.header.num_ranks, data_parallel_size)
+        check_ranks(record, data_parallel_size)
         self.record, self.rank = record, data_parallel_rank
 
     def next_batch(self, step: int, version: int) -> dict[str, torch.Tensor]:

@@ -114,6 +114,20 @@ def build_engine(options: TrainEngineConfig, ranks: Ranks, total_steps: int) -> 
     return engine
 
 
+def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -> PromptLoader:
+    """This rank's share of the training rows, in the run's order."""
+    options = config.train_dataset
+    return PromptLoader(
+        dataset,
+        options.batch_size,
+        ranks.rank,
+        ranks.world_size,
+        options.shuffle,
+        config.seed,
+        options.drop_last,
+    )
+
+
 def build_live_rollouts(
     config: PPOConfig,
     ranks: Ranks,
@@ -122,15 +136,6 @@ def build_live_rollouts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> LiveRollouts:
     """Prompts of this rank, run through the workflow on the engine that the allocation names."""
-    loader = PromptLoader(
-        dataset,
-        config.train_dataset.batch_size,
-        ranks.rank,
-        ranks.world_size,
-        config.train_dataset.shuffle,
-        config.seed,
-        config.train_dataset.drop_last,
-    )
     backend = resolve_allocation(config).rollout_backend
     if backend is None:
         raise ConfigError(
@@ -141,7 +146,7 @@ def build_live_rollouts(
     engine, push = build_rollout_engine(config, ranks, tokenizer)
     limit = config.rollout.max_concurrent_rollouts
     return LiveRollouts(
-        loader,
+        build_loader(config, ranks, dataset),
         workflow,
         engine,
         push,

@@ -12,7 +12,6 @@ from areal_core.algorithm.alignment import shifted_left
 from areal_core.algorithm.sft_loss import sft_loss
 from areal_core.batch import Batch, pad_and_concat
 from areal_core.config import SFTConfig
-from areal_core.dataset import PromptLoader
 from areal_core.engine.checkpoint import save_hf
 from areal_core.engine.ranks import leave_ranks
 from areal_core.paths import run_folder
@@ -37,16 +36,7 @@ class SFTTrainer:
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps)
         self.stats = Stats()
-        options = config.train_dataset
-        self.loader = PromptLoader(
-            train_dataset,
-            options.batch_size,
-            self.ranks.rank,
-            self.ranks.world_size,
-            options.shuffle,
-            config.seed,
-            options.drop_last,
-        )
+        self.loader = build.build_loader(config, self.ranks, train_dataset)
 
     def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:
         """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
