@@ -23,6 +23,10 @@ from areal_core.engine.ranks import Ranks
 LossFunction = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
+def tell_nobody(event: str, **facts: object) -> None:
+    """The observer of an engine that nobody watches."""
+
+
 @dataclass(frozen=True)
 class MicroBatchResult:
     """One micro-batch of this rank: its rows in the batch given, its loss summed over tokens, and its weight."""
@@ -85,7 +89,11 @@ class FSDPEngine:
         return result
 
     def train_batch(
-        self, batch: Batch, loss_fn: LossFunction, weight_fn: Callable[[Batch], Tensor]
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        weight_fn: Callable[[Batch], Tensor],
+        observe: Callable[..., None] = tell_nobody,
     ) -> TrainResult:
         """One optimizer step on a batch of next-token aligned rows; a collective.
 
@@ -93,6 +101,8 @@ class FSDPEngine:
             batch: padded; every per-token key is given to `loss_fn` packed.
             loss_fn: the loss, summed over the tokens of a packed micro-batch.
             weight_fn: the weight of a batch, by which the sum of the loss is divided; usually its trained tokens.
+            observe: told `loss` before each backward, `gradients` before they are clipped, `optimizer` after its step; on
+                every rank equally often.
 
         Raises:
             ValueError: the batch weighs nothing on all ranks, so there is nothing to learn from.
@@ -107,33 +117,40 @@ class FSDPEngine:
         self.model.train()
         self.optimizer.zero_grad()
         results = [
-            self._train_rows(batch, rows, loss_fn, weight_fn, total_weight) for rows in self.divide(batch)
+            self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe)
+            for rows in self.divide(batch)
         ]
+        observe("gradients", batch=batch, total_weight=total_weight)
         loss_sum = self.ranks.sum(torch.tensor(sum(r.loss for r in results), dtype=torch.float64))
         lr = self.schedule.get_last_lr()[0]
         grad_norm = clip_gradients(list(self.model.parameters()), self.gradient_clipping)
         finite = grad_norm < float("inf")  # False for nan, too
         if finite:
             self.optimizer.step()
+        observe("optimizer", grad_norm=grad_norm, lr=lr, updated=finite)
         self.optimizer.zero_grad()
         return TrainResult(float(loss_sum) / total_weight, total_weight, grad_norm, lr, finite, results)
 
-    def _train_rows(
+    def backward(
         self,
         batch: Batch,
         rows: Sequence[int],
         loss_fn: LossFunction,
         weight_fn: Callable[[Batch], Tensor],
         total_weight: float,
+        observe: Callable[..., None] = tell_nobody,
     ) -> MicroBatchResult:
+        """Forward and backward of some rows, adding to the gradients; arguments as of `train_batch`; a collective."""
         part = select_rows(batch, rows)
         pairs = self._forward(part)
         if not rows:
             # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward that weighs nothing.
+            observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=pairs.sum() * 0.0)
             (pairs.sum() * 0.0).backward()
             return MicroBatchResult([], 0, 0.0, 0.0)
         flat = {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
         loss = loss_fn(pairs[:, 0], pairs[:, 1], flat)
+        observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; times their number, that is a sum.
         (loss * (self.ranks.world_size / total_weight)).backward()
         num_tokens = int(part["attention_mask"].sum())

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,6 +111,7 @@ class PPOTrainer:
             with timing("compute_advantage"):
                 inputs = self.objective.learning_inputs(batch, self.actor, self.reference)
                 self.objective.log_batch(batch, inputs)
+            self._observe("advantages", step=step, inputs=inputs)
             with self.stats.scope("update"), timing("train_step"):
                 plan = self._update(step, inputs)
         self.actor.step_schedule()
@@ -130,7 +132,10 @@ class PPOTrainer:
         minibatches = divide_into_minibatches(inputs, self.config.actor.ppo_n_minibatches, self.ranks)
         plan = []
         for index, rows in enumerate(minibatches):
-            result = self.actor.train_batch(select_rows(inputs, rows), self.objective.loss, trained_tokens)
+            observe = partial(self._observe, step=step, minibatch=index, rows=rows)
+            result = self.actor.train_batch(
+                select_rows(inputs, rows), self.objective.loss, trained_tokens, observe
+            )
             self.stats.scalar(
                 loss=result.loss,
                 grad_norm=result.grad_norm,
