@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRecorded
+from recorder.errors import DamagedRecord, NotARecord, StepNotRecorded
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
     RECORD_FILE,
     STEP_FILE,
+    STEP_NAME,
     STEPS_FOLDER,
     BatchEntry,
+    FileEntry,
     Outcome,
     Plan,
     RecordHeader,
@@ -30,6 +32,7 @@ from recorder.format import (
     step_name,
 )
 from recorder.sealed import checksum, restored, unseal
+from recorder.storage import Storage, location_of, open_storage
 from recorder.tensors import check_header, read_tensor
 
 
@@ -37,7 +40,7 @@ from recorder.tensors import check_header, read_tensor
 class RecordedStep:
     """A committed step. Every method raises DamagedRecord when bytes are not the ones written."""
 
-    path: Path
+    storage: Storage
     manifest: StepManifest
 
     def batch(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -49,10 +52,9 @@ class RecordedStep:
         wanted = list(entry.tensors) if keys is None else list(keys)
         if missing := [key for key in wanted if key not in entry.tensors]:
             raise StepNotRecorded(f"{self.name_of(name)} has no {missing}: it has {sorted(entry.tensors)}")
-        check_header(self.path / name, self.name_of(name), entry)
-        return {
-            key: read_tensor(self.path / name, self.name_of(name), key, entry.tensors[key]) for key in wanted
-        }
+        file = self.name_of(name)
+        check_header(self.storage, file, entry)
+        return {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
         """One row of a rank: per-token [length, ...], per-row [...]."""
@@ -107,69 +109,85 @@ class RecordedStep:
 
     def name_of(self, name: str) -> str:
         """The file's name inside the record, for messages."""
-        return f"{STEPS_FOLDER}/{self.path.name}/{name}"
+        return f"{STEPS_FOLDER}/{step_name(self.manifest.step)}/{name}"
 
     def file(self, name: str) -> bytes:
         """The checked bytes of a file that is checked as a whole."""
-        path, entry = self.path / name, self.manifest.files[name]
-        if not path.is_file():
-            raise DamagedRecord(self.name_of(name), "is missing")
-        data = path.read_bytes()
-        if len(data) != entry.size_bytes:
-            raise DamagedRecord(
-                self.name_of(name),
-                f"has {len(data)} bytes, {entry.size_bytes} expected: it is cut off or changed",
-            )
-        if checksum(data) != entry.crc32c:
-            raise DamagedRecord(self.name_of(name), f"bytes do not match their crc32c {entry.crc32c}")
-        return data
+        return checked_file(self.storage, self.name_of(name), self.manifest.files[name])
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record on disk. `steps` are committed, `uncommitted` were being written when the run ended; both ascend."""
+    """A record, in a folder or an archive. `steps` are committed, `uncommitted` were being written when the run ended; both ascend.
 
-    path: Path
+    `path` is what it was opened with, a path or a URL.
+    """
+
+    path: str
+    storage: Storage
     header: RecordHeader
     steps: tuple[int, ...]
     uncommitted: tuple[int, ...]
 
     def step(self, step: int) -> RecordedStep:
         """A committed step. Raises StepNotRecorded, or DamagedRecord when its step.json is."""
-        folder = self.path / STEPS_FOLDER / step_name(step)
-        file = f"{STEPS_FOLDER}/{folder.name}/{STEP_FILE}"
-        if not folder.is_dir() or step in self.uncommitted:
+        if step not in self.steps:
             state = "was not finished" if step in self.uncommitted else "is not recorded"
             raise StepNotRecorded(
                 f"step {step} {state} in {self.path}: it holds {describe_steps(self.steps)}"
             )
-        if not (folder / STEP_FILE).is_file():
-            raise DamagedRecord(file, "is missing")
-        manifest = parse_step(unseal((folder / STEP_FILE).read_bytes(), file), file)
-        if manifest.step != step:
-            raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
-        return RecordedStep(folder, manifest)
+        return RecordedStep(self.storage, read_manifest(self.storage, step))
 
     def anchors(self) -> tuple[int, ...]:
         """Steps before which a complete checkpoint was taken."""
-        found = (self.path / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
-        return tuple(sorted(int(path.parent.name) for path in found))
+        return anchor_steps(self.storage)
 
     def anchor(self, step: int) -> Path:
-        """The checkpoint folder, every file present with its size (`verify` checks the bytes). Raises DamagedRecord."""
-        folder = self.path / ANCHORS_FOLDER / step_name(step)
-        file = f"{ANCHORS_FOLDER}/{folder.name}/{ANCHOR_FILE}"
+        """The checkpoint's folder on this machine, every file present with its size (`verify` checks the bytes).
+
+        Raises StepNotRecorded, DamagedRecord.
+        """
         if step not in self.anchors():
             raise StepNotRecorded(f"{self.path} has no anchor at step {step}: it has {list(self.anchors())}")
-        for name, entry in parse_anchor(
-            unseal((folder / ANCHOR_FILE).read_bytes(), file), file
-        ).files.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != entry.size_bytes:
-                raise DamagedRecord(
-                    f"{ANCHORS_FOLDER}/{folder.name}/{name}", "is missing or has another size"
-                )
-        return folder
+        folder = f"{ANCHORS_FOLDER}/{step_name(step)}"
+        manifest = parse_anchor(
+            read_sealed(self.storage, f"{folder}/{ANCHOR_FILE}"), f"{folder}/{ANCHOR_FILE}"
+        )
+        for name, entry in manifest.files.items():
+            if self.storage.size(f"{folder}/{name}") != entry.size_bytes:
+                raise DamagedRecord(f"{folder}/{name}", "is missing or has another size")
+        return self.storage.local_folder(folder)
+
+
+def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
+    """The bytes of a file that is checked as a whole. Raises DamagedRecord unless they are the ones written."""
+    data = bytes(storage.read(file))
+    if len(data) != entry.size_bytes:
+        if storage.size(file) is None:
+            raise DamagedRecord(file, "is missing")
+        raise DamagedRecord(
+            file, f"has {len(data)} bytes, {entry.size_bytes} expected: it is cut off or changed"
+        )
+    if checksum(data) != entry.crc32c:
+        raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}")
+    return data
+
+
+def read_sealed(storage: Storage, file: str) -> dict[str, Any]:
+    """The document of a sealed file. Raises DamagedRecord when it is absent or any byte differs."""
+    data = bytes(storage.read(file))
+    if not data and storage.size(file) is None:
+        raise DamagedRecord(file, "is missing")
+    return unseal(data, file)
+
+
+def read_manifest(storage: Storage, step: int) -> StepManifest:
+    """The step.json of a step. Raises DamagedRecord when it is absent, changed, or that of another step."""
+    file = f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
+    manifest = parse_step(read_sealed(storage, file), file)
+    if manifest.step != step:
+        raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
+    return manifest
 
 
 def describe_steps(steps: tuple[int, ...]) -> str:
@@ -177,28 +195,31 @@ def describe_steps(steps: tuple[int, ...]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
 
 
-def step_folders(path: Path) -> list[int]:
+def step_folders(storage: Storage) -> list[int]:
     """Numbers of all step folders, ascending."""
-    folder = path / STEPS_FOLDER
-    names = os.listdir(folder) if folder.is_dir() else []
     # STEP_NAME in a form that is twice as fast, which shows with 10,000 steps
-    return sorted([int(name) for name in names if len(name) >= 6 and name.isdecimal()])
+    return sorted([int(name) for name in storage.names(STEPS_FOLDER) if len(name) >= 6 and name.isdecimal()])
+
+
+def anchor_steps(storage: Storage) -> tuple[int, ...]:
+    """Numbers of all finished anchors, ascending."""
+    names = [name for name in storage.names(ANCHORS_FOLDER) if STEP_NAME.fullmatch(name)]
+    finished = [n for n in names if storage.size(f"{ANCHORS_FOLDER}/{n}/{ANCHOR_FILE}") is not None]
+    return tuple(sorted(map(int, finished)))
 
 
 def open_record(path: str | os.PathLike[str]) -> Record:
-    """Opens a record.
+    """Opens a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
 
     Costs one listing whatever the number of steps: steps commit in order, so only the last ones can lack step.json, and a
     step that lost it later is damaged and says so when read. Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
     """
-    folder = Path(path)
-    if not folder.exists():
-        raise RecordNotFound(f"{folder} does not exist: give the folder that a run recorded into")
-    if not (folder / RECORD_FILE).is_file():
-        raise NotARecord(f"{folder} holds no {RECORD_FILE}: give the folder that a run recorded into")
-    header = parse_header(unseal((folder / RECORD_FILE).read_bytes(), RECORD_FILE))
-    steps = step_folders(folder)
+    location, storage = location_of(path), open_storage(path)
+    if storage.size(RECORD_FILE) is None:
+        raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
+    header = parse_header(read_sealed(storage, RECORD_FILE))
+    steps = step_folders(storage)
     committed = len(steps)
-    while committed and not (folder / STEPS_FOLDER / step_name(steps[committed - 1]) / STEP_FILE).is_file():
+    while committed and storage.size(f"{STEPS_FOLDER}/{step_name(steps[committed - 1])}/{STEP_FILE}") is None:
         committed -= 1
-    return Record(folder, header, tuple(steps[:committed]), tuple(steps[committed:]))
+    return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]))

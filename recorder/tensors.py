@@ -18,6 +18,7 @@ import numpy as np
 from recorder.errors import DamagedRecord, RecordError
 from recorder.format import BatchEntry, TensorEntry
 from recorder.sealed import checksum, write_durably
+from recorder.storage import Storage
 
 # numpy lacks bfloat16 and the 8-bit floats: their bits travel as unsigned integers.
 NUMPY_TYPES = {
@@ -185,44 +186,41 @@ def write_batch(path: Path, batch: FlatBatch) -> BatchEntry:
     )
 
 
-def read_bytes(path: Path, file: str, offset: int, size_bytes: int) -> np.ndarray:
+def read_bytes(storage: Storage, file: str, offset: int, size_bytes: int) -> np.ndarray:
     """[size_bytes] uint8 of a file. Raises DamagedRecord when the file is absent or ends before."""
-    buffer = np.empty(size_bytes, np.uint8)
-    try:
-        with path.open("rb") as handle:
-            handle.seek(offset)
-            found = handle.readinto(buffer.data)
-    except FileNotFoundError:
-        raise DamagedRecord(file, "is missing") from None
-    if found != size_bytes:
+    data = storage.read(file, offset, size_bytes)
+    if len(data) != size_bytes:
+        if storage.size(file) is None:
+            raise DamagedRecord(file, "is missing")
         raise DamagedRecord(
-            file, f"ends at byte {offset + found}, {offset + size_bytes} expected: it is cut off"
+            file, f"ends at byte {offset + len(data)}, {offset + size_bytes} expected: it is cut off"
         )
-    return buffer
+    return np.frombuffer(data, np.uint8)
 
 
-def checked_bytes(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
+def checked_bytes(storage: Storage, file: str, name: str, entry: TensorEntry) -> np.ndarray:
     """[size_bytes] uint8 of one tensor, its checksum checked. Raises DamagedRecord."""
-    buffer = read_bytes(path, file, entry.offset, entry.size_bytes)
+    buffer = read_bytes(storage, file, entry.offset, entry.size_bytes)
     if checksum(buffer) != entry.crc32c:
         raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}", name)
     return buffer
 
 
-def read_tensor(path: Path, file: str, name: str, entry: TensorEntry) -> np.ndarray:
+def read_tensor(storage: Storage, file: str, name: str, entry: TensorEntry) -> np.ndarray:
     """One tensor in the dtype that the trainer saw (bits for bfloat16). Raises DamagedRecord."""
-    buffer = checked_bytes(path, file, name, entry)
+    buffer = checked_bytes(storage, file, name, entry)
     array = buffer.view(NUMPY_TYPES[entry.stored]).reshape(entry.shape)
     return array.astype(NUMPY_TYPES[entry.dtype], copy=False)
 
 
-def check_header(path: Path, file: str, entry: BatchEntry) -> None:
+def check_header(storage: Storage, file: str, entry: BatchEntry) -> None:
     """Raises DamagedRecord unless the file has its size and its safetensors header its bytes."""
-    if not path.is_file():
+    size = storage.size(file)
+    if size is None:
         raise DamagedRecord(file, "is missing")
-    if (size := path.stat().st_size) != entry.size_bytes:
+    if size != entry.size_bytes:
         raise DamagedRecord(file, f"has {size} bytes, {entry.size_bytes} expected: it is cut off or changed")
-    if checksum(read_bytes(path, file, 0, entry.header_bytes)) != entry.header_crc32c:
+    if checksum(read_bytes(storage, file, 0, entry.header_bytes)) != entry.header_crc32c:
         raise DamagedRecord(
             file, f"safetensors header does not match its crc32c {entry.header_crc32c}", "(header)"
         )

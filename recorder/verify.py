@@ -3,10 +3,10 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from recorder.environment import file_identity
-from recorder.errors import DamagedRecord, NotARecord, RecordNotFound
+from crc32c import crc32c
+
+from recorder.errors import DamagedRecord, NotARecord
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
@@ -18,12 +18,13 @@ from recorder.format import (
     FileEntry,
     parse_anchor,
     parse_header,
-    parse_step,
     step_name,
 )
-from recorder.reader import step_folders
-from recorder.sealed import unseal
+from recorder.reader import anchor_steps, read_manifest, read_sealed, step_folders
+from recorder.storage import Storage, open_storage, walk
 from recorder.tensors import check_header, checked_bytes
+
+BLOCK_BYTES = 1 << 24  # of an anchor's file, which may be larger than memory
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,24 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
-    folder = Path(path)
-    if not folder.exists():
-        raise RecordNotFound(f"{folder} does not exist: give the folder that a run recorded into")
-    if not any((folder / name).exists() for name in (RECORD_FILE, STEPS_FOLDER)):
-        raise NotARecord(f"{folder} holds no {RECORD_FILE}: give the folder that a run recorded into")
-    problems = [*header_problems(folder), *layout_problems(folder)]
-    steps = step_folders(folder)
+    storage = open_storage(path)
+    if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
+        raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
+    problems = [*header_problems(storage), *layout_problems(storage)]
+    steps = step_folders(storage)
     missing = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
     problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
     steps_ok = []
     for step in steps:
-        found = list(step_problems(folder, step))
+        found = list(step_problems(storage, step))
         problems += found
         if not found:
             steps_ok.append(step)
-        elif not (folder / STEPS_FOLDER / step_name(step) / STEP_FILE).is_file():
+        elif storage.size(f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}") is None:
             missing.append(step)
         on_step(step)
-    problems += [problem for anchor in anchor_folders(folder) for problem in anchor_problems(folder, anchor)]
+    for step in anchor_steps(storage):
+        problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
     return VerifyReport(tuple(problems), tuple(steps_ok), tuple(sorted(missing)))
 
 
@@ -81,25 +81,21 @@ def damage(error: DamagedRecord) -> Problem:
     return Problem(error.file, error.tensor, error.what)
 
 
-def header_problems(folder: Path) -> Iterator[Problem]:
+def header_problems(storage: Storage) -> Iterator[Problem]:
     """What is wrong with record.json."""
     try:
-        if not (folder / RECORD_FILE).is_file():
-            raise DamagedRecord(RECORD_FILE, "is missing")
-        parse_header(unseal((folder / RECORD_FILE).read_bytes(), RECORD_FILE))
+        parse_header(read_sealed(storage, RECORD_FILE))
     except DamagedRecord as error:
         yield damage(error)
 
 
-def layout_problems(folder: Path) -> Iterator[Problem]:
+def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Entries that are no part of a record, at the top and among the steps and anchors."""
     known = {RECORD_FILE, STEPS_FOLDER, ANCHORS_FOLDER}
-    yield from (unexpected(path.name) for path in sorted(folder.iterdir()) if path.name not in known)
-    for name in (STEPS_FOLDER, ANCHORS_FOLDER):
-        entries = sorted((folder / name).iterdir()) if (folder / name).is_dir() else []
-        yield from (
-            unexpected(f"{name}/{path.name}") for path in entries if not STEP_NAME.fullmatch(path.name)
-        )
+    yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
+    for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
+        names = sorted(storage.names(folder))
+        yield from (unexpected(f"{folder}/{name}") for name in names if not STEP_NAME.fullmatch(name))
 
 
 def unexpected(file: str) -> Problem:
@@ -107,74 +103,68 @@ def unexpected(file: str) -> Problem:
     return Problem(file, None, "is no part of the record")
 
 
-def step_problems(folder: Path, step: int) -> Iterator[Problem]:
+def step_problems(storage: Storage, step: int) -> Iterator[Problem]:
     """What is wrong with a step; without step.json nothing else in it can be judged."""
-    name = f"{STEPS_FOLDER}/{step_name(step)}"
-    path = folder / name
-    if not (path / STEP_FILE).is_file():
-        yield Problem(f"{name}/{STEP_FILE}", None, "is missing: the step was not finished")
+    folder = f"{STEPS_FOLDER}/{step_name(step)}"
+    if storage.size(f"{folder}/{STEP_FILE}") is None:
+        yield Problem(f"{folder}/{STEP_FILE}", None, "is missing: the step was not finished")
         return
     try:
-        file = f"{name}/{STEP_FILE}"
-        manifest = parse_step(unseal((path / STEP_FILE).read_bytes(), file), file)
-        if manifest.step != step:
-            raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
+        manifest = read_manifest(storage, step)
     except DamagedRecord as error:
         yield damage(error)
         return
-    for file, batch in manifest.batches.items():
-        yield from batch_problems(path / file, f"{name}/{file}", batch)
-    for file, entry in manifest.files.items():
-        yield from file_problems(path / file, f"{name}/{file}", entry)
+    for name, batch in manifest.batches.items():
+        yield from batch_problems(storage, f"{folder}/{name}", batch)
+    for name, entry in manifest.files.items():
+        yield from file_problems(storage, f"{folder}/{name}", entry)
     known = {STEP_FILE, *manifest.batches, *manifest.files}
-    yield from (
-        unexpected(f"{name}/{entry.name}") for entry in sorted(path.iterdir()) if entry.name not in known
-    )
+    yield from (unexpected(f"{folder}/{n}") for n in sorted(storage.names(folder)) if n not in known)
 
 
-def batch_problems(path: Path, file: str, entry: BatchEntry) -> Iterator[Problem]:
+def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:
     """Each damaged tensor of a batch file, and its header."""
     try:
-        check_header(path, file, entry)
+        check_header(storage, file, entry)
     except DamagedRecord as error:
         yield damage(error)
-        if not path.is_file():
+        if storage.size(file) is None:
             return
     for name, tensor in entry.tensors.items():
         try:
-            checked_bytes(path, file, name, tensor)
+            checked_bytes(storage, file, name, tensor)
         except DamagedRecord as error:
             yield Problem(error.file, name, error.what)
 
 
-def file_problems(path: Path, file: str, entry: FileEntry) -> Iterator[Problem]:
+def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Problem]:
     """What is wrong with a file that is checked as a whole."""
-    if not path.is_file():
+    size_bytes = storage.size(file)
+    if size_bytes is None:
         yield Problem(file, None, "is missing")
-        return
-    found = FileEntry(**file_identity(path))
-    if found.size_bytes != entry.size_bytes:
-        what = f"has {found.size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
+    elif size_bytes != entry.size_bytes:
+        what = f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
         yield Problem(file, None, what)
-    elif found != entry:
-        yield Problem(file, None, f"bytes do not match their crc32c {entry.crc32c}")
+    else:
+        try:
+            crc = 0
+            for offset in range(0, size_bytes, BLOCK_BYTES):
+                crc = crc32c(storage.read(file, offset, BLOCK_BYTES), crc)
+            if f"{crc:08x}" != entry.crc32c:
+                yield Problem(file, None, f"bytes do not match their crc32c {entry.crc32c}")
+        except DamagedRecord as error:
+            yield damage(error)
 
 
-def anchor_folders(folder: Path) -> list[str]:
-    """Names of the anchors that were finished; an unfinished one is not a part of the record yet."""
-    return sorted(path.parent.name for path in (folder / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}"))
-
-
-def anchor_problems(folder: Path, anchor: str) -> Iterator[Problem]:
-    """What is wrong with a finished anchor."""
-    name = f"{ANCHORS_FOLDER}/{anchor}"
+def anchor_problems(storage: Storage, folder: str) -> Iterator[Problem]:
+    """What is wrong with a finished anchor; an unfinished one is not a part of the record yet."""
+    file = f"{folder}/{ANCHOR_FILE}"
     try:
-        file = f"{name}/{ANCHOR_FILE}"
-        manifest = parse_anchor(unseal((folder / file).read_bytes(), file), file)
+        manifest = parse_anchor(read_sealed(storage, file), file)
     except DamagedRecord as error:
         yield damage(error)
         return
-    for file, entry in manifest.files.items():
-        yield from file_problems(folder / name / file, f"{name}/{file}", entry)
-    files = {str(path.relative_to(folder / name)) for path in (folder / name).rglob("*") if path.is_file()}
-    yield from (unexpected(f"{name}/{file}") for file in sorted(files - {ANCHOR_FILE, *manifest.files}))
+    for name, entry in manifest.files.items():
+        yield from file_problems(storage, f"{folder}/{name}", entry)
+    foreign = set(walk(storage, folder)) - {ANCHOR_FILE, *manifest.files}
+    yield from (unexpected(f"{folder}/{name}") for name in sorted(foreign))

@@ -107,8 +107,10 @@ def verify(record: Path, as_json: bool) -> None:
     """Check every byte; exit with 1 when any file or tensor is damaged, missing or foreign."""
     from recorder import verify as verify_record
     from recorder.reader import step_folders
+    from recorder.storage import open_storage
 
-    report = with_progress("verifying", len(step_folders(record)), lambda tick: verify_record(record, tick))
+    num_steps = len(step_folders(open_storage(record)))
+    report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick))
     if as_json:
         print_json({"record": str(record), "intact": report.intact, **asdict(report)})
     else:

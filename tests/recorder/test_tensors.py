@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from recorder import RecordError
 from recorder.sealed import checksum
+from recorder.storage import FolderStorage
 from recorder.tensors import flatten, narrow, read_tensor, write_batch
 from recorder.testing import scripted_batch
 
 
 def read_all(path, entry):
-    return {name: read_tensor(path, path.name, name, tensor) for name, tensor in entry.tensors.items()}
+    storage = FolderStorage(path.parent)
+    return {name: read_tensor(storage, path.name, name, tensor) for name, tensor in entry.tensors.items()}
 
 
 @settings(max_examples=50, deadline=None)
