@@ -195,23 +195,25 @@ class SchedulerConfig:
 
 @dataclass
 class SessionTracerConfig:
-    """Traces of single episodes."""
+    """One line an episode, beside the trace: how long it took, and where."""
 
-    enabled: bool = option(False, "Write them.")
+    enabled: bool = option(False, "Write them, if the run is traced.")
     flush_threshold: int = option(256, "Episodes held in memory.")
 
 
 @dataclass
 class PerfTracerConfig:
-    """Traces of the run."""
+    """A trace of the run, `trace/trace.json` beside its logs: episodes, generation, reward, pushes, stages, staleness."""
 
     experiment_name: str = option("", "Empty: the experiment's.")
     trial_name: str = option("", "Empty: the experiment's.")
     fileroot: str = option("", "Empty: cluster.fileroot.")
-    enabled: bool = option(False, "Write them.")
+    enabled: bool = option(False, "Write it.")
     save_interval: int = option(1, "Steps between two writes.")
-    profile_steps: list[int] | None = option(None, "Steps that torch.profiler watches.")
-    session_tracer: SessionTracerConfig | None = option(None, "Traces of single episodes.")
+    profile_steps: list[int] | None = option(
+        None, "Steps whose training part torch.profiler watches, if the run is traced."
+    )
+    session_tracer: SessionTracerConfig | None = option(None, "One line an episode.")
 
 
 @dataclass

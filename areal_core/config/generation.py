@@ -70,7 +70,7 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = option(
         0, "How many weight versions an episode may start behind the trainer."
     )
-    enable_rollout_tracing: bool = option(False, "Log the start and end of every episode.")
+    enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")
     tokenizer_path: str = option("", "Tokenizer of the dumped text; empty: tokenizer_path of the run.")
     dump_to_file: bool = option(False, "Write decoded episodes as text.")

@@ -1,7 +1,21 @@
-"""What a run says about itself: statistics, where they go, and one line a step."""
+"""What a run says about itself: statistics, where they go, one line a step, and a trace.
 
-from areal_core.telemetry.loggers import JsonlLogger, StatsLogger, TensorBoardLogger, read_stats
-from areal_core.telemetry.stats import Reduce, Stats
-from areal_core.telemetry.summary import step_summary
+The names below are imported when they are asked for: whoever only reads traces needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_core.telemetry.loggers import JsonlLogger, StatsLogger, TensorBoardLogger, read_stats
+    from areal_core.telemetry.stats import Reduce, Stats
+    from areal_core.telemetry.summary import step_summary
 
 __all__ = ["JsonlLogger", "Reduce", "Stats", "StatsLogger", "TensorBoardLogger", "read_stats", "step_summary"]
+MODULES = dict.fromkeys(__all__, "loggers") | {"Reduce": "stats", "Stats": "stats", "step_summary": "summary"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"{__name__} has no {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

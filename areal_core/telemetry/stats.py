@@ -58,6 +58,8 @@ class Stats:
         self._scope: ContextVar[str] = ContextVar("scope", default="")
         self._masks: dict[str, Tensor] = {}
         self._records: dict[str, list[tuple[Reduce, Tensor]]] = {}
+        # Told of each timing as it ends: its name, and its start and end by time.perf_counter_ns.
+        self.timing_listeners: list[Callable[[str, int, int], None]] = []
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -96,11 +98,14 @@ class Stats:
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
         """Record the seconds spent inside as `timeperf/name`, whatever the scope."""
-        start = time.perf_counter()
+        start_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            end_ns = time.perf_counter_ns()
+            for tell in self.timing_listeners:
+                tell(name, start_ns, end_ns)
+            seconds = torch.tensor([(end_ns - start_ns) / 1e9], dtype=torch.float64)
             four = _four_numbers(seconds, torch.ones(1, dtype=torch.bool))
             self._records.setdefault(f"timeperf/{name}", []).append((Reduce.TIMING, four))
 

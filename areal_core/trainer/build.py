@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.allocation import resolve_allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal_core.config.experiment import PerfTracerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
@@ -32,7 +33,9 @@ from areal_core.rollout.servers import Server, ServerPool, servers_from_environm
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
-from areal_core.telemetry import JsonlLogger, StatsLogger, TensorBoardLogger, step_summary
+from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, TensorBoardLogger, step_summary
+from areal_core.telemetry.trace import Trace
+from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 
 Dataset = Any  # a sequence of rows
 
@@ -134,6 +137,7 @@ def build_live_rollouts(
     dataset: Dataset,
     workflow: RolloutWorkflow,
     tokenizer: PreTrainedTokenizerBase,
+    tracing: Tracing = NO_TRACING,
 ) -> LiveRollouts:
     """Prompts of this rank, run through the workflow on the engine that the allocation names."""
     backend = resolve_allocation(config).rollout_backend
@@ -147,9 +151,9 @@ def build_live_rollouts(
     limit = config.rollout.max_concurrent_rollouts
     return LiveRollouts(
         build_loader(config, ranks, dataset),
-        workflow,
+        tracing.workflow(workflow),
         engine,
-        push,
+        tracing.push(push),
         n_samples=config.gconfig.n_samples,
         max_concurrent=limit * config.gconfig.n_samples if limit else None,
     )
@@ -196,6 +200,7 @@ def build_workflow(
     gconfig: Any,
     tokenizer: PreTrainedTokenizerBase,
     closing: Callable[[Callable[[], None]], object],
+    tracing: Tracing = NO_TRACING,
 ) -> RolloutWorkflow:
     """A workflow from an instance, a class, or the import path of a class.
 
@@ -215,7 +220,7 @@ def build_workflow(
     if "reward_fn" in arguments:
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
-        arguments["reward_fn"] = pool
+        arguments["reward_fn"] = tracing.reward(pool)
     return workflow(**arguments)
 
 
@@ -235,6 +240,34 @@ def import_attribute(path: str) -> Any:
         raise ValueError(
             f"workflow {path!r} cannot be imported: {error}; give package.module.Class"
         ) from error
+
+
+def build_tracing(
+    config: BaseExperimentConfig, ranks: Ranks, stats: Stats, continued: bool = False
+) -> Tracing:
+    """What traces this run, its stages included, if `perf_tracer.enabled` or `rollout.enable_rollout_tracing` asks for it."""
+    options = config.perf_tracer or PerfTracerConfig()
+    rollout = config.rollout if isinstance(config, PPOConfig) else None
+    if not (options.enabled or (rollout is not None and rollout.enable_rollout_tracing)):
+        return NO_TRACING
+    advice: dict[str, Any] = {"batch_size": config.train_dataset.batch_size}
+    if isinstance(config, PPOConfig):
+        advice |= {
+            "max_head_offpolicyness": config.rollout.max_head_offpolicyness,
+            "max_concurrent_rollouts": config.rollout.max_concurrent_rollouts,
+            "n_samples": config.gconfig.n_samples,
+            "max_new_tokens": config.gconfig.max_new_tokens,
+            "weight_update_mode": config.actor.weight_update_mode,
+        }
+    trace = Trace(run_folder(config, "logs") / "trace", ranks.rank, ranks.world_size, advice, continued)
+    stats.timing_listeners.append(trace.stage)
+    sessions = options.session_tracer
+    return Tracing(
+        trace,
+        options.save_interval,
+        options.profile_steps or (),
+        sessions.flush_threshold if sessions and sessions.enabled else None,
+    )
 
 
 def build_loggers(

@@ -73,6 +73,8 @@ class PPOTrainer:
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
         self.observers = [make(self) for make in observers]
+        self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
+        self._cleanup.callback(self.tracing.close)
 
     def train(
         self,
@@ -177,9 +179,11 @@ class PPOTrainer:
         if self.train_dataset is None:
             raise ValueError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
         built = build.build_workflow(
-            workflow, arguments, self.config.gconfig, self.tokenizer, self._cleanup.callback
+            workflow, arguments, self.config.gconfig, self.tokenizer, self._cleanup.callback, self.tracing
         )
-        return build.build_live_rollouts(self.config, self.ranks, self.train_dataset, built, self.tokenizer)
+        return build.build_live_rollouts(
+            self.config, self.ranks, self.train_dataset, built, self.tokenizer, self.tracing
+        )
 
     def _observe_start(self) -> None:
         self._observe(
@@ -198,7 +202,7 @@ class PPOTrainer:
         )
 
     def _observe(self, event: str, **facts: Any) -> None:
-        for observer in self.observers:
+        for observer in (*self.observers, *self.tracing.observers):
             observer(event, **facts)
 
     def close(self) -> None:

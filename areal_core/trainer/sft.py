@@ -36,6 +36,7 @@ class SFTTrainer:
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps)
         self.stats = Stats()
+        self._cleanup.callback(build.build_tracing(config, self.ranks, self.stats).close)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
 
     def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:

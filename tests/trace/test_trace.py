@@ -1,0 +1,144 @@
+"""What a trace holds: spans that nest, lanes that do not overlap, one file of all ranks, and what survives a kill."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_core.telemetry.trace import Trace, rank_file
+from areal_core.telemetry.trace_merge import BrokenTrace, merge, merge_if_all_ended
+
+
+def merged_events(folder: Path) -> list[dict]:
+    return json.loads(merge(folder).read_text())["traceEvents"]
+
+
+def complete(events: list[dict], category: str) -> list[dict]:
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
+
+
+def assert_drawable(events: list[dict]) -> None:
+    """Slices of one track either follow each other or lie inside each other, as both viewers demand."""
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            ends = round((event["ts"] + event["dur"]) * 1000)
+            tracks.setdefault((event["pid"], event["tid"]), []).append((round(event["ts"] * 1000), -ends))
+    for slices in tracks.values():
+        open_until: list[int] = []
+        for start, negative_end in sorted(slices):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or -negative_end <= open_until[-1], "slices of one track cross"
+            open_until.append(-negative_end)
+
+
+async def episode(trace: Trace, sample: int, gate: asyncio.Event) -> None:
+    with trace.episode(7, sample) as span:
+        with trace.span("generation", "generation", tokens=3):
+            await gate.wait()
+        with trace.span("reward", "reward"):
+            await asyncio.sleep(0)
+        span.args["status"] = "accepted"
+
+
+async def three_at_once(trace: Trace) -> None:
+    gate = asyncio.Event()
+    tasks = [asyncio.create_task(episode(trace, sample, gate)) for sample in range(3)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+def test_concurrent_episodes_get_lanes_of_their_own_and_parts_lie_inside_them(tmp_path):
+    trace = Trace(tmp_path, 0, 1, {})
+    asyncio.run(three_at_once(trace))
+    trace.close()
+    events = merged_events(tmp_path)
+    assert_drawable(events)
+    episodes = complete(events, "episode")
+    assert sorted(event["tid"] for event in episodes) == [1, 2, 3]
+    assert {event["args"]["status"] for event in episodes} == {"accepted"}
+    parts = [(event["tid"], event["name"]) for event in complete(events, "generation")]
+    assert sorted(parts) == [(1, "generation"), (2, "generation"), (3, "generation")]
+    running = [event["args"]["episodes"] for event in events if event["name"] == "episodes running"]
+    assert running == [1, 2, 3, 2, 1, 0]
+
+
+def test_lanes_are_used_again_by_later_episodes(tmp_path):
+    trace = Trace(tmp_path, 0, 1, {})
+    for _ in range(3):
+        asyncio.run(three_at_once(trace))
+    trace.close()
+    events = merged_events(tmp_path)
+    assert_drawable(events)
+    assert {event["tid"] for event in complete(events, "episode")} == {1, 2, 3}
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {"trainer", "episodes 1", "episodes 2", "episodes 3"}
+
+
+def test_concurrent_generations_of_one_episode_do_not_cross(tmp_path):
+    trace = Trace(tmp_path, 0, 1, {})
+
+    async def call(gate: asyncio.Event) -> None:
+        with trace.span("generation", "generation"):
+            await gate.wait()
+
+    async def agent() -> None:
+        gate = asyncio.Event()
+        with trace.episode(0, 0) as span:
+            calls = [asyncio.create_task(call(gate)) for _ in range(2)]
+            await asyncio.sleep(0)
+            gate.set()
+            await asyncio.gather(*calls)
+        assert [name for name, _, _ in span.phases] == ["generation", "generation"]
+
+    asyncio.run(agent())
+    trace.close()
+    events = merged_events(tmp_path)
+    assert_drawable(events)
+    assert sorted(event["tid"] for event in complete(events, "generation")) == [1, 2]
+
+
+def test_the_last_rank_to_end_merges_all_on_one_clock(tmp_path):
+    first, second = Trace(tmp_path, 0, 2, {"batch_size": 4}), Trace(tmp_path, 1, 2, {})
+    start = first._origin_ns
+    first.stage("rollout", start + 1_000, start + 3_000)
+    second.stage("rollout", second._origin_ns, second._origin_ns + 5_000)
+    first.close()
+    merge_if_all_ended(tmp_path, 2)
+    assert not (tmp_path / "trace.json").exists()
+    second.close()
+    merge_if_all_ended(tmp_path, 2)
+    document = json.loads((tmp_path / "trace.json").read_text())
+    about = document["otherData"]
+    assert about["ranks"][0]["options"] == {"batch_size": 4}
+    later = about["ranks"][1]["start_ns"] - about["ranks"][0]["start_ns"]
+    stages = {event["pid"]: event for event in complete(document["traceEvents"], "stage")}
+    assert stages[0]["ts"] == pytest.approx(1.0) and stages[0]["dur"] == pytest.approx(2.0)
+    assert stages[1]["ts"] == pytest.approx(later / 1000) and stages[1]["dur"] == pytest.approx(5.0)
+
+
+def test_a_file_cut_by_a_kill_keeps_all_whole_lines_and_damage_inside_is_refused(tmp_path):
+    trace = Trace(tmp_path, 0, 1, {})
+    trace.counter("staleness", mean=0.5, max=2)
+    trace.counter("staleness", mean=1.5, max=3)
+    trace.close()
+    file = rank_file(tmp_path, 0)
+    header, one, two, _ = file.read_text().splitlines()
+    file.write_text("\n".join([header, one, two[:20]]))
+    values = [event["args"] for event in merged_events(tmp_path) if event["ph"] == "C"]
+    assert values == [{"mean": 0.5, "max": 2}]
+    file.write_text("\n".join([header, one[:20], two]) + "\n")
+    with pytest.raises(BrokenTrace, match=r"rank-00000\.jsonl, line 2: not an event"):
+        merge(tmp_path)
+
+
+def test_a_continued_run_keeps_what_came_before(tmp_path):
+    for continued in (False, True):
+        trace = Trace(tmp_path, 0, 1, {}, continued)
+        trace.stage("step", trace._origin_ns, trace._origin_ns + 1000)
+        trace.close()
+    steps = complete(merged_events(tmp_path), "stage")
+    assert len(steps) == 2 and steps[1]["ts"] > steps[0]["ts"]
