@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,7 @@ from consistency.check import Checked, Request
 from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
+from consistency.rescoring import Rescoring
 from recorder.samples import token_texts
 
 NUMBERS = (
@@ -35,9 +37,15 @@ STYLES = {"healthy": "green", "mismatch": "red", "unknown": "yellow"}
 Decode = Callable[[list[int]], str] | None
 
 
-def print_report(out: Console, checked: Checked, gates: tuple[Gate, ...], request: Request) -> None:
-    """The whole report."""
+def print_report(
+    out: Console, checked: Checked, gates: tuple[Gate, ...], request: Request, told: dict[str, Any]
+) -> None:
+    """The whole report; `told` says what was compared with the model."""
     print_verdict(out, checked)
+    for engine in told.get("engines", ()):
+        out.print(f"engine: {escaped(engine)}")
+    if "answers" in told:
+        print_answers(out, **told["answers"])
     for finding in checked.diagnosis.causes:
         print_finding(out, finding)
     if checked.diagnosis.missing:
@@ -48,6 +56,8 @@ def print_report(out: Console, checked: Checked, gates: tuple[Gate, ...], reques
     for gate in gates:
         word = "[green]holds[/green]" if gate.holds else "[red]does not hold[/red]"
         out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
+    if checked.rescoring is not None:
+        print_rescoring(out, checked.rescoring)
     print_numbers(out, checked.diagnosis.measurement)
     print_curves(out, checked.diagnosis)
     print_worst(out, describe_worst(checked), load_decode(request.model))
@@ -85,6 +95,33 @@ def print_finding(out: Console, finding: Finding) -> None:
         ("fix", finding.fix),
     ):
         out.print(f"  {heading:<10}  {escaped(text)}")
+    out.print()
+
+
+def print_answers(
+    out: Console, num_prompts: int, engine_right: int, model_right: int, identical: int
+) -> None:
+    """How many greedy answers are right, which is all that a comparison of answers can tell."""
+    out.print(
+        f"greedy answers: engine {engine_right} of {num_prompts} right, model {model_right}; "
+        f"{identical} completions are the same tokens"
+    )
+
+
+def print_rescoring(out: Console, rescoring: Rescoring) -> None:
+    """The three opinions and how well each agrees with itself."""
+    told = (
+        "not comparable at this temperature" if rescoring.decode is None else format_number(rescoring.decode)
+    )
+    out.print(f"asked again about {rescoring.num_tokens:,} tokens, mean |difference|:")
+    for label, value in (
+        ("engine when sampling, engine scoring (A - B)", told),
+        ("engine scoring, model (B - C)", format_number(rescoring.prefill)),
+        ("engine scoring, twice", format_number(rescoring.engine_repeat)),
+        ("model, twice", format_number(rescoring.model_repeat)),
+        ("model, in other company", format_number(rescoring.model_alone)),
+    ):
+        out.print(f"  {label:<46}{value}")
     out.print()
 
 

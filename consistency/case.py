@@ -8,6 +8,7 @@ import numpy as np
 
 from consistency.measure import Measurement
 from consistency.replay import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
+from consistency.rescoring import Rescoring
 from consistency.score import Scores
 from consistency.tokens import Floats, Sequences, TokenTable
 
@@ -106,7 +107,7 @@ def best_explanation(
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `replays` is None where full logits were not looked at."""
+    """One comparison. `replays` is None where full logits were not looked at, `rescoring` where no live engine was asked again."""
 
     sequences: Sequences
     table: TokenTable
@@ -114,6 +115,7 @@ class Case:
     measurement: Measurement
     setting: Setting
     replays: Replays | None
+    rescoring: Rescoring | None = None
 
     @property
     def level(self) -> float:

@@ -1,8 +1,9 @@
-"""One check of a record against a model: read, score (resuming where it was interrupted), score otherwise, diagnose."""
+"""One check against a model: score (resuming where it was interrupted), score otherwise, ask live engines again, diagnose."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from consistency.case import Alternative, Noise, Setting
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
 from consistency.estimators import k3
 from consistency.replay import Replays, replay, select_rows
+from consistency.rescoring import Rescoring
 from consistency.score import Progress, Question, Scorer, Scores, load_scorer, load_scores, save_scores, score
-from consistency.source import concatenate, parse_sampling, read_step, setting_of
+from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Sequences
-from recorder import Record
 from recorder.environment import folder_identity
 from recorder.sealed import checksum
 
@@ -25,17 +26,17 @@ SURE = 0.85
 # Two kernels that both round differ by more than one that rounds from one that does not: sqrt(2), and some.
 NOISE_MARGIN = 1.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+AskAgain = Callable[[Scorer, Sequences, float], Rescoring]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare. Checkpoints are folders in Hugging Face format; None where not given.
+    """What to compare with. Checkpoints are folders in Hugging Face format; None where not given.
 
-    `model` holds the weights that should have sampled `steps`; `scores_folder` keeps finished scores for the next attempt.
+    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for the next attempt.
     """
 
     model: str
-    steps: tuple[int, ...]
     dtype: str | None = None
     device: str = "cpu"
     temperature: float | None = None
@@ -53,43 +54,54 @@ class Checked:
     scores: Scores
     setting: Setting
     dtype: str
+    rescoring: Rescoring | None
 
 
-def check_record(record: Record, request: Request, progress: Progress = lambda num_tokens: None) -> Checked:
-    """Compare the engine's recorded logprobs of some steps with a model's.
+def check(
+    sampled: Sampled,
+    request: Request,
+    progress: Progress = lambda num_tokens: None,
+    ask_again: AskAgain | None = None,
+) -> Checked:
+    """Compare an engine's logprobs with a model's.
+
+    Args:
+        ask_again: has the engines that sampled score some rows once more; None where they are gone.
 
     Raises:
-        RecordError: a step cannot be read. ModelError: a checkpoint cannot be. ConsistencyError: nothing to compare.
+        ModelError: a checkpoint cannot be read. ConsistencyError: nothing to compare.
     """
-    sampling = parse_sampling(record)
+    sampling = sampled.sampling
     temperature = sampling.temperature if request.temperature is None else request.temperature
     if sampling.greedy:
         temperature = 1.0  # SGLang reports greedy tokens at temperature 1
     dtype = request.dtype or sampling.trainer_dtype
-    steps = [read_step(record.step(number)) for number in request.steps]
-    versions = {record.step(number).plan(0).version for number in request.steps}
     scorer = load_scorer(request.model, DTYPES[dtype], request.device)
     scores = join_scores(
         [
-            score_step(scorer, part, request, temperature, dtype, number, progress)
-            for number, part in zip(request.steps, steps, strict=True)
+            score_part(scorer, part, request, temperature, dtype, name, progress)
+            for name, part in sampled.parts.items()
         ]
     )
-    sequences = concatenate(steps)
-    version = versions.pop() if len(versions) == 1 else None
-    setting = setting_of(sampling, scorer.model.config, temperature, dtype, version)
+    sequences = concatenate(list(sampled.parts.values()))
+    setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
-    found = diagnose(sequences, scores, setting, replays)
+    rows = select_rows(sequences, replays.rows)
+    rescoring = None if ask_again is None else ask_again(scorer, rows, temperature)
+    if rescoring is not None:
+        setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
+    judge = partial(diagnose, sequences, scores, replays=replays, rescoring=rescoring)
+    found = judge(setting)
     given: list[Alternative] = []
     # Each further look costs passes over the sample, and is taken only where doubt is left.
     for look in (other_dtype, other_prompts, other_checkpoints):
         if settled(found):
             break
-        given += look(scorer, select_rows(sequences, replays.rows), request, setting, dtype)
+        given += look(scorer, rows, request, setting, dtype)
         if look is other_dtype:
             setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
-        found = diagnose(sequences, scores, setting, replays, given)
-    return Checked(found, sequences, scores, setting, dtype)
+        found = judge(setting, alternatives=given)
+    return Checked(found, sequences, scores, setting, dtype, rescoring)
 
 
 def settled(found: Diagnosis) -> bool:
@@ -111,23 +123,36 @@ def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays)
     )
 
 
-def score_step(
+def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
+    """The published noise, or more where the engine differs more from itself: no comparison can be finer than that."""
+    own = NOISE_MARGIN * rescoring.engine_repeat
+    if not own > published.mean_abs:
+        return published
+    return Noise(
+        f"{published.name}, on this engine",
+        own,
+        max(published.k3, own**2),
+        f"scoring the same tokens twice, the engine differs from itself by {rescoring.engine_repeat:.2g} on average",
+    )
+
+
+def score_part(
     scorer: Scorer,
     sequences: Sequences,
     request: Request,
     temperature: float,
     dtype: str,
-    step: int,
+    name: str,
     progress: Progress,
 ) -> Scores:
-    """Scores of one step, from disk where an earlier attempt finished them."""
+    """Scores of one part, from disk where an earlier attempt finished them."""
 
     def scored() -> Scores:
         return score(scorer, sequences, temperature=temperature, top_k=TOP_K, progress=progress)
 
     if request.scores_folder is None:
         return scored()
-    file = request.scores_folder / f"step-{step:06d}.npz"
+    file = request.scores_folder / f"{name}.npz"
     question = Question(
         model=checksum(json.dumps(folder_identity(request.model), sort_keys=True).encode()),
         dtype=dtype,
@@ -143,7 +168,7 @@ def score_step(
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Scores of several steps, one after another."""
+    """Scores of several parts, one after another."""
     return Scores(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
     )

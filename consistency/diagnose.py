@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from consistency.case import Alternative, Case, Finding, Setting
-from consistency.causes import alignment, architecture, definition, numerics, weights
+from consistency.causes import alignment, architecture, definition, engine, numerics, weights
 from consistency.causes.definition import in_logprobs, log_units
 from consistency.derive import with_derived
 from consistency.measure import Measurement, measure
 from consistency.replay import Replays
+from consistency.rescoring import Rescoring
 from consistency.score import Scores
 from consistency.tokens import Sequences, TokenTable, compare_tokens
 
@@ -18,6 +19,7 @@ CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
     *definition.CAUSES,
     *weights.CAUSES,
     *architecture.CAUSES,
+    *engine.CAUSES,
     *numerics.CAUSES,
 )
 
@@ -40,6 +42,7 @@ def diagnose(
     setting: Setting,
     replays: Replays | None = None,
     alternatives: Sequence[Alternative] = (),
+    rescoring: Rescoring | None = None,
 ) -> Diagnosis:
     """Judge an engine's logprobs by the trainer's.
 
@@ -47,6 +50,7 @@ def diagnose(
         scores: of `sequences` at `setting.temperature`.
         replays: of the same sequences at the same temperature; without them only structure and shape are judged.
         alternatives: the tokens of `replays.sample` scored otherwise, which stale weights, BOS and dtypes are recognised by.
+        rescoring: what engine and model said when they were asked again.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -61,7 +65,7 @@ def diagnose(
         replays = with_derived(replays, sequences, scores, alternatives)
     measurement = measure(table)
     assert all(identity.holds for identity in measurement.identities), measurement.identities
-    case = Case(sequences, table, scores, measurement, setting, replays)
+    case = Case(sequences, table, scores, measurement, setting, replays, rescoring)
     findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
     harmless = any(finding.id in ("R35", "R57") for finding in findings)

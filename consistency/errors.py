@@ -4,7 +4,9 @@ ConsistencyError (ValueError)
 ├── NothingToCompare   no token was sampled, or none has a usable logprob on both sides
 ├── BadColumn          a column has another length than the tokens it speaks of
 ├── UnknownGate        a gate names a metric that does not exist, or no number
-└── StaleScores        saved scores belong to another model, temperature or step
+├── StaleScores        saved scores belong to another model, temperature or step
+├── BadPrompts         a file of prompts cannot be read, or has none
+└── EngineError        an engine cannot be asked, or answers what cannot be used
 """
 
 
@@ -26,3 +28,11 @@ class UnknownGate(ConsistencyError):
 
 class StaleScores(ConsistencyError):
     """Scores on disk that answer another question."""
+
+
+class BadPrompts(ConsistencyError):
+    """Prompts that cannot be read."""
+
+
+class EngineError(ConsistencyError):
+    """An engine that gives no usable answer; names its address."""

@@ -130,7 +130,11 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
     tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
     bounds = np.concatenate([[0], np.cumsum(np.diff(sequences.cu_seqlens)[rows])])
     return Sequences(
-        sequences.input_ids[tokens], bounds, sequences.sampled[tokens], sequences.engine_logprobs[tokens]
+        sequences.input_ids[tokens],
+        bounds,
+        sequences.sampled[tokens],
+        sequences.engine_logprobs[tokens],
+        worker=None if sequences.worker is None else sequences.worker[rows],
     )
 
 

@@ -113,6 +113,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "names_elsewhere": ALIASES,
         "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
         "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
+        "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
         "histogram": [list(bar) for bar in measured.histogram],
         "worst": [asdict(token) for token in describe_worst(checked)],
     }

@@ -1,6 +1,6 @@
 """From a record to columns: what was sampled in a step, what the engine said of it, and how it was told to sample."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,23 @@ class Sampling:
     greedy: bool
     trainer_dtype: str
     engine_dtype: str
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What to judge: parts by name (`step-000004`), how they were sampled, and the weights' version where it is one."""
+
+    parts: Mapping[str, Sequences]
+    sampling: Sampling
+    version: int | None = None
+
+
+def read_record(record: Record, steps: Sequence[int]) -> Sampled:
+    """Some steps of a record. Raises RecordError when one cannot be read, NothingToCompare when the run sampled nothing."""
+    sampling = parse_sampling(record)
+    parts = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
+    versions = {record.step(number).plan(0).version for number in steps}
+    return Sampled(parts, sampling, versions.pop() if len(versions) == 1 else None)
 
 
 def parse_sampling(record: Record) -> Sampling:

@@ -1,7 +1,10 @@
 """`areal-debug consistency`: the engine's logprobs against the model's, token by token, and why they differ."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,14 +12,22 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json
 
 if TYPE_CHECKING:
     from consistency.check import Checked, Request
-    from recorder import Record
+
+GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
 
 @click.command()
-@click.argument("record", type=click.Path(path_type=Path))
+@click.argument("record", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="URL",
+    help="A live engine instead of a record: SGLang, vLLM or OpenAI-compatible. May be repeated.",
+)
 @click.option(
     "--model",
-    help="The weights that should have sampled the steps; those that the run started from unless given.",
+    help="The weights that should have sampled; those that the recorded run started from unless given.",
 )
 @click.option(
     "--step",
@@ -25,12 +36,36 @@ if TYPE_CHECKING:
     multiple=True,
     help="A step to check; the first one unless given. May be repeated.",
 )
+@click.option(
+    "--prompts",
+    "--dataset",
+    "prompts",
+    help="What to ask a live engine: a JSONL or text file, or a Hugging Face dataset.",
+)
+@click.option("--split", help="Of a dataset.")
+@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions of each prompt."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="A live engine is told so.")
+@click.option("--top-k", type=int, help="A live engine is told so.")
+@click.option(
+    "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
+)
+@click.option(
+    "--reward", default=GSM8K_REWARD, show_default=True, help="Judges answers: package.module.function."
+)
 @click.option("--previous", help="The checkpoint before that, to recognise stale weights.")
 @click.option("--base", help="The model without its adapter, to recognise an adapter that was not loaded.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; the trainer's unless given."
 )
-@click.option("--temperature", type=float, help="Of the trainer's logprobs; the recorded one unless given.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0),
+    help="Of the trainer's logprobs, and of a live engine's sampling; the recorded one, or 1, unless given.",
+)
 @click.option("--device", default="cpu", show_default=True, help="Where to score.")
 @click.option(
     "--scores",
@@ -47,63 +82,111 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @errors_as_sentences
 def command(
-    record: Path,
+    record: Path | None,
+    engines: tuple[str, ...],
     model: str | None,
     steps: tuple[int, ...],
-    previous: str | None,
-    base: str | None,
-    dtype: str | None,
-    temperature: float | None,
-    device: str,
-    scores_folder: Path | None,
     gate: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Score the sampled tokens of RECORD with a model and judge the engine's logprobs.
+    """Score sampled tokens, of RECORD or of a live engine, with a model, and judge the engine's logprobs.
 
     Exit 0 is healthy, 1 a mismatch or a gate that does not hold, 2 cannot tell.
     """
+    if (record is None) == (not engines):
+        fail("give either RECORD, or --engine URL with --prompts: what is to be compared with the model?")
     from areal_debug.consistency_output import print_report
-    from consistency.check import Request
     from consistency.report import check_gates, document, exit_code
-    from recorder import open_record
 
-    opened = open_record(record)
-    if not opened.steps:
-        fail(f"{record} holds no committed step: nothing to check")
-    request = Request(
-        model=model or opened.header.model["path"],
-        steps=steps or opened.steps[:1],
-        dtype=dtype,
-        device=device,
-        temperature=temperature,
-        previous=previous,
-        base=base,
-        scores_folder=scores_folder,
-    )
-    checked = check_under_progress(opened, request)
+    if record is not None:
+        checked, request, told = check_recorded(record, steps, model, options)
+    else:
+        checked, request, told = check_live(engines, model, options)
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
     if as_json:
-        print_json(
-            {"record": str(record), "model": request.model, "steps": request.steps} | document(checked, gates)
-        )
+        print_json(told | {"model": request.model} | document(checked, gates))
     else:
-        print_report(console(), checked, gates, request)
+        print_report(console(), checked, gates, request, told)
     raise SystemExit(exit_code(checked, gates))
 
 
-def check_under_progress(record: "Record", request: "Request") -> "Checked":
-    """The check, under a bar on standard error that moves by tokens and tells tokens/s."""
+def request_of(model: str, options: dict[str, Any]) -> "Request":
+    """The options that speak of the model's side."""
+    from consistency.check import Request
+
+    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder")
+    return Request(model, **{name: options[name] for name in names})
+
+
+def check_recorded(
+    path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
+) -> tuple["Checked", "Request", dict[str, Any]]:
+    """The check of some steps of a record, and what to tell of them."""
+    from consistency.check import check
+    from consistency.source import read_record
+    from recorder import open_record
+
+    record = open_record(path)
+    if not record.steps:
+        fail(f"{path} holds no committed step: nothing to check")
+    steps = steps or record.steps[:1]
+    request = request_of(model or record.header.model["path"], options)
+    sampled = read_record(record, steps)
+    total = sum(len(part.input_ids) for part in sampled.parts.values())
+    with progress_bar("scoring", total) as advance:
+        return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
+
+
+def check_live(
+    engines: tuple[str, ...], model: str | None, options: dict[str, Any]
+) -> tuple["Checked", "Request", dict[str, Any]]:
+    """The check of what engines sample now, and what to tell of them."""
+    if model is None or options["prompts"] is None:
+        fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (what to ask it)")
+    from transformers import AutoTokenizer
+
+    from areal_core.reward import load_reward_fn
+    from consistency.answers import compare_answers, load_generating
+    from consistency.engine.reply import Law
+    from consistency.live import ask_engines, check_engines, model_dtype, sampled_of, words_of
+    from consistency.prompts import read_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = words_of(tokenizer)
+    prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"])
+    temperature = 1.0 if options["temperature"] is None else options["temperature"]
+    law = Law(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
+    request = request_of(model, options)
+    with progress_bar("asking", len(prompts) * options["num_samples"]) as advance:
+        conversation = ask_engines(engines, prompts, options["num_samples"], law, words, advance)
+    sampled = sampled_of(conversation, options["dtype"] or model_dtype(model))
+    with progress_bar("scoring", sum(len(part.input_ids) for part in sampled.parts.values())) as advance:
+        checked = check_engines(conversation, sampled, request, words, advance)
+    told: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
+    if options["answers"]:
+        told["answers"] = asdict(
+            compare_answers(
+                engines,
+                prompts,
+                replace(law, temperature=0.0, top_p=1.0, top_k=None),
+                words,
+                load_generating(model, checked.dtype, request.device),
+                load_reward_fn(options["reward"]),
+            )
+        )
+    return checked, request, told
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, moved by what it yields, that tells how many a second."""
     import sys
 
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    from consistency.check import check_record
-
-    batches = [record.step(step).manifest.batches.values() for step in request.steps]
-    total = sum(entry.num_tokens for batch in batches for entry in batch)
-    columns = (TextColumn("scoring"), BarColumn(), TaskProgressColumn(show_speed=True))
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(show_speed=True))
     quiet = not sys.stderr.isatty()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task("scoring", total=total)
-        return check_record(record, request, lambda num_tokens: progress.advance(task, num_tokens))
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.servers import call
 from areal_core.rollout.sglang_wire import parse_generate
+from areal_debug.cli.consistency import command
 from consistency.alternatives import bos_alternatives, checkpoint_alternative
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
@@ -103,3 +105,22 @@ def test_server_that_still_holds_the_previous_checkpoint_is_stale(server, model,
     newer = save_model(tmp_path / "newer", seed=5)
     found = judged(newer, sampled(server), previous)
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
+
+
+def test_live_server_is_asked_by_address_and_its_greedy_answers_are_compared(server, model, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"input_ids": [BOS, 10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = "areal_core.reward.functions.arithmetic_reward_fn"
+    options = ["--num-samples", "2", "--max-new-tokens", "32", "--answers", "--reward", reward, "--json"]
+    done = CliRunner().invoke(
+        command, ["--engine", server.address, "--model", str(model), "--prompts", str(prompts), *options]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["verdict"], found["num_sequences"]) == (0, "healthy", 32)
+    assert found["engines"] == [f"SGLang 0.5.23 with {model} (float32)"]
+    assert found["metrics"]["mean_abs"] < 1e-5
+    assert found["rescoring"]["decode"] < 1e-5
+    assert found["rescoring"]["prefill"] < 1e-5
+    assert found["answers"] == {"num_prompts": 16, "engine_right": 0, "model_right": 0, "identical": 16}

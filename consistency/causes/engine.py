@@ -1,0 +1,59 @@
+"""What asking engine and model twice tells: who disagrees with itself."""
+
+from consistency.case import Case, Finding
+
+# Both sides of a comparison round, so noise reaches twice a side's own before it is anything else.
+MUCH = 2.0
+
+
+def decoding_differs(case: Case) -> Finding | None:
+    """R40, R43, R48: the engine's decoding disagrees with its own prefill, which agrees with the model."""
+    rescoring = case.rescoring
+    if rescoring is None or rescoring.decode is None:
+        return None
+    floor = MUCH * max(case.level, rescoring.engine_repeat)
+    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / MUCH:
+        return None
+    return Finding(
+        "R40",
+        "the engine's decoding differs from its own prefill",
+        0.9,
+        f"told when sampled against scored again: mean |A - B| {rescoring.decode:.2g}; scored again against the model: "
+        f"|B - C| {rescoring.prefill:.2g}; the engine's repeat: {rescoring.engine_repeat:.2g}",
+        "start the engine without CUDA graphs and with a bf16 KV cache: |A - B| must fall",
+        "look at the decode path: SGLang --disable-cuda-graph, --kv-cache-dtype auto; vLLM --enforce-eager, calibrated KV scales",
+    )
+
+
+def model_not_repeatable(case: Case) -> Finding | None:
+    """R47: the model gives other logprobs for the same batch."""
+    rescoring = case.rescoring
+    if rescoring is None or rescoring.model_repeat <= 1e-7:
+        return None
+    return Finding(
+        "R47",
+        "the model does not repeat its own logprobs",
+        0.8,
+        f"the same batch scored twice differs by {rescoring.model_repeat:.2g} on average",
+        "score twice in evaluation mode with deterministic kernels: the difference must be 0",
+        "model.eval(), dropout 0, torch.use_deterministic_algorithms(True)",
+        fault=rescoring.model_repeat > case.level,
+    )
+
+
+def batch_variant(case: Case) -> Finding | None:
+    """R39: the model's logprobs depend on what else is in the batch, by more than its dtype allows."""
+    rescoring = case.rescoring
+    if rescoring is None or rescoring.model_alone <= MUCH * case.level:
+        return None
+    return Finding(
+        "R39",
+        "the model's logprobs depend on their neighbours in the batch",
+        0.8,
+        f"rows scored alone and packed differ by {rescoring.model_alone:.2g} on average, the same batch by {rescoring.model_repeat:.2g}",
+        "score with one row a pass: the difference to the engine must fall",
+        "pass sequence boundaries (cu_seqlens) to every attention and convolution; batch-invariant kernels",
+    )
+
+
+CAUSES = (decoding_differs, model_not_repeatable, batch_variant)

@@ -1,0 +1,62 @@
+"""Prompts as token ids: rows of text, chats or ids, through the model's own tokenizer and chat template."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.dataset.sources import read_rows, rl_row
+from consistency.errors import BadPrompts
+
+KINDS = "input_ids (numbers), messages (a chat), text (passed as it is), question or prompt"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and the row that it came from."""
+
+    ids: tuple[int, ...]
+    row: dict[str, Any]
+
+
+def read_prompts(
+    source: str, split: str | None, tokenizer: Any, count: int | None = None
+) -> tuple[Prompt, ...]:
+    """The first `count` prompts of a JSONL file, a text file with one a line, or a Hugging Face dataset.
+
+    Raises:
+        DatasetError: it cannot be read.
+        BadPrompts: it has no rows, or one holds nothing to ask.
+    """
+    if source.endswith(".txt"):
+        lines = Path(source).read_text(encoding="utf-8").splitlines()
+        rows: list[dict[str, Any]] = [{"text": line} for line in lines if line.strip()]
+    else:
+        rows = read_rows(source, split, {})
+    prompts = tuple(
+        parse_prompt(row, tokenizer, f"{source}, row {number}")
+        for number, row in enumerate(itertools.islice(rows, count))
+    )
+    if not prompts:
+        raise BadPrompts(f"{source} holds no prompt: write one JSON object a line with {KINDS}")
+    return prompts
+
+
+def parse_prompt(row: dict[str, Any], tokenizer: Any, where: str) -> Prompt:
+    """One row's ids; a chat goes through the chat template, `text` through the tokenizer as it is.
+
+    Raises:
+        BadPrompts: there is nothing to ask, or no template to ask a chat with.
+    """
+    if "input_ids" in row:
+        return Prompt(tuple(int(token) for token in row["input_ids"]), row)
+    if "text" in row:
+        return Prompt(tuple(tokenizer.encode(row["text"])), row)
+    chat = rl_row(row, where)
+    try:
+        ids = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, return_dict=False)
+    except ValueError as error:
+        raise BadPrompts(
+            f"{where} is a chat, and the model's tokenizer has no template: give text instead"
+        ) from error
+    return Prompt(tuple(ids), chat)

@@ -1,0 +1,126 @@
+"""`areal-debug consistency --engine`: every dialect, several servers, engines that decode wrongly, and addresses that are none."""
+
+import functools
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.testing import make_tiny_tokenizer
+from areal_debug.cli.consistency import command
+from consistency import laws
+from consistency.fault_server import serving
+from consistency.score import load_scorer
+from consistency.testing import FaultyEngine
+
+from .records import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def scorer(model):
+    return load_scorer(str(model))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def judged(*arguments):
+    done = CliRunner().invoke(command, [*map(str, arguments), "--max-new-tokens", "40", "--json"])
+    return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dialect", "software"),
+    [("sglang", "SGLang 0.5.23"), ("vllm", "vLLM 0.32.0"), ("openai", "an OpenAI-compatible server")],
+)
+def test_healthy_engine_is_healthy_in_every_dialect(dialect, software, scorer, model, prompts):
+    tokenizer = make_tiny_tokenizer()
+    with serving(FaultyEngine(scorer, noise=0.002), dialect, lambda ids: tokenizer.decode(ids)) as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+    assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
+    assert found["engines"] == [f"{software} with faulty"]
+    assert found["num_tokens"] == 20 * 40
+    assert 0 < found["rescoring"]["engine_repeat"] < 0.01
+    assert found["rescoring"]["model_repeat"] == 0
+
+
+def test_law_that_the_engine_was_not_told_is_named(scorer, model, prompts):
+    law = functools.partial(laws.top_p, top_p=0.8)
+    with serving(FaultyEngine(scorer, draws=law, reports=law, noise=0.002), "sglang") as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+    assert (code, found["causes"][0]["id"]) == (1, "R03")
+
+
+def test_raw_logprobs_at_another_temperature_are_named_as_what_they_are(scorer, model, prompts):
+    raw = functools.partial(laws.at_temperature, temperature=1.0)
+    with serving(FaultyEngine(scorer, reports=raw, temperature=0.7, noise=0.002), "vllm") as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--temperature", "0.7")
+    first = found["causes"][0]
+    assert (code, first["id"]) == (1, "R01")
+    assert "the engine reports raw logprobs (temperature 1)" in first["evidence"]
+    assert "--logprobs-mode processed_logprobs" in first["fix"]
+
+
+def test_one_of_two_servers_with_other_weights_is_named_by_its_number(scorer, model, prompts, tmp_path):
+    other = load_scorer(str(save_model(tmp_path / "other", seed=4)))
+    with (
+        serving(FaultyEngine(scorer, noise=0.002), "sglang") as good,
+        serving(FaultyEngine(other, noise=0.002), "sglang") as bad,
+    ):
+        code, found = judged("--engine", good, "--engine", bad, "--model", model, "--prompts", prompts)
+    assert (code, found["causes"][0]["id"]) == (1, "R34")
+    by_worker = {group["key"]: group["mean_abs"] for group in found["by"]["worker"]}
+    assert by_worker[1] > 20 * by_worker[0]
+
+
+def test_engine_that_decodes_otherwise_than_it_scores_is_told_apart_from_the_model(scorer, model, prompts):
+    decoding, scoring = FaultyEngine(scorer, noise=0.3), FaultyEngine(scorer, noise=0.002)
+    with serving(decoding, "sglang", scoring=scoring) as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+    assert (code, found["causes"][0]["id"]) == (1, "R40")
+    assert found["rescoring"]["decode"] > 0.1
+    assert found["rescoring"]["prefill"] < 0.01
+
+
+def test_engine_that_does_not_repeat_itself_sets_the_floor(scorer, model, prompts):
+    with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--dtype", "bfloat16")
+    assert (code, found["verdict"]) == (0, "healthy")
+    assert (
+        "scoring the same tokens twice, the engine differs from itself" in found["setting"]["noise"]["source"]
+    )
+
+
+def test_nobody_at_the_address_is_one_sentence(model, prompts):
+    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", prompts)
+    assert code == 2
+    assert "no answer from http://127.0.0.1:1/server_info" in said
+
+
+def test_engine_without_prompts_asks_for_them(model):
+    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model)
+    assert code == 2
+    assert "--engine needs --model PATH" in said
+
+
+def test_neither_record_nor_engine_is_misuse(model):
+    code, said = judged("--model", model)
+    assert (code, "give either RECORD, or --engine URL" in said) == (2, True)
+
+
+def test_row_that_holds_nothing_to_ask_is_named_with_its_number(model, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"input_ids": [5, 6]}\n{"solution": "x"}\n')
+    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
+    assert code == 2
+    assert "row 1 has solution; expected messages, question or prompt" in said
