@@ -11,6 +11,7 @@ VERBS = {
     "record": "record",
     "consistency": "consistency",
     "hang": "hang",
+    "trace": "trace",
 }
 
 
