@@ -45,6 +45,10 @@ class Span:
     part_is_open: bool = False
     phases: list[tuple[str, int, int]] = field(default_factory=list)  # name, start_ns, end_ns
 
+    @property
+    def root_name(self) -> str:
+        return self.name if self.parent is None else self.parent.root_name
+
 
 _CURRENT: ContextVar[Span | None] = ContextVar("trace_span", default=None)
 
@@ -137,6 +141,8 @@ class Trace:
             if shares_lane:
                 parent.part_is_open = True
             lane = parent.lane if shares_lane else self._take_lane()
+        if parent is not None:
+            args["episode"] = parent.root_name
         return Span(name, category, parent, shares_lane, lane, time.perf_counter_ns(), args)
 
     def _close(self, span: Span) -> None:
