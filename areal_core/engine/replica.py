@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 
 
@@ -18,19 +19,28 @@ class Replica:
 
     Args:
         path: folder of the model, read for its config and first weights.
-        dtype: of weights and compute.
+        dtype: of weights and compute; "auto" for the checkpoint's own.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, path: str, dtype: torch.dtype | str, device: torch.device) -> None:
         self.model = load_model(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         self.device = device
-        self._parameters = dict(self.model.named_parameters())
+        # Tied weights under each of their names: a checkpoint may hold either.
+        self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
 
     @torch.no_grad()
     def load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy weights in, by name."""
+        """Copy weights in, by name.
+
+        Raises:
+            ModelError: a name that the model has not, or a tensor of another shape; the tensors before it are in.
+        """
         for name, tensor in named_tensors:
-            self._parameters[name].copy_(tensor)
+            parameter = self._parameters.get(name)
+            expected = "no such tensor" if parameter is None else f"shape {list(parameter.shape)}"
+            if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast
+                raise ModelError(f"{name} came with shape {list(tensor.shape)}; the model has {expected}")
+            parameter.copy_(tensor)
 
     @torch.no_grad()
     def __call__(

@@ -4,7 +4,7 @@ Each row draws from uniforms of its own, fixed by its seed before anything is sa
 distribution. So what a row samples depends on neither the rows beside it, nor their order, nor any global generator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,11 @@ class Completion:
 
     tokens: list[int]
     logprobs: list[float]  # log_softmax(logits / temperature) in float32, before top-k and top-p
-    finish: str  # "stop" or "length"
+    finish: str  # "stop", "length", or "abort" where `cut_rows` named the row
+
+
+def cut_nothing() -> Collection[int]:
+    return ()
 
 
 @dataclass
@@ -58,6 +62,7 @@ def generate(
     end_token_ids: Sequence[int] = (),
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
+    cut_rows: Callable[[], Collection[int]] = cut_nothing,
 ) -> list[Completion]:
     """Samples one completion per row.
 
@@ -71,6 +76,7 @@ def generate(
         vocab_size: width of the logits.
         end_token_ids: stop tokens of every row that does not ignore them.
         pad_token_id: fills the left.
+        cut_rows: called between two tokens; the rows that it names end there.
 
     Raises:
         UnsupportedSampling: an option that needs text or token counts.
@@ -99,6 +105,11 @@ def generate(
                 finish[row] = "stop" if stop else "length"
         step += 1
         running = running & ~stopped & (rows.max_new > step)
+        if running.any() and (cut := cut_rows()):
+            cut_now = running & torch.isin(rows.index, torch.tensor(sorted(cut), device=device))  # [B]
+            for row in rows.index[cut_now].tolist():
+                finish[row] = "abort"
+            running = running & ~cut_now
         num_running = int(running.sum())
         if num_running == 0:
             break

@@ -43,7 +43,6 @@ class UpdateGroup:
             },
         )
         self._group = self._form(world_size, backend, store, timeout, joining)
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         pool.wait(joining)
 
     def _form(
@@ -59,17 +58,7 @@ class UpdateGroup:
 
         def form() -> None:
             try:
-                # Private, but the only way to a group outside the default one; the servers make their end so too.
-                group, _ = _new_process_group_helper(
-                    world_size,
-                    0,
-                    [],
-                    dist.Backend(backend),
-                    PrefixStore(self.name, store),
-                    self.name,
-                    timeout=timeout,
-                )
-                formed.set_result(group)
+                formed.set_result(form_group(store, 0, world_size, backend, self.name, timeout))
             except RuntimeError as error:
                 formed.set_exception(error)
 
@@ -103,6 +92,18 @@ class UpdateGroup:
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+def form_group(
+    store: dist.TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group outside the default one, of which this process is `rank`. Raises `RuntimeError` when the others do not come."""
+    # Private, but the only way to a group of processes that have no default group in common; SGLang's end is made so too.
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], dist.Backend(backend), PrefixStore(name, store), name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
 
 
 def own_address(peer: str) -> str:

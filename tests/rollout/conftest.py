@@ -13,6 +13,32 @@ from areal_core.rollout.servers import Server
 from areal_core.testing import make_tiny_model
 
 
+class HttpThread:
+    """An aiohttp application served from a thread, at `server`, until `stop`."""
+
+    def __init__(self, application: web.Application) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.server = Server(f"127.0.0.1:{port}")
+
+    async def _listen(self) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class FakeServer:
     """Continues a prompt by counting up from its last token, with logprob -token / 100.
 
@@ -25,12 +51,8 @@ class FakeServer:
         self.script: list[int | tuple[int, str]] = []
         self.refuse: dict[str, tuple[int, dict]] = {}
         self.weight_version = "default"
-        self._loop = asyncio.new_event_loop()
-        self._runner = web.AppRunner(self._application())
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.server = Server(f"127.0.0.1:{port}")
+        self._http = HttpThread(self._application())
+        self.server = self._http.server
 
     def _application(self) -> web.Application:
         application = web.Application()
@@ -38,12 +60,6 @@ class FakeServer:
         application.router.add_post("/{route}", self._control)
         application.router.add_get("/health", self._control)
         return application
-
-    async def _listen(self) -> int:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -71,10 +87,21 @@ class FakeServer:
         return [route for route, _ in self.calls]
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._http.stop()
+
+
+@pytest.fixture
+def http_thread() -> Iterator[Callable[[web.Application], HttpThread]]:
+    """Serves applications; all are stopped at the end."""
+    started: list[HttpThread] = []
+
+    def start(application: web.Application) -> HttpThread:
+        started.append(HttpThread(application))
+        return started[-1]
+
+    yield start
+    for http in started:
+        http.stop()
 
 
 @pytest.fixture
@@ -88,8 +115,7 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
 
     yield start
     for fake in started:
-        if fake._thread.is_alive():
-            fake.stop()
+        fake.stop()
 
 
 @pytest.fixture(scope="session")

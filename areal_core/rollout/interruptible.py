@@ -1,0 +1,245 @@
+"""Samples in a thread of its own, so that requests can be cut, held and taken up again between two tokens.
+
+callers (any thread)                   sampling thread
+submit(request) -> Future -----------> waits for requests and for no pause; takes up to `max_rows` of them as one wave
+pause("abort")     waits until ......> the wave is cut; every request, waiting ones too, is answered with what it has
+pause("retract")   waits until ......> the wave is cut; its requests wait again, ahead of the others, with what they have
+pause("in_place")  waits until ......> the wave holds between two tokens, with its cache
+resume() ----------------------------> goes on
+load(weights)      waits until ......> no token is being sampled; without a pause it makes one of its own ("retract")
+
+One condition guards all of it; `_between_tokens` is the only place where the thread can be stopped.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from torch import Tensor
+from transformers import DynamicCache
+
+from areal_core.rollout.embedded import row_seed
+from areal_core.rollout.generate import Completion, generate, refuse_unsupported
+from areal_core.rollout.types import ModelRequest
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class LoadableModel(Protocol):
+    """A forward pass (`generate.Forward`) whose weights can be replaced."""
+
+    def __call__(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
+    ) -> Tensor: ...
+
+    def load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a request brought until it ended or was cut."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[str]  # name of the weights that sampled each token
+    finish: str  # "stop", "length" or "abort"
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way."""
+
+    request: ModelRequest
+    future: Future[Sampled] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    is_aborted: bool = False
+
+    def rest(self) -> ModelRequest:
+        """The request for what is left, after the tokens that are there; its id seeds other random numbers."""
+        done = len(self.tokens)
+        sampling = replace(
+            self.request.sampling,
+            max_new_tokens=self.request.num_new_tokens() - done,
+            min_new_tokens=max(0, self.request.sampling.min_new_tokens - done),
+        )
+        ids = self.request.input_ids + self.tokens
+        return replace(
+            self.request, input_ids=ids, sampling=sampling, rid=f"{self.request.rid}+{done}", metadata={}
+        )
+
+    def add(self, completion: Completion, versions: list[str]) -> None:
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += versions[: len(completion.tokens)]
+
+    def answer(self, finish: str) -> None:
+        self.future.set_result(Sampled(self.tokens, self.logprobs, self.versions, finish))
+
+
+class InterruptibleSampler:
+    """Samples waves of requests with one model.
+
+    Args:
+        model: see `LoadableModel`.
+        vocab_size: width of its logits.
+        version: name of the weights it holds.
+        seed: with a request's id it fixes the request's random numbers.
+        end_token_ids: the model's stop tokens.
+        max_rows: most requests of one wave.
+    """
+
+    def __init__(
+        self,
+        model: LoadableModel,
+        vocab_size: int,
+        *,
+        version: str = "default",
+        seed: int = 0,
+        end_token_ids: tuple[int, ...] = (),
+        max_rows: int = 256,
+    ) -> None:
+        self.version = version
+        self._model = model
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._end_token_ids = end_token_ids
+        self._max_rows = max_rows
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._wave: list[Job] = []
+        self._step_versions: list[str] = []
+        self._paused: PauseMode | None = None
+        self._is_held = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: ModelRequest) -> Future[Sampled]:
+        """Raises `PromptTooLong` or `UnsupportedSampling`."""
+        request.num_new_tokens()
+        refuse_unsupported(request.sampling)
+        job = Job(request)
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job.future
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops sampling between two tokens, and holds new requests."""
+        with self._changed:
+            self._paused = mode
+            self._changed.notify_all()
+            self._changed.wait_for(self._at_rest)
+            if mode == "abort":
+                self._answer_waiting(lambda job: True)
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = None
+            self._changed.notify_all()
+
+    def abort(self, rid: str | None) -> None:
+        """Ends the requests whose id begins with `rid`, or all (None), with the tokens they have."""
+        with self._changed:
+            for job in self._wave:
+                job.is_aborted = job.is_aborted or rid is None or job.request.rid.startswith(rid)
+            self._answer_waiting(lambda job: rid is None or job.request.rid.startswith(rid))
+
+    def load(self, named_tensors: Iterator[tuple[str, Tensor]], version: str | None) -> None:
+        """Copies weights in, by name, and renames them unless `version` is None.
+
+        Raises what the model raises for a tensor that does not fit; the ones before it are in.
+        """
+        with self._changed:
+            was_paused = self._paused
+            self._paused = was_paused or "retract"
+            self._changed.wait_for(self._at_rest)
+            try:
+                self._model.load(named_tensors)
+                self.version = version or self.version
+            finally:
+                self._paused = was_paused
+                self._changed.notify_all()
+
+    def num_unfinished(self) -> int:
+        """How many requests are running or waiting."""
+        with self._changed:
+            return len(self._wave) + len(self._waiting)
+
+    def close(self) -> None:
+        """Ends the thread; what is unfinished is answered with what it has."""
+        self.pause("abort")
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _at_rest(self) -> bool:
+        return not self._wave or self._is_held
+
+    def _answer_waiting(self, chosen: Callable[[Job], bool]) -> None:
+        for job in [job for job in self._waiting if chosen(job)]:
+            self._waiting.remove(job)
+            job.answer("abort")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._waiting and not self._paused))
+                if self._is_closed:
+                    return
+                self._wave, self._waiting = self._waiting[: self._max_rows], self._waiting[self._max_rows :]
+                self._step_versions = [self.version]
+            try:
+                completions = self._sample_wave()
+            except Exception as error:  # of the model, of any kind: its requests must not wait for ever
+                completions = error
+            with self._changed:
+                wave, self._wave = self._wave, []
+                self._finish(wave, completions)
+                self._changed.notify_all()
+
+    def _sample_wave(self) -> list[Completion]:
+        rests = [job.rest() for job in self._wave]
+        return generate(
+            self._model,
+            [rest.input_ids for rest in rests],
+            [rest.sampling for rest in rests],
+            [rest.num_new_tokens() for rest in rests],
+            [row_seed(self._seed, 0, rest) for rest in rests],
+            vocab_size=self._vocab_size,
+            end_token_ids=self._end_token_ids,
+            cut_rows=self._between_tokens,
+        )
+
+    def _between_tokens(self) -> Collection[int]:
+        """Holds here while paused in place; names the rows to cut."""
+        with self._changed:
+            while self._paused == "in_place":
+                self._is_held = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._is_held = False
+            self._step_versions.append(self.version)
+            if self._paused:
+                return range(len(self._wave))
+            return [row for row, job in enumerate(self._wave) if job.is_aborted]
+
+    def _finish(self, wave: list[Job], completions: list[Completion] | Exception) -> None:
+        """Answers the requests of a wave; those that a "retract" has cut wait again."""
+        if isinstance(completions, Exception):
+            for job in wave:
+                job.future.set_exception(completions)
+            return
+        again = []
+        for job, completion in zip(wave, completions, strict=True):
+            job.add(completion, self._step_versions)
+            if completion.finish == "abort" and self._paused != "abort" and not job.is_aborted:
+                again.append(job)
+            else:
+                job.answer(completion.finish)
+        self._waiting = again + self._waiting

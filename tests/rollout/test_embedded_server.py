@@ -1,0 +1,233 @@
+"""The embedded engine behind SGLang's routes: what it answers, and what pauses, aborts and new weights do to requests in flight."""
+
+import http.client
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from areal_core.launch.embedded_server import EmbeddedServer
+from areal_core.rollout.weight_checksums import sha256_of
+
+PROMPT = [10, 11, 12]
+
+
+class Gate:
+    """Stops the model before a chosen token until the test lets it go on."""
+
+    def __init__(self, forward) -> None:
+        self.forward = forward
+        self.calls = 0
+        self.stop_at: int | None = None
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, *arguments):
+        if self.calls == self.stop_at:
+            self.reached.set()
+            assert self.go_on.wait(20)
+        self.calls += 1
+        return self.forward(*arguments)
+
+    def load(self, named_tensors) -> None:
+        self.forward.load(named_tensors)
+
+
+@pytest.fixture(scope="module")
+def embedded(tiny_model):
+    server = EmbeddedServer(str(tiny_model), seed=3)
+    yield server
+    server.sampler.close()
+
+
+@pytest.fixture
+def gate(embedded, monkeypatch):
+    gate = Gate(embedded.sampler._model)
+    monkeypatch.setattr(embedded.sampler, "_model", gate)
+    yield gate
+    gate.go_on.set()
+
+
+@pytest.fixture
+def ask(embedded, http_thread):
+    address = http_thread(embedded.application()).server.address
+
+    def ask(path: str, body=None, status: int = 200):
+        connection = http.client.HTTPConnection(address, timeout=30)
+        connection.request(
+            "POST" if body is not None else "GET", path, None if body is None else json.dumps(body)
+        )
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        connection.close()
+        assert reply.status == status, text
+        return json.loads(text)
+
+    return ask
+
+
+@pytest.fixture
+def in_flight(ask):
+    """Starts a request on a thread; gives its future."""
+    with ThreadPoolExecutor() as threads:
+
+        def start(num_tokens=12, **more):
+            body = {
+                "input_ids": PROMPT,
+                "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True},
+                **more,
+            }
+            return threads.submit(ask, "/generate", body)
+
+        yield start
+
+
+def pause_at(gate, embedded, ask, body) -> None:
+    """Pauses while the gate holds a token, and lets that token be sampled."""
+    assert gate.reached.wait(20)
+    with ThreadPoolExecutor() as threads:
+        pausing = threads.submit(ask, "/pause_generation", body)
+        with embedded.sampler._changed:
+            assert embedded.sampler._changed.wait_for(lambda: embedded.sampler._paused, 20)
+        gate.go_on.set()
+        pausing.result(20)
+
+
+@torch.no_grad()
+def logprobs_of(model, tokens, temperature=1.0) -> torch.Tensor:
+    ids = torch.tensor([PROMPT + tokens])
+    logprobs = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0]
+
+
+def versions_of(meta) -> list[str]:
+    return [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+
+
+def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(ask, tiny_model):
+    reply = ask(
+        "/generate",
+        {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9, "temperature": 0.7}, "rid": "r"},
+    )
+    meta = reply["meta_info"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+    torch.testing.assert_close(found, logprobs_of(model, reply["output_ids"], 0.7), atol=1e-5, rtol=0)
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["id"]) == (
+        3,
+        len(reply["output_ids"]),
+        "r",
+    )
+    assert set(versions_of(meta)) == {"default"}
+
+
+def test_it_says_what_it_serves(ask, tiny_model):
+    assert ask("/health") == {}
+    information = ask("/model_info")
+    assert (information["model_path"], information["weight_version"]) == (str(tiny_model), "default")
+    assert information["architectures"] == ["LlamaForCausalLM"]
+    information = ask("/server_info")
+    assert (information["engine"], information["version"], information["device"]) == (
+        "embedded",
+        "0.5.23",
+        "cpu",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ({"input_ids": [1], "stream": True}, "stream is true"),
+        ({"input_ids": []}, "input_ids must be one list"),
+        ({"sampling_params": {}}, "field 'input_ids' is missing"),
+        ({"input_ids": [1], "image_data": "x"}, "does not know image_data"),
+        ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "does not know sampling_params.min_p"),
+        ({"input_ids": [1], "sampling_params": {"stop": ["a"]}}, "stops at token ids"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
+    ],
+)
+def test_what_it_cannot_honour_is_refused_with_the_reason(ask, body, complaint):
+    assert complaint in ask("/generate", body, status=400)["message"]
+
+
+def test_an_aborting_pause_answers_with_the_tokens_so_far_and_holds_new_requests(
+    ask, gate, in_flight, embedded
+):
+    gate.stop_at = 4
+    first = in_flight()
+    pause_at(gate, embedded, ask, {})
+    reply = first.result(20)
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(reply["output_ids"]) == 5
+    held = in_flight(2)
+    ask("/continue_generation", {})
+    assert len(held.result(20)["output_ids"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_that_keeps_requests_lets_them_cross_new_weights(
+    ask, gate, in_flight, embedded, tiny_model, tmp_path, mode
+):
+    other = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    other.save_pretrained(tmp_path)
+    before = {name: p.clone() for name, p in embedded._replica.model.named_parameters()}
+    old_name = embedded.sampler.version
+    gate.stop_at = 4
+    request = in_flight()
+    pause_at(gate, embedded, ask, {"mode": mode})
+    ask("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "8"})
+    ask("/continue_generation", {})
+    reply = request.result(20)
+    versions = versions_of(reply["meta_info"])
+    cut = 5  # the pause came while token 5 was being sampled
+    assert versions == [old_name] * cut + ["8"] * (12 - cut)
+    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+    found = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    by_other = logprobs_of(other, reply["output_ids"])
+    if mode == "retract":  # the cache was computed again, by the new weights
+        torch.testing.assert_close(found[cut:], by_other[cut:], atol=1e-5, rtol=0)
+    else:
+        assert (found[cut:] - by_other[cut:]).abs().max() > 1e-4
+    embedded.sampler.load(iter(before.items()), "default")
+
+
+def test_one_request_can_be_aborted_among_others(ask, gate, in_flight):
+    gate.stop_at = 3
+    first, second = in_flight(rid="a1"), None
+    assert gate.reached.wait(20)
+    second = in_flight(6, rid="b1")
+    ask("/abort_request", {"rid": "a"})
+    gate.go_on.set()
+    assert first.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(second.result(20)["output_ids"]) == 6
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(ask, tmp_path):
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    message = ask(
+        "/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "9"}, status=400
+    )["message"]
+    assert message == "model.norm.weight came with shape [1]; the model has shape [64]"
+    assert ask("/model_info")["weight_version"] == "default"
+
+
+def test_checksums_are_those_of_the_weights(ask, tiny_model):
+    (rank,) = ask("/weights_checker", {"action": "checksum"})["ranks"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert rank["checksums"] == {name: sha256_of(p) for name, p in model.named_parameters()}
+
+
+def test_a_request_that_the_model_fails_on_is_answered(ask, gate, in_flight, monkeypatch):
+    monkeypatch.setattr(gate, "forward", lambda *arguments: 1 / 0)
+    with pytest.raises(AssertionError, match="500"):
+        in_flight().result(20)
+    monkeypatch.undo()
+    assert len(in_flight(2).result(20)["output_ids"]) == 2
