@@ -87,6 +87,12 @@ def walk(storage: Storage, folder: str) -> Iterator[str]:
             yield from (f"{name}/{below}" for below in walk(storage, path))
 
 
+def file_blocks(storage: Storage, file: str, block_bytes: int = 1 << 26) -> Iterator[bytes | bytearray]:
+    """A file in blocks, for it may be larger than memory."""
+    for offset in range(0, storage.size(file) or 0, block_bytes):
+        yield storage.read(file, offset, block_bytes)
+
+
 def location_of(path: str | os.PathLike[str]) -> str:
     """The path or URL as text."""
     return URL.sub(r"\1://", os.fspath(path), count=1)

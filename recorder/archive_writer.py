@@ -1,0 +1,277 @@
+"""Writes archives: a whole record at once, packed tightly, or step by step while a run trains.
+
+    archive_record    files of a record ─> Lane "all", full shards only ─> flush ─> one group a step ─> attributes of the root
+    a recording run   files of a step ──> Lane of the rank, shards of its own ──────> one group, the commit
+
+A shard is one object and is written once: `record archive` fills shards across steps; a recording run begins new ones at every step,
+so that what is committed is never written again.
+"""
+
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+
+from recorder.archive import (
+    ARCHIVE_VERSION,
+    LAYOUT_ATTRIBUTE,
+    VERSION_ATTRIBUTE,
+    Layout,
+    Part,
+    layout_bytes,
+    open_store,
+)
+from recorder.errors import RecordExists
+from recorder.format import ANCHORS_FOLDER, RECORD_FILE, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
+from recorder.reader import Record, open_record
+from recorder.sealed import sync
+from recorder.storage import Storage, file_blocks, is_url, location_of, walk
+from recorder.tensors import NUMPY_TYPES
+
+CHUNK_BYTES = 1 << 18  # decompressed to read one token
+SHARD_CHUNKS = 64  # 16 MiB of tensors an object
+DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
+FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+
+
+def compressors(stored: str, level: int) -> tuple[Any, ...]:
+    """Integers as they are and floats byte by byte, then zstd, then crc32c.
+
+    Measured on text of GSM8K under SmolLM2-135M, bytes a token: ids 0.79 (1.03 shuffled), logprobs where every token is trained 3.42
+    at level 7 and 3.64 at level 3 (3.71 with bits shuffled), mask 0.01.
+    """
+    if stored in FLOATS:
+        size = NUMPY_TYPES[stored].itemsize
+        return (
+            BloscCodec(cname="zstd", clevel=min(level, 7), shuffle="shuffle", typesize=size),
+            Crc32cCodec(),
+        )
+    return (ZstdCodec(level=level), Crc32cCodec())
+
+
+@dataclass
+class Column:
+    """One array of a lane. `end` is where the next element goes; `held` were appended and are not in the store yet."""
+
+    array: zarr.Array[Any]
+    shard: int
+    end: int = 0
+    held: list[np.ndarray] = field(default_factory=list)
+    num_held: int = 0
+
+
+@dataclass
+class Lane:
+    """Appends to arrays of its own in a zarr group. `packed` fills shards before it writes them, otherwise each `append` writes."""
+
+    group: zarr.Group
+    name: str
+    packed: bool
+    level: int = 9
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    def append(self, name: str, stored: str, data: Any) -> Part:
+        """Appends bytes of `stored` elements to the array `name` and says where they are."""
+        path = f"{self.name}/{name}"
+        values = np.frombuffer(data, NUMPY_TYPES[stored])
+        if path not in self.columns:
+            self.columns[path] = self.create(path, stored)
+        column = self.columns[path]
+        part = Part(path, column.end + column.num_held, len(values), stored)
+        if self.packed:
+            column.held.append(values)
+            column.num_held += len(values)
+            if column.num_held >= column.shard:
+                self.write_held(column, whole_shards=True)
+        elif len(values):
+            write(column.array, column.end, values)
+            column.end = round_up(column.end + len(values), column.shard)
+        return part
+
+    def create(self, path: str, stored: str) -> Column:
+        """An empty array that grows."""
+        dtype = NUMPY_TYPES[stored]
+        chunk = CHUNK_BYTES // dtype.itemsize
+        array = self.group.create_array(
+            path,
+            shape=(0,),
+            dtype=dtype,
+            chunks=(chunk,),
+            shards=(chunk * SHARD_CHUNKS,),
+            compressors=compressors(stored, self.level),
+            fill_value=0,
+        )
+        return Column(array, chunk * SHARD_CHUNKS)
+
+    def write_held(self, column: Column, whole_shards: bool) -> None:
+        """Writes what is held, the last unfinished shard only at the end, because a shard is written once."""
+        values = np.concatenate(column.held)
+        kept = len(values) % column.shard if whole_shards else 0
+        write(column.array, column.end, values[: len(values) - kept])
+        column.end += len(values) - kept
+        column.held, column.num_held = [values[len(values) - kept :]], kept
+
+    def close(self) -> None:
+        """Writes what is held and cuts the arrays to their length."""
+        for column in self.columns.values():
+            if column.num_held:
+                self.write_held(column, whole_shards=False)
+            column.array.resize((column.end,))
+
+
+def write(array: zarr.Array[Any], begin: int, values: np.ndarray) -> None:
+    """Writes elements, growing the array by doubling: each growth rewrites its metadata."""
+    end = begin + len(values)
+    if end > array.shape[0]:
+        array.resize((max(end, 2 * array.shape[0]),))
+    array[begin:end] = values
+
+
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+def file_layout(lane: Lane, storage: Storage, file: str, batch: BatchEntry | None) -> list[Part]:
+    """Appends a file of a record to a lane: safetensors as header and tensors, anything else as bytes."""
+    if batch is None:
+        column = CHECKPOINTS if file.startswith(ANCHORS_FOLDER) else DOCUMENTS
+        return [lane.append(column, "U8", block) for block in file_blocks(storage, file)]
+    tensors = sorted(batch.tensors.items(), key=lambda item: item[1].offset)
+    return [lane.append(DOCUMENTS, "U8", storage.read(file, 0, batch.header_bytes))] + [
+        lane.append(
+            f"{name}.{entry.stored}", entry.stored, storage.read(file, entry.offset, entry.size_bytes)
+        )
+        for name, entry in tensors
+    ]
+
+
+def step_layout(lane: Lane, record: Record, step: int) -> Layout:
+    """Appends the files of a step to a lane."""
+    manifest = record.step(step).manifest
+    names = [*manifest.batches, *manifest.files]
+    folder = f"{STEPS_FOLDER}/{step_name(step)}"
+    layout = {
+        name: file_layout(lane, record.storage, f"{folder}/{name}", manifest.batches.get(name))
+        for name in names
+    }
+    return layout | {STEP_FILE: file_layout(lane, record.storage, f"{folder}/{STEP_FILE}", None)}
+
+
+def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
+    """Makes a step or anchor part of the archive: one object that appears whole."""
+    group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
+
+
+def write_archive(record: Record, location: str, on_step: Callable[[int], None]) -> None:
+    """Writes a record into an empty store. Until the root has its attributes, which come last, the store is no archive."""
+    group = zarr.create_group(open_store(location, read_only=False))
+    lane = Lane(group, "all", packed=True)
+    layouts: dict[str, Part] = {}
+
+    def add(folder: str, layout: Layout) -> None:
+        layouts[folder] = lane.append(DOCUMENTS, "U8", layout_bytes(layout))
+
+    add("", {RECORD_FILE: file_layout(lane, record.storage, RECORD_FILE, None)})
+    for step in record.steps:
+        add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(lane, record, step))
+        on_step(step)
+    for anchor in record.anchors():
+        folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
+        names = walk(record.storage, folder)
+        add(folder, {name: file_layout(lane, record.storage, f"{folder}/{name}", None) for name in names})
+    lane.close()
+    for folder in layouts.keys() - {""}:
+        commit_layout(group, folder, layouts[folder])
+    if not is_url(location):
+        sync_files(Path(location))
+    group.attrs.update(
+        {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(layouts[""]).values())}
+    )
+
+
+def archive_record(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    overwrite: bool = False,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> str:
+    """Archives the committed steps and finished anchors of a record, which may itself be an archive.
+
+    Args:
+        destination: a folder, a file that ends in `.zip`, or an fsspec URL.
+        overwrite: replace what is at the destination, if that is a record or an archive.
+
+    Returns:
+        The destination as text.
+
+    Raises:
+        RecordExists: something is at the destination.
+        RecordError: the source is no record or is damaged.
+    """
+    record, location = open_record(source), location_of(destination)
+    clear_destination(location, overwrite)
+    if not location.endswith(".zip") or is_url(location):
+        write_archive(record, location, on_step)
+        return location
+    unzipped = Path(location + ".tmp")
+    shutil.rmtree(unzipped, ignore_errors=True)
+    try:
+        write_archive(record, str(unzipped), on_step)
+        zip_folder(unzipped, Path(location))
+    finally:
+        shutil.rmtree(unzipped, ignore_errors=True)
+    return location
+
+
+def clear_destination(location: str, overwrite: bool) -> None:
+    """Raises RecordExists unless the destination is empty, or holds a record and `overwrite` says to replace it."""
+    if is_url(location):
+        import fsspec
+
+        files, path = fsspec.core.url_to_fs(location)
+        if not files.exists(path) or not files.ls(path):
+            return
+        if overwrite:
+            files.rm(path, recursive=True)
+            return
+    else:
+        place = Path(location)
+        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+            return
+        if overwrite and (place / "zarr.json").is_file():
+            shutil.rmtree(place)
+            return
+        if overwrite and place.is_file() and zipfile.is_zipfile(place):
+            place.unlink()
+            return
+    raise RecordExists(f"{location} is there already: choose another place, or --force to replace an archive")
+
+
+def zip_folder(folder: Path, file: Path) -> None:
+    """A zip file of a folder, without compression, for the chunks are compressed. It appears whole."""
+    unfinished = file.with_name(file.name + ".part")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
+        for path in sorted_files(folder):
+            archive.write(path, path.relative_to(folder).as_posix())
+    sync(unfinished)
+    unfinished.rename(file)
+    sync(file.parent)
+
+
+def sorted_files(folder: Path) -> Iterator[Path]:
+    """All files under a folder, in order."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def sync_files(folder: Path) -> None:
+    """Waits until the disk has every file and folder under a folder."""
+    for path in (folder, *folder.rglob("*")):
+        sync(path)
