@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, load_expr_config
-from areal_core.paths import record_folder
+from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.flags import take_flags
 from areal_debug.replay_output import print_and_report
+from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Record, RecordWriter, commit_anchor
 from replayer.check import ReplayCheck
@@ -40,6 +41,8 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         hooks = replay_hooks(config.debug.path, make_check) | {"print_steps": False}
     elif config.debug.dump_rollout_data:
         hooks["observers"].append(make_recorder)
+    if config.consistency.every_k_steps:
+        hooks["observers"].append(make_consistency_check)
     if heartbeat.VARIABLE in os.environ:
         hooks["observers"].append(lambda trainer: heartbeat.observe)
     return config, hooks
@@ -59,6 +62,14 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
             write_anchor(folder, trainer.first_step, ranks.rank, facts["save_checkpoint"])
 
     return observe
+
+
+def make_consistency_check(trainer: PPOTrainer) -> Observer:
+    """An observer that compares the engine's logprobs with the trainer's while the run trains."""
+    file = run_folder(trainer.config, "logs") / "consistency.jsonl"
+    return InLoop(
+        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_objects, trainer.ranks.rank
+    )
 
 
 def write_anchor(record: Path, step: int, rank: int, save_checkpoint: Any) -> None:

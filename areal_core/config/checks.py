@@ -76,6 +76,18 @@ def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[st
         yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
 
 
+def consistency_has_logprobs_to_compare(config: PPOConfig) -> Iterator[str]:
+    every, actor = config.consistency.every_k_steps, config.actor
+    if every < 0:
+        yield f"consistency.every_k_steps is {every}; expected at least 0"
+    if every > 0 and not actor.should_compute_prox_logp():
+        yield (
+            f"consistency.every_k_steps is {every}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
+            f"actor.recompute_logprob is {actor.recompute_logprob}; without the trainer's own logprobs nothing can be compared: "
+            "set actor.recompute_logprob to true"
+        )
+
+
 def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
     allocation = resolve_allocation(config)
     if allocation.train is None:
@@ -211,6 +223,7 @@ COUPLINGS = (
     batch_divides_over_ranks,
 )
 PPO_COUPLINGS = (
+    consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,
     groups_have_n_samples,
     temperatures_agree,

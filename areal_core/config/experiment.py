@@ -229,6 +229,13 @@ class DebugConfig:
 
 
 @dataclass
+class ConsistencyConfig:
+    """Comparing the engine's logprobs with the trainer's while the run trains."""
+
+    every_k_steps: int = option(0, "Compare every k-th step at no further forward; 0: never.")
+
+
+@dataclass
 class BaseExperimentConfig:
     """What every method needs."""
 
@@ -279,6 +286,7 @@ class PPOConfig(BaseExperimentConfig):
     critic: PPOCriticConfig | None = option(None, "The value model.")
     teacher: TeacherConfig | None = option(None, "The model that is distilled.")
     dynamic_bs: bool = option(False, "Let rejected groups shrink the batch.")
+    consistency: ConsistencyConfig = section(ConsistencyConfig, "Engine logprobs against the trainer's.")
 
 
 GRPOConfig = PPOConfig

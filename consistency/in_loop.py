@@ -1,0 +1,200 @@
+"""While a run trains: the engine's logprobs against the trainer's proximal ones of the same step, which cost no further forward.
+
+Tokens are told apart by how many versions old they are. Those of the trainer's own version must agree, whatever the policy does; when
+they cease to, the weights that the engine holds are not the ones that it was sent.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from areal_core.algorithm.alignment import to_next_token
+from consistency.case import Noise
+from consistency.estimators import k3
+from consistency.source import published_noise
+from consistency.tokens import Floats, Ints
+
+logger = logging.getLogger(__name__)
+
+JUMP = 3.0
+LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over some tokens: how many, and sums of |D|, k3 and |D| > ln 2. `not_finite` tokens are in none of them."""
+
+    num_tokens: int = 0
+    absolute: float = 0.0
+    k3: float = 0.0
+    beyond_ln2: int = 0
+    not_finite: int = 0
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean |D|; NaN of no tokens."""
+        return self.absolute / self.num_tokens if self.num_tokens else math.nan
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One step. `by_lag` counts versions between the weights that sampled a token and those that train on it."""
+
+    step: int
+    version: int
+    by_lag: dict[int, Sums]
+
+    @property
+    def all(self) -> Sums:
+        """Over all tokens."""
+        return sum(self.by_lag.values(), Sums())
+
+    @property
+    def freshest(self) -> Sums:
+        """The tokens of the smallest lag."""
+        return self.by_lag[min(self.by_lag)]
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What is wrong, why one should think so, and what to do."""
+
+    id: str
+    name: str
+    evidence: str
+    fix: str
+
+
+def read_step(batch: dict[str, Tensor], proximal: Tensor, version: int) -> dict[int, Sums]:
+    """Sums by lag. `batch` is the event's (ARCHITECTURE.md), `proximal` float [B, T] is next-token aligned."""
+    sampled = to_next_token(batch)
+    kept = sampled["loss_mask"].bool()
+    engine, trainer = (values[kept].double().cpu().numpy() for values in (sampled["logprobs"], proximal))
+    lag = version - sampled["versions"][kept].cpu().numpy().astype(np.int64)
+    return sums_by_lag(lag, trainer - engine)
+
+
+def sums_by_lag(lag: Ints, difference: Floats) -> dict[int, Sums]:
+    """The sums of each lag, ascending."""
+    found = {}
+    for value in np.unique(lag):
+        group = difference[lag == value]
+        finite = group[np.isfinite(group)]
+        found[int(value)] = Sums(
+            num_tokens=len(finite),
+            absolute=float(np.abs(finite).sum()),
+            k3=float(k3(finite).sum()),
+            beyond_ln2=int((np.abs(finite) > LN2).sum()),
+            not_finite=len(group) - len(finite),
+        )
+    return found
+
+
+def join(parts: Sequence[dict[int, Sums]]) -> dict[int, Sums]:
+    """The sums of all ranks."""
+    lags = sorted({lag for part in parts for lag in part})
+    return {lag: sum((part[lag] for part in parts if lag in part), Sums()) for lag in lags}
+
+
+def judge(reading: Reading, before: Sequence[float], noise: Noise) -> Suspicion | None:
+    """What to warn of, from this step and mean |D| of the freshest tokens in steps before, which were in order."""
+    now = reading.freshest.mean_abs
+    if reading.all.not_finite:
+        return Suspicion(
+            "R60",
+            "logprobs that are no numbers",
+            f"{reading.all.not_finite} tokens of step {reading.step} have a NaN or infinite logprob",
+            "look for -inf and NaN in the engine's replies",
+        )
+    if not now > noise.mean_abs:
+        return None
+    usual = float(np.median(before)) if before else math.nan
+    told = f"mean |D| {now:.2g} on tokens of version lag {min(reading.by_lag)} (healthy up to {noise.mean_abs:g})"
+    if before and now > JUMP * usual:
+        return Suspicion(
+            "R24",
+            "stale weights in the engine, or a cache kept over the update",
+            f"{told}; it was {usual:.2g} in the {len(before)} checks before",
+            "check that the last weight update reached every server (rollout.verify_weights_every: 1) and flushed its cache",
+        )
+    return Suspicion(
+        "R01",
+        "engine and trainer disagree from the first check on",
+        told,
+        "record the step (--dump-rollout) and run: areal-debug consistency RECORD",
+    )
+
+
+@dataclass
+class InLoop:
+    """An observer of a run that computes proximal logprobs.
+
+    It compares every `every`-th step, appends the numbers to `file` (JSON lines) and logs what is wrong, on rank 0.
+
+    Args:
+        gather: one rank's sums to those of all ranks; a collective.
+    """
+
+    every: int
+    file: Path
+    gather: Callable[[dict[int, Sums]], list[dict[int, Sums]]]
+    rank: int = 0
+    _noise: Noise | None = None
+    _version: int = 0
+    _batch: dict[str, Tensor] = field(default_factory=dict)
+    _before: list[float] = field(default_factory=list)
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        if event == "start":
+            self._noise = noise_of_run(facts["config"])
+        elif event == "batch":
+            self._version, self._batch = facts["version"], facts["batch"]
+        elif event == "advantages" and facts["step"] % self.every == 0:
+            self._check(facts["step"], facts["inputs"]["prox_logp"])
+
+    def _check(self, step: int, proximal: Tensor) -> None:
+        own = read_step(self._batch, proximal, self._version)
+        reading = Reading(step, self._version, join(self.gather(own)))
+        if self.rank != 0 or not reading.by_lag:
+            return
+        assert self._noise is not None, "the loop begins with the event `start`"
+        suspicion = judge(reading, self._before, self._noise)
+        self._write(reading, suspicion)
+        if suspicion is None:
+            self._before.append(reading.freshest.mean_abs)
+            return
+        logger.warning(
+            "step %d: %s (%s): %s. %s", step, suspicion.name, suspicion.id, suspicion.evidence, suspicion.fix
+        )
+
+    def _write(self, reading: Reading, suspicion: Suspicion | None) -> None:
+        total = reading.all
+        facts = {
+            "step": reading.step,
+            "version": reading.version,
+            "num_tokens": total.num_tokens,
+            "mean_abs": total.mean_abs,
+            "k3": total.k3 / max(total.num_tokens, 1),
+            "share_above_ln2": total.beyond_ln2 / max(total.num_tokens, 1),
+            "not_finite": total.not_finite,
+            "mean_abs_by_lag": {str(lag): sums.mean_abs for lag, sums in reading.by_lag.items()},
+            "suspicion": None if suspicion is None else asdict(suspicion),
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(facts) + "\n")
+
+
+def noise_of_run(config: dict[str, Any]) -> Noise:
+    """The published noise of the run's dtypes."""
+    return published_noise((str(config["actor"]["dtype"]), str(config["sglang"]["dtype"])), has_experts=False)

@@ -1,0 +1,113 @@
+"""`consistency.every_k_steps`: the numbers by version lag, what is warned of and when, and a real run whose push fails once."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.config import GRPOConfig, load_expr_config
+from areal_core.dataset import get_dataset
+from areal_core.errors import ConfigError
+from areal_core.rollout.embedded import ReplicaPush
+from areal_core.trainer.rl import PPOTrainer
+from consistency.case import NOISE
+from consistency.in_loop import InLoop, Reading, Sums, join, judge, read_step, sums_by_lag
+
+
+def test_sums_by_lag_are_those_of_the_tokens_of_each_lag():
+    found = sums_by_lag(np.array([0, 2, 0, 0]), np.array([0.5, -1.0, -0.25, np.nan]))
+    assert found[0] == Sums(2, 0.75, pytest.approx(np.expm1(0.5) - 0.5 + np.expm1(-0.25) + 0.25), 0, 1)
+    assert found[2] == Sums(1, 1.0, pytest.approx(np.expm1(-1.0) + 1.0), 1, 0)
+    assert join([found, {0: Sums(1, 0.25)}])[0].num_tokens == 3
+
+
+def test_engine_logprobs_are_aligned_with_the_proximal_ones():
+    batch = {
+        "loss_mask": torch.tensor([[0, 1, 1]]),
+        "logprobs": torch.tensor([[0.0, -1.0, -2.0]]),
+        "versions": torch.tensor([[-1, 4, 5]]),
+    }
+    found = read_step(batch, torch.tensor([[-1.5, -2.25, 9.0]]), version=5)
+    assert {lag: sums.absolute for lag, sums in found.items()} == {0: 0.25, 1: 0.5}
+
+
+def reading(step, *mean_abs_by_lag):
+    return Reading(step, step, {lag: Sums(100, 100 * value) for lag, value in enumerate(mean_abs_by_lag)})
+
+
+def test_old_tokens_may_differ_as_the_policy_moves():
+    assert judge(reading(3, 0.01, 0.3, 0.6), [0.01, 0.01], NOISE["bfloat16"]) is None
+
+
+def test_fresh_tokens_that_differ_all_at_once_mean_stale_weights():
+    found = judge(reading(3, 0.2), [0.01, 0.012, 0.011], NOISE["bfloat16"])
+    assert found.id == "R24"
+    assert "it was 0.011 in the 3 checks before" in found.evidence
+
+
+def test_disagreement_from_the_first_check_on_is_no_accident_of_an_update():
+    assert judge(reading(0, 0.2), [], NOISE["bfloat16"]).id == "R01"
+
+
+def test_checks_that_have_no_logprobs_are_refused(tmp_path, tiny_config):
+    wanted = ["consistency.every_k_steps=1", "actor.use_decoupled_loss=false"]
+    with pytest.raises(ConfigError, match=r"every_k_steps is 1.*recompute_logprob is False"):
+        load_expr_config([*tiny_config, *wanted], GRPOConfig)
+
+
+@pytest.fixture
+def tiny_config(tmp_path, tiny_model):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(
+        f"""
+experiment_name: tiny
+trial_name: test
+device: cpu
+allocation_mode: embedded|fsdp:d1
+total_train_steps: 5
+cluster: {{fileroot: {tmp_path}}}
+train_dataset: {{path: arithmetic, type: rl, batch_size: 4, dataset_kwargs: {{num_rows: 64}}}}
+gconfig: {{n_samples: 4, max_new_tokens: 8}}
+rollout: {{consumer_batch_size: 4}}
+actor:
+  path: {tiny_model}
+  dtype: float32
+  optimizer: {{lr: 1.0e-2, warmup_steps_proportion: 0.0}}
+  kl_ctl: 0.0
+  mb_spec: {{max_tokens_per_mb: 256}}
+  use_decoupled_loss: true
+  reward_norm: {{mean_level: group, std_level: group, group_size: 4}}
+"""
+    )
+    return ["--config", str(file)]
+
+
+def length_reward(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(sum(token % 2 for token in completion_ids))
+
+
+def test_push_that_does_not_arrive_is_named_in_the_step_in_which_it_happens(
+    tmp_path, tiny_config, monkeypatch, caplog
+):
+    real = ReplicaPush.push
+
+    def loses_the_third(self, weights, version):
+        kept = list(weights)
+        if version != 3:
+            real(self, iter(kept), version)
+
+    monkeypatch.setattr(ReplicaPush, "push", loses_the_third)
+    config, _ = load_expr_config(tiny_config, GRPOConfig)
+    check = InLoop(1, tmp_path / "consistency.jsonl", lambda own: [own])
+    with (
+        caplog.at_level(logging.WARNING, "consistency.in_loop"),
+        PPOTrainer(config, get_dataset(config.train_dataset), observers=[lambda trainer: check]) as trainer,
+    ):
+        trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:length_reward"})
+    lines = [json.loads(line) for line in (tmp_path / "consistency.jsonl").read_text().splitlines()]
+    suspected = {line["step"]: line["suspicion"]["id"] for line in lines if line["suspicion"]}
+    assert suspected == {3: "R24"}
+    assert all(line["mean_abs"] < 1e-4 for line in lines if line["step"] != 3)
+    assert [message for message in caplog.messages if "stale weights in the engine" in message] != []
