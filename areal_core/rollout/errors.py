@@ -4,12 +4,15 @@ ValueError
   UnsupportedSampling    a sampling option that this engine cannot honour
   PromptTooLong          no room is left for a new token
   MalformedReply         a server's reply without the fields that its wire format promises
+  MalformedEpisode       a workflow's tensors that cannot become rows of a batch
 RuntimeError
   NoServers              nobody told the client where the servers are
   ServerDied             a server stopped answering and no other is left
   RequestRefused         a server answered, and said no
   PushFailed             new weights did not reach every server
-  NothingAccepted        the workflow rejected every episode of a batch
+  WeightsDiffer          after a push a server holds other weights than the trainer
+  NothingAccepted        the workflow or the filter rejected every prompt for several batches
+  RolloutStuck           what is waited for can never come
 """
 
 
@@ -23,6 +26,26 @@ class PromptTooLong(ValueError):
 
 class MalformedReply(ValueError):
     """A server's reply without the fields that its wire format promises."""
+
+
+class MalformedEpisode(ValueError):
+    """A workflow's tensors that cannot become rows of a batch."""
+
+
+class WrongServer(ValueError):
+    """A server that speaks another version of the protocol, or serves another model than the run's."""
+
+
+class BadName(ValueError):
+    """A name that the name service cannot hold."""
+
+
+class NameTaken(ValueError):
+    """An entry of the name service that is there already."""
+
+
+class NoSuchName(ValueError):
+    """An entry of the name service that is not there."""
 
 
 class NoServers(RuntimeError):
@@ -45,5 +68,13 @@ class PushFailed(RuntimeError):
     """New weights did not reach every server; raised on every rank."""
 
 
+class WeightsDiffer(RuntimeError):
+    """After a push a server holds other weights than the trainer; the message names the tensors."""
+
+
 class NothingAccepted(RuntimeError):
-    """The workflow rejected every episode of a batch."""
+    """The workflow or the filter rejected every prompt for several batches."""
+
+
+class RolloutStuck(RuntimeError):
+    """What is waited for can never come; the message holds the numbers that contradict each other."""

@@ -1,0 +1,92 @@
+"""The name service: entries appear at once or not at all, in memory and in a shared folder."""
+
+import getpass
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from areal_core.rollout.errors import BadName, NameTaken, NoSuchName
+from areal_core.rollout.name_service import (
+    FolderNames,
+    MemoryNames,
+    announce_server,
+    announced_servers,
+    wait_for_servers,
+)
+from areal_core.rollout.servers import Server
+
+
+@pytest.fixture(params=["folder", "memory"])
+def names(request, tmp_path):
+    return FolderNames(tmp_path / "names") if request.param == "folder" else MemoryNames()
+
+
+def test_an_entry_is_read_replaced_and_deleted(names):
+    names.add("u/e/t/a", "1")
+    assert names.get("u/e/t/a") == "1"
+    with pytest.raises(NameTaken, match="u/e/t/a is there already"):
+        names.add("u/e/t/a", "2")
+    names.add("u/e/t/a", "2", replace=True)
+    assert names.get("u/e/t/a") == "2"
+    names.delete("u/e/t/a")
+    for gone in (names.get, names.delete):
+        with pytest.raises(NoSuchName, match="there is no u/e/t/a"):
+            gone("u/e/t/a")
+
+
+def test_entries_below_a_name_come_with_their_whole_names(names):
+    for name in ("u/e/t/s/2", "u/e/t/s/1", "u/e/t2/s/3", "u/e/t/other"):
+        names.add(name, name[-1])
+    assert names.below("u/e/t/s") == {"u/e/t/s/1": "1", "u/e/t/s/2": "2"}
+    assert names.below("nothing") == {}
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "a/../b", "a//b", "a/ENTRY"])
+def test_a_name_that_leaves_the_tree_is_refused(names, name):
+    with pytest.raises(BadName):
+        names.add(name, "x")
+
+
+def test_the_folder_has_upstreams_layout_and_keeps_nothing_of_what_was_deleted(tmp_path):
+    names = FolderNames(tmp_path / "root")
+    names.add("u/e/t/gen_servers/1", "h:1")
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [
+        "root/u/e/t/gen_servers/1/ENTRY"
+    ]
+    names.delete("u/e/t/gen_servers/1")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_writers_at_once_leave_one_winner_and_no_torn_text(tmp_path):
+    names = FolderNames(tmp_path)
+    texts = [str(i) * 5000 for i in range(8)]
+
+    def add_then_read(text: str) -> bool:
+        try:
+            names.add("a/b", text)
+        except NameTaken:
+            assert names.get("a/b") in texts
+            return False
+        return True
+
+    def come_and_go(i: int) -> None:
+        for _ in range(20):
+            names.add(f"c/{i}", "x")
+            names.delete(f"c/{i}")
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(add_then_read, texts)) == 1
+        list(threads.map(come_and_go, range(8)))  # the folder c comes and goes below them
+    assert names.below("c") == {}
+
+
+def test_servers_announce_themselves_to_a_run_and_are_waited_for(names):
+    entry = announce_server(names, "exp", "try", "h:1")
+    assert entry.startswith(f"{getpass.getuser()}/exp/try/gen_servers/")
+    announce_server(names, "exp", "other", "h:2")
+    assert announced_servers(names, "exp", "try") == {entry: Server("h:1")}
+    assert wait_for_servers(names, "exp", "try", 1, timeout_s=1) == {entry: Server("h:1")}
+    with pytest.raises(
+        NoSuchName, match=r"1 of 2 inference servers have announced themselves below .*exp/try"
+    ):
+        wait_for_servers(names, "exp", "try", 2, timeout_s=0)
