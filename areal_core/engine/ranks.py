@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(hours=2)
+TIMEOUT_VARIABLE = "AREAL_COLLECTIVE_TIMEOUT_S"  # seconds until a collective counts as hung
+DEFAULT_TIMEOUT_S = 7200.0  # a slow evaluation or checkpoint on one rank is no hang
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ def join_ranks(device: str = "auto") -> Ranks:
     if kind == "cuda":
         torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S)))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=timeout)
     mesh = init_device_mesh(kind, (world_size,), mesh_dim_names=("dp",))
     return Ranks(rank, world_size, local, mesh)
 

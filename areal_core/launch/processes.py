@@ -1,4 +1,8 @@
-"""Child processes that end when we do: started in sessions of their own, ended with every descendant."""
+"""Child processes that end when we do: started in sessions of their own, ended with every descendant.
+
+A descendant may leave its session (torchrun gives each rank one of its own), lose its parent, or rewrite the memory that shows its
+environment (SGLang's workers do). It rarely does all three, so it is looked for by all three.
+"""
 
 import ctypes
 import os
@@ -6,13 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 
 _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+MARKS = "AREAL_LAUNCH_MARKS"  # one mark for each launcher above a process, outermost first
+
+
+class Child(subprocess.Popen[bytes]):
+    """A started process; `mark` stands in the environment of all its descendants."""
+
+    mark: str
 
 
 def thread_limits(num_threads: int) -> dict[str, str]:
@@ -21,48 +34,72 @@ def thread_limits(num_threads: int) -> dict[str, str]:
     return {name: str(num_threads) for name in names}
 
 
-def start(command: list[str], env: Mapping[str, str], output: int | BinaryIO) -> subprocess.Popen[bytes]:
+def start(
+    command: list[str], env: Mapping[str, str], output: int | BinaryIO, cwd: Path | None = None
+) -> Child:
     """Starts a command in its own session with our environment changed by `env`; both its streams go to `output`.
 
     On Linux it gets SIGTERM when the thread that started it ends, so that not even SIGKILL to us leaves it behind.
     """
-    return subprocess.Popen(
+    mark = uuid.uuid4().hex
+    marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
+    child = Child(
         command,
-        env={**os.environ, **env},
+        env={**os.environ, **env, MARKS: marks},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        cwd=cwd,
     )
+    child.mark = mark
+    return child
 
 
 def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def end_tree(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
+def end_tree(process: Child, grace_s: float = 10.0) -> None:
     """Ends a process and all its descendants: SIGTERM, then SIGKILL after `grace_s`. Fine when it has ended already."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for member in running_in_session(process.pid):
+        for member in running_members(process):
             send(member, number)
         deadline = time.monotonic() + grace_s
-        while running_in_session(process.pid) and time.monotonic() < deadline:
+        while running_members(process) and time.monotonic() < deadline:
             process.poll()  # takes the exit code as soon as there is one
             time.sleep(0.05)
     process.wait()
 
 
-def running_in_session(session_id: int) -> list[psutil.Process]:
-    """The session's processes, also those whose parent has died and so are no longer anyone's children."""
+def running_members(process: Child) -> list[psutil.Process]:
+    """The process and what runs because of it, also what has left its session or lost its parent."""
+    children = _running_children(process.pid)
     members = []
-    for process in psutil.process_iter():
+    for candidate in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
+            ours = candidate.pid in children or os.getsid(candidate.pid) == process.pid
+            if (ours or _is_marked(candidate, process.mark)) and candidate.status() != psutil.STATUS_ZOMBIE:
+                members.append(candidate)
         except (OSError, psutil.NoSuchProcess):  # ended between the listing and the question
             continue
     return members
+
+
+def _running_children(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _is_marked(candidate: psutil.Process, mark: str) -> bool:
+    try:
+        environment = candidate.environ()
+    except psutil.AccessDenied:  # another user's
+        return False
+    return MARKS in environment and mark in environment[MARKS]
 
 
 def send(process: psutil.Process, number: int) -> None:

@@ -1,23 +1,75 @@
-"""torchrun, except that it ends with the exit code of the rank that failed first.
+"""torchrun, except that it ends with the exit code of the rank that failed first, and shows what that rank wrote last.
 
-Run as `python -m areal_core.launch.ranks --nproc-per-node 2 script.py ...`. torchrun itself ends with 1 whatever happened, which
-would hide that a rank ended with 2 (misuse) or was killed.
+Run as `python -m areal_core.launch.ranks --nproc-per-node 2 script.py ...`, once a node. torchrun itself ends with 1 whatever
+happened, which would hide that a rank ended with 2 (misuse) or was killed. Where several nodes end each other, as under SLURM, the
+codes of the agents say little: each leaves a `Failure` beside the logs of its ranks, and the earliest is the cause.
+
+AREAL_RANK_LOGS/node-0/failure.json                          the first rank of that node that failed, if one did
+AREAL_RANK_LOGS/node-0/RUN/attempt_0/LOCAL_RANK/stderr.log   what a rank wrote to standard error; it is shown, too
 """
 
+import json
+import os
 import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+RANK_LOGS = "AREAL_RANK_LOGS"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed on a node: when (seconds since 1970), and the code that a shell would show."""
+
+    time_s: float
+    rank: int
+    exit_code: int
 
 
 def main() -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, a node
+        os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_PROCID"])
+    logs = Path(os.environ[RANK_LOGS]) / f"node-{os.environ.get('PET_NODE_RANK', '0')}"
+    # A prefix made of an empty role is empty: lines look as the rank wrote them.
+    options = [
+        "--log-dir",
+        str(logs),
+        "--tee",
+        "2",
+        "--role",
+        "",
+        "--log-line-prefix-template",
+        "${role_name}",
+    ]
     try:
-        run.main(sys.argv[1:])
+        run.main([*options, *sys.argv[1:]])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        print(f"rank {rank} ended first, with exit code {code}", file=sys.stderr)
-        sys.exit(code if code > 0 else 128 - code)  # a negative code is a signal's number
+        rank, first = error.get_first_failure()
+        code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal's number
+        (logs / "failure.json").write_text(json.dumps(asdict(Failure(time.time(), rank, code))))
+        print(describe(rank, code, logs, first.local_rank), file=sys.stderr)
+        sys.exit(code)
+
+
+def describe(rank: int, code: int, logs: Path, local_rank: int) -> str:
+    """Who failed first, and the end of what it wrote to standard error."""
+    from areal_core.rollout.servers import last_lines
+
+    written = "".join(
+        last_lines(file, num_lines=20) for file in logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
+    )
+    first = f"rank {rank} failed first, with exit code {code}"
+    return f"{first}; the last lines of its standard error:\n{written}" if written else first
+
+
+def earliest_failure(rank_logs: Path) -> Failure | None:
+    """The failure that came first on any node, if there was one."""
+    failures = [Failure(**json.loads(file.read_text())) for file in rank_logs.glob("node-*/failure.json")]
+    return min(failures, key=lambda failure: failure.time_s, default=None)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ any way out (end, error, SIGTERM, SIGINT): every child is ended
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from areal_core.launch.processes import end_tree, start, thread_limits
+from areal_core.launch.ranks import RANK_LOGS
 
 GRACE_S = 30.0
 POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that ranks run on: how many, and where the first one listens for the others."""
+
+    count: int
+    address: str
+    port: int
 
 
 def run_ranks(
@@ -39,36 +51,78 @@ def run_ranks(
     Returns:
         The exit code of the first rank that failed, 0 when none did.
     """
-    command = [sys.executable, *script_argv]
-    if num_ranks > 1:  # a rank alone needs no agent, whose start takes as long as its own
-        agent = [sys.executable, "-m", "areal_core.launch.ranks", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [*agent, "--nproc-per-node", str(num_ranks), *script_argv]
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with ended_on_signals(), (log_dir / "trainer.log").open("wb") as log:
-        ranks = start(command, {**thread_limits(1), **terminal_environment(), **env}, subprocess.PIPE)
-        copying = threading.Thread(target=copy_output, args=(ranks.stdout, log, echo), daemon=True)
+    # A rank alone needs no agent, whose start takes as long as its own.
+    command = [sys.executable, *script_argv] if num_ranks == 1 else agent_command(script_argv, num_ranks)
+    rank_logs = log_dir / "ranks"
+    shutil.rmtree(rank_logs, ignore_errors=True)
+    env = {**thread_limits(1), **terminal_environment(), RANK_LOGS: str(rank_logs), **env}
+    return run_command(command, env, log_dir / "trainer.log", healthy, echo)
+
+
+def agent_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes | None = None) -> list[str]:
+    """The command that runs a script on the ranks of one node: of this machine alone or, with `nodes`, of one of several.
+
+    Which of several it is stands in PET_NODE_RANK or SLURM_PROCID, where logs go in AREAL_RANK_LOGS.
+    """
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
+    if nodes is not None:
+        where = [
+            "--nnodes",
+            str(nodes.count),
+            "--master-addr",
+            nodes.address,
+            "--master-port",
+            str(nodes.port),
+        ]
+    agent = [sys.executable, "-m", "areal_core.launch.ranks", *where]
+    return [*agent, "--nproc-per-node", str(ranks_per_node), *script_argv]
+
+
+def run_command(
+    command: list[str],
+    env: Mapping[str, str],
+    log: Path,
+    healthy: Callable[[], bool] = lambda: True,
+    echo: bool = True,
+) -> int:
+    """Runs a command to its end, its output to a log file, and to ours if `echo`; `healthy` as in `run_ranks`.
+
+    Returns:
+        The exit code as a shell would show it: 128 and the number for a signal.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with ended_on_signals(), log.open("wb") as file:
+        process = start(command, env, subprocess.PIPE)
+        copying = threading.Thread(target=copy_output, args=(process.stdout, file, echo), daemon=True)
         copying.start()
         try:
-            return wait_for_ranks(ranks, healthy)
+            return wait_for(process, healthy)
         finally:
-            end_tree(ranks)
+            end_tree(process)
             copying.join()
-            ranks.stdout.close()
+            process.stdout.close()
 
 
-def wait_for_ranks(ranks: subprocess.Popen[bytes], healthy: Callable[[], bool]) -> int:
-    """The exit code of torchrun; 1 when it had to be ended because `healthy` said no."""
+def wait_for(process: subprocess.Popen[bytes], healthy: Callable[[], bool]) -> int:
+    """The exit code of a process; 1 when it is to be ended because `healthy` said no `GRACE_S` ago."""
     deadline = None
     while True:
         try:
-            code = ranks.wait(POLL_S)
-            return code if code >= 0 else 128 - code  # a negative code is a signal's number
+            return shell_code(process.wait(POLL_S))
         except subprocess.TimeoutExpired:
             pass
         if deadline is None and not healthy():
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return 1
+
+
+def shell_code(code: int) -> int:
+    """An exit code as a shell shows it. Says by which signal a process was killed, since it could not do so itself."""
+    if code >= 0:
+        return code
+    print(f"killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+    return 128 - code
 
 
 def copy_output(source: BinaryIO, log: BinaryIO, echo: bool) -> None:
@@ -91,18 +145,33 @@ def terminal_environment() -> dict[str, str]:
     return {"FORCE_COLOR": "1", "COLUMNS": str(os.get_terminal_size(sys.stdout.fileno()).columns)}
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 @contextmanager
 def ended_on_signals() -> Iterator[None]:
-    """Turns SIGTERM into an exception (SIGINT is one already), so that `finally` ends the children."""
+    """Turns signals that end us into `SystemExit(128 + number)`, so that `finally` ends the children; a second one cannot stop that.
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
+    A signal that was ignored (SIGHUP under nohup) stays so. Inside of another such context it does nothing.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is _leave
+    ):
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -1,7 +1,6 @@
 """`areal-debug train`: a training script on all its ranks and servers, recorded or replayed on request."""
 
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,13 @@ if TYPE_CHECKING:
 )
 @click.option("--replay-rollout", metavar="DIR", help="Train from a record, without an inference engine.")
 @click.option(
+    "--debug-env",
+    metavar="PRESETS",
+    callback=lambda context, _, names: list_or_split(context, names),
+    is_eager=True,
+    help="Environment presets for the ranks, as nccl,hang; 'list' explains them.",
+)
+@click.option(
     "--watch", is_flag=True, help="Stand beside the run, and say why it hangs before anything kills it."
 )
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
@@ -33,6 +39,7 @@ def command(
     config_file: str | None,
     dump_rollout: str | None,
     replay_rollout: str | None,
+    debug_env: list[str],
     watch: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -41,7 +48,9 @@ def command(
     OVERRIDES change options of the config: actor.optimizer.lr=1e-5.
     """
     from areal_core.allocation import resolve_allocation
-    from areal_core.launch.local import launch
+    from areal_core.launch.debug_env import debug_environment, make_folders
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run
     from areal_core.paths import run_folder
     from areal_debug.flags import flag_overrides
     from areal_debug.report_file import REPORT_FILE, read_report
@@ -54,28 +63,53 @@ def command(
         flags += flag_overrides("--replay-rollout", replay_rollout)
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *flags, *overrides]
     config = read_config(arguments)
+    replays = config.debug.replay_rollout_data
     allocation = resolve_allocation(config)
     if allocation.train is not None:
-        check_record(config, allocation.train.world_size)
-    elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:
+        check_record(config)
+    elif config.debug.dump_rollout_data or replays:
         fail(
             "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
         )
+    logs = run_folder(config, "logs")
+    env = debug_environment(debug_env, logs)
     if watch:
-        raise SystemExit(watch_run(run_folder(config, "logs")))
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        code = launch(
-            ["-m", "areal_debug.script", str(path), *arguments],
-            config,
-            allocation,
-            {REPORT_FILE: str(report)},
-            log_dir=run_folder(config, "logs"),
-            with_servers=not config.debug.replay_rollout_data,
+        raise SystemExit(watch_run(logs))
+    make_folders(env)
+    report = logs / "replay_report.json"  # not in a temporary folder, which other machines would not see
+    report.unlink(missing_ok=True)
+    if replays:
+        config.recover.mode = "disabled"
+
+    def make_job(attempt: int) -> Job:
+        script_argv = ("-m", "areal_debug.script", str(path), *arguments, *attempt_overrides(config, attempt))
+        return Job(
+            script_argv, config, allocation, {**env, REPORT_FILE: str(report)}, logs, with_servers=not replays
         )
-        if code == 0 and config.debug.replay_rollout_data:
-            code = 0 if read_report(report)["identical"] else 1
+
+    code = run(make_job)
+    if code == 0 and replays:
+        code = 0 if read_report(report)["identical"] else 1
     raise SystemExit(code)
+
+
+def list_or_split(context: click.Context, names: str | None) -> list[str]:
+    """The presets that were named; 'list' explains all of them and ends."""
+    if names == "list":
+        from areal_debug.debug_env_output import print_presets
+
+        print_presets()
+        context.exit()
+    return names.split(",") if names else []
+
+
+def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
+    """What a run that is started again is told besides: a record of its own, with the weights that it starts from."""
+    from areal_core.paths import record_folder
+
+    if attempt == 0 or not config.debug.dump_rollout_data:
+        return []
+    return [f"debug.path={record_folder(config)}-restart-{attempt}", "debug.save_initial_weights=true"]
 
 
 def find_script(name: str) -> Path:
@@ -102,20 +136,18 @@ def read_config(arguments: list[str]) -> "PPOConfig":
     return load_expr_config(arguments, SFTConfig if is_sft else PPOConfig)[0]  # type: ignore[return-value]
 
 
-def check_record(config: "PPOConfig", num_ranks: int) -> None:
+def check_record(config: "PPOConfig") -> None:
     """Whether the record may be written, or can be replayed, by this run; an error is told before anything starts."""
     from areal_core.paths import record_folder
     from recorder import open_record
-    from recorder.writer import check_folder
-    from replayer.before import check_model, check_ranks
+    from recorder.header import check_folder
+    from replayer.before import check_model
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:
         check_folder(folder, config.debug.overwrite)
     if config.debug.replay_rollout_data:
-        record = open_record(folder)
-        check_ranks(record, num_ranks)
-        check_model(record, config.actor.path)
+        check_model(open_record(folder), config.actor.path)
 
 
 def watch_run(logs: Path) -> int:

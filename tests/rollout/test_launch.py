@@ -18,6 +18,7 @@ from areal_core.config import PPOConfig, SGLangConfig
 from areal_core.environment import DETERMINISTIC as DETERMINISM
 from areal_core.launch import local, torchrun
 from areal_core.launch.errors import ServerFailed
+from areal_core.launch.job import Job
 from areal_core.launch.processes import end_tree, start
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, option_args, server_args
 
@@ -76,9 +77,8 @@ def config(**options) -> PPOConfig:
 
 
 def launch(argv, allocation, tmp_path, made=None, **options) -> int:
-    return local.launch(
-        argv, made or config(), parse_allocation(allocation), {}, log_dir=tmp_path / "logs", **options
-    )
+    job = Job(tuple(argv), made or config(), parse_allocation(allocation), {}, tmp_path / "logs", **options)
+    return local.launch(job)
 
 
 def no_child_left() -> bool:
@@ -119,7 +119,7 @@ def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(local, "run_ranks", lambda *args: seen.append(args) or 3)
     assert launch(["train.py"], "sglang:d1+fsdp:d2", tmp_path, with_servers=False) == 3
-    assert seen == [(["train.py"], 2, {}, tmp_path / "logs")]
+    assert [args[:-1] for args in seen] == [(("train.py",), 2, {}, tmp_path / "logs")]
     assert not (tmp_path / "logs").exists()
 
 
@@ -174,7 +174,7 @@ def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, t
 
 def test_the_code_of_a_rank_that_was_killed_is_128_plus_the_signal(script, tmp_path):
     argv = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert local.run_ranks(argv, 1, {}, tmp_path / "logs") == 128 + signal.SIGKILL
+    assert torchrun.run_ranks(argv, 1, {}, tmp_path / "logs") == 128 + signal.SIGKILL
 
 
 LAUNCHER = """

@@ -1,0 +1,130 @@
+"""One attempt at a run: what is started, and in which order it is started and watched, on any scheduler.
+
+launcher (main thread)                       children
+start servers, wait for /health              server 0..n-1                 output -> llm_server_{i}.log
+start ranks                                  an agent a node -> its ranks  output -> trainer.log and our output
+every 0.2 s: ranks ended?  a server ended?
+a server ended: others left -> go on; none left -> the ranks get 30 s to say so and end by themselves
+any way out (end, error, SIGTERM, SIGINT): every child is ended
+
+`local.py`, `ray_cluster.py` and `slurm.py` each say how a server and the ranks are started, and nothing else.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from areal_core.allocation import Allocation
+from areal_core.config import BaseExperimentConfig
+from areal_core.environment import DETERMINISTIC
+from areal_core.errors import ConfigError
+from areal_core.launch.errors import ServerFailed
+from areal_core.launch.torchrun import POLL_S, ended_on_signals
+from areal_core.rollout.servers import Server, environment_of
+
+# A group that spans trainer and server works only without these.
+NCCL_WITH_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Args:
+        script_argv: script and its arguments, or `-m`, module and arguments.
+        config: the run's options.
+        allocation: who runs where.
+        env: changes to the environment of the ranks.
+        log_dir: folder for `trainer.log`, `llm_server_{i}.log` and `ranks/`; seen by all machines.
+        with_servers: False for a replay, which needs none.
+    """
+
+    script_argv: tuple[str, ...]
+    config: BaseExperimentConfig
+    allocation: Allocation
+    env: Mapping[str, str]
+    log_dir: Path
+    with_servers: bool = True
+
+    @property
+    def num_servers(self) -> int:
+        """Inference servers to start."""
+        if not self.with_servers or self.allocation.rollout_backend != "sglang":
+            return 0
+        return self.allocation.rollout.data
+
+
+class RunningServer(Protocol):
+    """A server that was started, wherever it runs."""
+
+    server: Server
+
+    def check(self) -> None:
+        """Raises `ServerFailed` when it has ended."""
+        ...
+
+
+StartServers = Callable[[ExitStack], list[RunningServer]]  # the stack stops them
+RunRanks = Callable[[Mapping[str, str], Callable[[], bool]], int]  # (environment, healthy) -> exit code
+
+
+def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
+    """Starts the servers that the job needs, then its ranks, and waits for their end.
+
+    Returns:
+        The exit code of the first rank that failed, 0 when none did, 1 when the servers failed.
+    """
+    env = {
+        **(DETERMINISTIC if job.config.deterministic else {}),
+        **parse_environment("launcher.trainer_env_vars", job.config.launcher.trainer_env_vars),
+        **job.env,
+    }
+    with ended_on_signals(), ExitStack() as stack:
+        if not job.num_servers:
+            return run_ranks(env, lambda: True)
+        try:
+            servers = start_servers(stack)
+        except ServerFailed as failure:
+            print(failure, file=sys.stderr)
+            return 1
+        print(f"inference servers: {', '.join(s.server.address for s in servers)}", flush=True)
+        addresses = environment_of([s.server for s in servers])
+        if job.allocation.train is None:
+            print(
+                f"for other processes: AREAL_LLM_SERVER_ADDRS={addresses['AREAL_LLM_SERVER_ADDRS']}",
+                flush=True,
+            )
+            return watch_servers(servers)
+        return run_ranks({**NCCL_WITH_SERVERS, **env, **addresses}, partial(any_left, servers))
+
+
+def any_left(servers: list[RunningServer]) -> bool:
+    """Whether a server still runs. Tells of each that has ended, once, and forgets it."""
+    for server in list(servers):
+        try:
+            server.check()
+        except ServerFailed as failure:
+            print(failure, file=sys.stderr, flush=True)
+            servers.remove(server)
+    return bool(servers)
+
+
+def watch_servers(servers: list[RunningServer]) -> int:
+    """Serves until the last server has ended; 1 then."""
+    while any_left(servers):
+        time.sleep(POLL_S)
+    return 1
+
+
+def parse_environment(option: str, text: str) -> dict[str, str]:
+    """'A=1,B=2' as a dict. Raises ConfigError."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    for name, equals, _ in pairs:
+        if not equals or not name.strip().isidentifier():
+            raise ConfigError(f"{option} is {text!r}; expected variables as 'A=1,B=2'")
+    return {name.strip(): value.strip() for name, _, value in pairs}

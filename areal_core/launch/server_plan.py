@@ -1,0 +1,47 @@
+"""What each inference server of a job is started with, as plain data, so that it can be started on another machine."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Arguments of one `SGLangServer`, in JSON types."""
+
+    model_path: str
+    log: str
+    args: list[str]
+    env: dict[str, str]
+    ready_timeout_s: float
+
+
+def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPlan]:
+    """One plan a server, each with a seed of its own.
+
+    Args:
+        device: "cuda" or "cpu".
+        share_devices: True where every server sees the GPUs of all, False where each sees only its own.
+    """
+    config, rollout = job.config, job.allocation.rollout
+    named = parse_environment("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
+    env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **named}
+    devices_per_server = rollout.world_size // rollout.data
+    plans = []
+    for i in range(job.num_servers):
+        options = replace(config.sglang, random_seed=config.sglang.random_seed + i)
+        first_device = i * devices_per_server if share_devices else 0
+        args = server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
+        model_path = config.sglang.model_path or config.actor.path
+        log = str(job.log_dir / f"llm_server_{i}.log")
+        plans.append(ServerPlan(model_path, log, args, env, config.rollout.setup_timeout))
+    return plans
+
+
+def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> SGLangServer:
+    """Starts a server on this machine, on any free port of `host`; it is not ready yet."""
+    return SGLangServer(
+        plan.model_path, Path(plan.log), plan.args, plan.env, host=host, ready_timeout_s=plan.ready_timeout_s
+    )
