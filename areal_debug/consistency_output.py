@@ -33,6 +33,13 @@ NUMBERS = (
     ("logprob_pearson", "correlation"),
     ("surprisal_correlation", "D with surprisal"),
 )
+RESCORING_LABELS = (
+    ("decode", "engine when sampling, engine scoring (A - B)"),
+    ("prefill", "engine scoring, model (B - C)"),
+    ("engine_repeat", "engine scoring, twice"),
+    ("model_repeat", "model, twice"),
+    ("model_alone", "model, in other company"),
+)
 STYLES = {"healthy": "green", "mismatch": "red", "unknown": "yellow"}
 Decode = Callable[[list[int]], str] | None
 
@@ -65,23 +72,34 @@ def print_report(
 
 def print_verdict(out: Console, checked: Checked) -> None:
     """One line."""
+    verdict = checked.diagnosis.verdict
+    headline, summary = summary_of(checked)
+    out.print(f"[bold {STYLES[verdict]}]{verdict.capitalize()}:[/] {escaped(headline)}. {escaped(summary)}")
+    if text := left_out(checked):
+        out.print(f"[yellow]{text}[/yellow]")
+    out.print()
+
+
+def summary_of(checked: Checked) -> tuple[str, str]:
+    """What is the matter, and what was compared."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
-    first = (
+    headline = (
         found.causes[0].name
         if found.causes
         else "engine and model differ by more than noise, and nothing explains it"
     )
-    out.print(
-        f"[bold {STYLES[found.verdict]}]{found.verdict.capitalize()}:[/] {escaped(first)}. "
+    summary = (
         f"{measured.num_tokens:,} tokens of {measured.num_sequences:,} sequences, mean |D| {format_number(measured.metrics['mean_abs'])}, "
         f"D = trainer - engine, scored in {checked.dtype} at temperature {checked.setting.temperature:g}"
     )
-    left_out = {name.replace("_", " "): count for name, count in vars(measured.excluded).items() if count}
-    if left_out:
-        out.print(
-            f"[yellow]left out: {', '.join(f'{count:,} {name}' for name, count in left_out.items())}[/yellow]"
-        )
-    out.print()
+    return headline, summary
+
+
+def left_out(checked: Checked) -> str:
+    """How many tokens were not compared and why; empty when all were."""
+    counts = {n.replace("_", " "): count for n, count in vars(checked.diagnosis.measurement.excluded).items()}
+    listed = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"left out: {listed}" if listed else ""
 
 
 def print_finding(out: Console, finding: Finding) -> None:
@@ -110,19 +128,19 @@ def print_answers(
 
 def print_rescoring(out: Console, rescoring: Rescoring) -> None:
     """The three opinions and how well each agrees with itself."""
-    told = (
-        "not comparable at this temperature" if rescoring.decode is None else format_number(rescoring.decode)
-    )
     out.print(f"asked again about {rescoring.num_tokens:,} tokens, mean |difference|:")
-    for label, value in (
-        ("engine when sampling, engine scoring (A - B)", told),
-        ("engine scoring, model (B - C)", format_number(rescoring.prefill)),
-        ("engine scoring, twice", format_number(rescoring.engine_repeat)),
-        ("model, twice", format_number(rescoring.model_repeat)),
-        ("model, in other company", format_number(rescoring.model_alone)),
-    ):
+    for label, value in rescoring_rows(rescoring):
         out.print(f"  {label:<46}{value}")
     out.print()
+
+
+def rescoring_rows(rescoring: Rescoring) -> list[tuple[str, str]]:
+    """Label and number of each comparison."""
+    return [
+        (label, "not comparable at this temperature" if value is None else format_number(value))
+        for name, label in RESCORING_LABELS
+        for value in [getattr(rescoring, name)]
+    ]
 
 
 def print_numbers(out: Console, measured: Measurement) -> None:

@@ -12,6 +12,7 @@ import torch
 from consistency.alternatives import bos_alternatives, checkpoint_alternative
 from consistency.case import Alternative, Noise, Setting
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
+from consistency.engine.reply import Top
 from consistency.estimators import k3
 from consistency.replay import Replays, replay, select_rows
 from consistency.rescoring import Rescoring
@@ -55,6 +56,7 @@ class Checked:
     setting: Setting
     dtype: str
     rescoring: Rescoring | None
+    tops: tuple[Top, ...] | None
 
 
 def check(
@@ -101,7 +103,7 @@ def check(
         if look is other_dtype:
             setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
         found = judge(setting, alternatives=given)
-    return Checked(found, sequences, scores, setting, dtype, rescoring)
+    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops)
 
 
 def settled(found: Diagnosis) -> bool:

@@ -115,7 +115,8 @@ def sglang_routes(model: OneModel) -> dict[str, Any]:
         if num_new:
             tokens, logprobs = model.sample(ids, num_new)
             rows = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
-            return {"meta_info": meta | {"output_token_logprobs": rows}}
+            told = {"output_token_logprobs": rows, "output_top_logprobs": [[row] for row in rows]}
+            return {"meta_info": meta | told}
         begin = asked["logprob_start_len"] + 1
         scored = zip(model.score(ids, begin), ids[begin:], strict=True)
         return {
@@ -137,7 +138,9 @@ def vllm_routes(model: OneModel) -> dict[str, Any]:
             rows = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in scored)]
             return {"choices": [{"prompt_logprobs": rows}]}
         tokens, logprobs = model.sample(ids, asked["max_tokens"])
-        return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]}
+        tops = [{f"token_id:{token}": value} for token, value in zip(tokens, logprobs, strict=True)]
+        told = {"token_logprobs": logprobs, "top_logprobs": tops}
+        return {"choices": [{"token_ids": tokens, "logprobs": told}]}
 
     card = {"id": NAME, "root": NAME, "parent": None}
     return {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [card]}, "/v1/completions": complete}

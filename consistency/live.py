@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from areal_core.engine.errors import ModelError
 from consistency.check import DTYPES, AskAgain, Checked, Request, check
 from consistency.engine.ask import connect, sample_all, worker_of
-from consistency.engine.reply import Engine, Identity, Law, Reply
+from consistency.engine.reply import Engine, Identity, Law, Reply, Top
 from consistency.engine.wire import open_session
 from consistency.errors import NothingToCompare
 from consistency.prompts import Prompt
@@ -112,7 +112,16 @@ def sampled_of(conversation: Conversation, trainer_dtype: str) -> Sampled:
         engine_dtype=min(dtypes),
     )
     versions = {reply.version for reply in conversation.replies}
-    return Sampled({"live": concatenate(rows)}, sampling, versions.pop() if len(versions) == 1 else None)
+    version = versions.pop() if len(versions) == 1 else None
+    return Sampled({"live": concatenate(rows)}, sampling, version, tops_of(conversation.replies))
+
+
+def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
+    """The likeliest tokens of all replies that are compared; None where one engine did not tell."""
+    compared = [reply for reply in replies if len(reply.logprobs) == len(reply.output_ids)]
+    if any(reply.tops is None for reply in compared):
+        return None
+    return tuple(top for reply in compared for top in reply.tops or ())
 
 
 def one_sequence(prompt: Prompt, reply: Reply, number: int, worker: int) -> Sequences:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from consistency.check import Checked
+from consistency.engine.reply import Top
 from consistency.errors import UnknownGate
 from consistency.measure import ALIASES, worst_tokens
 from consistency.tokens import TokenTable
@@ -55,7 +56,10 @@ def exit_code(checked: Checked, gates: tuple[Gate, ...]) -> int:
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token that the two sides disagree about. `top` are the model's likeliest tokens (id, logprob); `before` the ids in front of it."""
+    """A token that the two sides disagree about. `before` are the ids in front of it.
+
+    `top` and `engine_top` are either side's likeliest tokens (id, logprob), the engine's empty where it did not tell.
+    """
 
     sequence: int
     position: int
@@ -64,7 +68,8 @@ class WorstToken:
     trainer: float
     rank: int
     before: tuple[int, ...]
-    top: tuple[tuple[int, float], ...]
+    top: Top
+    engine_top: Top
 
 
 def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> tuple[WorstToken, ...]:
@@ -87,6 +92,7 @@ def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> t
                 int(checked.scores.rank[index]),
                 tuple(ids[max(0, position - num_before) : position].tolist()),
                 tuple(top),
+                () if checked.tops is None else checked.tops[index],
             )
         )
     return tuple(found)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from consistency.case import NOISE, Noise, Setting
+from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
 from consistency.tokens import Sequences
 from recorder import Record, RecordedStep
@@ -29,11 +30,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What to judge: parts by name (`step-000004`), how they were sampled, and the weights' version where it is one."""
+    """What to judge: parts by name (`step-000004`), how they were sampled, and the weights' version where it is one.
+
+    `tops` holds the engine's likeliest tokens, one entry a scored token; None where they were not told.
+    """
 
     parts: Mapping[str, Sequences]
     sampling: Sampling
     version: int | None = None
+    tops: tuple[Top, ...] | None = None
 
 
 def read_record(record: Record, steps: Sequence[int]) -> Sampled:

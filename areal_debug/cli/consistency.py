@@ -79,6 +79,12 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     metavar="METRIC=LIMIT,...",
     help="Exit 1 when a metric is beyond its limit: mean_abs=0.02,k3=0.002.",
 )
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the report as one page, too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @errors_as_sentences
 def command(
@@ -87,6 +93,7 @@ def command(
     model: str | None,
     steps: tuple[int, ...],
     gate: str,
+    page: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -104,6 +111,10 @@ def command(
     else:
         checked, request, told = check_live(engines, model, options)
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
+    if page is not None:
+        from areal_debug.consistency_page import write_page
+
+        write_page(page, checked, gates, request, told)
     if as_json:
         print_json(told | {"model": request.model} | document(checked, gates))
     else:

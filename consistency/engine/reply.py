@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+Top = tuple[tuple[int, float], ...]  # (id, logprob), the likeliest first
+NUM_TOPS = 5
+
 
 @dataclass(frozen=True)
 class Law:
@@ -17,10 +20,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Reply:
-    """One completion. `logprobs` are those of `output_ids`; what the engine did not say is None."""
+    """One completion. `logprobs` are those of `output_ids`, `tops` the likeliest tokens there; what the engine did not say is None."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    tops: tuple[Top, ...] | None = None
     version: int | None = None
     cached_tokens: int | None = None
 

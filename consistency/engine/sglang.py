@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.reply import Identity, Law, Reply
+from consistency.engine.reply import NUM_TOPS, Identity, Law, Reply
 from consistency.engine.wire import Wire
 from consistency.errors import EngineError
 
@@ -31,6 +31,7 @@ class SGLang:
             "skip_special_tokens": False,
         }
         payload = {"input_ids": list(prompt_ids), "sampling_params": params, "return_logprob": True}
+        payload["top_logprobs_num"] = NUM_TOPS
         return parse_reply(self.address, await self.wire.post("/generate", payload))
 
     async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
@@ -71,6 +72,9 @@ def parse_reply(address: str, answer: Any) -> Reply:
         return Reply(
             output_ids=tuple(int(row[1]) for row in rows),
             logprobs=tuple(float("nan") if row[0] is None else float(row[0]) for row in rows),
+            tops=tuple(
+                tuple((int(i), float(value)) for value, i, _ in top) for top in meta["output_top_logprobs"]
+            ),
             version=int(version) if version.isdecimal() else None,
             cached_tokens=int(meta["cached_tokens"]),
         )

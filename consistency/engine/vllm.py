@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.reply import Identity, Law, Reply
+from consistency.engine.reply import NUM_TOPS, Identity, Law, Reply, Top
 from consistency.engine.wire import Wire
 from consistency.errors import EngineError
 
@@ -32,8 +32,10 @@ class VLLM:
             "top_k": -1 if law.top_k is None else law.top_k,
             "max_tokens": law.max_new_tokens,
             "skip_special_tokens": False,
-            "logprobs": 0,
+            "logprobs": NUM_TOPS,
             "return_token_ids": True,
+            # Tokens are told as "token_id:123" instead of as text.
+            "return_tokens_as_token_ids": True,
         }
         return parse_reply(self.address, await self.wire.post("/v1/completions", payload))
 
@@ -74,11 +76,17 @@ def parse_reply(address: str, answer: Any) -> Reply:
                 float("nan") if value is None else float(value)
                 for value in choice["logprobs"]["token_logprobs"]
             ),
+            tops=tuple(parse_top(top) for top in choice["logprobs"]["top_logprobs"]),
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions gave no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
         ) from error
+
+
+def parse_top(told: Any) -> Top:
+    """From a dict of "token_id:123" to logprob; the sampled token is in it beside the likeliest."""
+    return tuple((int(token.removeprefix("token_id:")), float(value)) for token, value in told.items())
 
 
 def parse_rescored(address: str, answer: Any, input_ids: list[int], num_prompt: int) -> tuple[float, ...]:

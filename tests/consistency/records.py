@@ -10,8 +10,9 @@ from areal_core.testing import make_tiny_tokenizer
 from consistency.score import scorer_of
 from consistency.testing import FaultyEngine, sample_rows
 from consistency.tokens import Sequences
+from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
-from recorder.writer import RecordWriter, write_header
+from recorder.writer import RecordWriter
 
 from .models import peaked_model
 
@@ -56,7 +57,7 @@ def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, *
         config=config,
         allocation="sglang:d1+fsdp:d1",
     )
-    writer = RecordWriter(folder, 0, 1, lambda: None)
+    writer = RecordWriter(folder)
     folder.mkdir(parents=True)
     write_header(folder, header)
     for step in range(num_steps):

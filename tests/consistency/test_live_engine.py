@@ -124,3 +124,17 @@ def test_row_that_holds_nothing_to_ask_is_named_with_its_number(model, tmp_path)
     code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
     assert code == 2
     assert "row 1 has solution; expected messages, question or prompt" in said
+
+
+def test_page_tells_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):
+    law = functools.partial(laws.top_p, top_p=0.8)
+    page = tmp_path / "report.html"
+    with serving(FaultyEngine(scorer, draws=law, reports=law, noise=0.002), "sglang") as url:
+        code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--html", page)
+    text = page.read_text(encoding="utf-8")
+    assert code == 1
+    assert text.index("mismatch</span>") < text.index("R03") < text.index("Where they differ")
+    assert text.count("<svg") >= 4
+    assert "replaying top_p 0.8" in text
+    assert "src=" not in text
+    assert "href=" not in text
