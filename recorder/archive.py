@@ -3,7 +3,7 @@
 Every file of a record is a list of parts, each a slice of a long one-dimensional array of the store:
 
     ARCHIVE/
-      zarr.json                     attributes: `areal_debug_archive` 1, and the layout of record.json
+      zarr.json                     attributes: `areal_debug_archive` 1, and where the layout of the files at the top is
       <lane>/documents              uint8: JSON, safetensors headers, text, layouts
       <lane>/input_ids.I32 ...      one array a key of the batch, in the dtype that the trainer saw
       <lane>/checkpoints            uint8: files of anchors
@@ -30,7 +30,7 @@ from zarr.core.sync import sync as run_in_zarr
 from zarr.storage import FsspecStore, LocalStore, StorePath, ZipStore
 
 from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, UnknownFormat
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, RECORD_FILE, STEPS_FOLDER
+from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEPS_FOLDER
 from recorder.sealed import write_durably
 from recorder.storage import file_blocks, is_url, walk
 from recorder.tensors import NUMPY_TYPES
@@ -86,7 +86,8 @@ class ArchiveStorage:
     def names(self, folder: str) -> list[str]:
         """See Storage."""
         if folder == "":
-            return [RECORD_FILE, *sorted({STEPS_FOLDER, ANCHORS_FOLDER} & set(self.children("")))]
+            folders = {STEPS_FOLDER, ANCHORS_FOLDER}.intersection(self.children(""))
+            return [*self.layout_of("")[0], *sorted(folders)]
         if folder in (STEPS_FOLDER, ANCHORS_FOLDER):
             return self.children(folder)
         layout, below = self.layout_of(folder + "/")
@@ -100,9 +101,11 @@ class ArchiveStorage:
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
         """See Storage. Raises DamagedRecord where zarr finds damage."""
         layout, name = self.layout_of(file)
+        if name not in layout:
+            return b""
         end = None if size_bytes is None else offset + size_bytes
         found, begin = bytearray(), 0
-        for part in layout[name] if name in layout else []:
+        for part in layout[name]:
             after = begin + part.size_bytes
             if offset < after and (end is None or begin < end):
                 skipped = max(0, offset - begin)
@@ -120,8 +123,9 @@ class ArchiveStorage:
             if part.array not in self.arrays:
                 self.arrays[part.array] = self.group[part.array]  # type: ignore[assignment]
             values = self.arrays[part.array][part.offset : part.offset + part.count]
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DamagedRecord(file, f"cannot be read from {part.array} of the archive ({error})") from None
+        except Exception as error:  # zarr lets whatever its codecs and parsers raise through
+            what = f"cannot be read from {part.array} of the archive ({type(error).__name__}: {error})"
+            raise DamagedRecord(file, what) from None
         return np.ascontiguousarray(values).view(np.uint8).data
 
     def layout_of(self, file: str) -> tuple[Layout, str]:
@@ -141,14 +145,17 @@ class ArchiveStorage:
         """The layout that a group's attributes point to, None where there is no such group."""
         try:
             group = self.group[folder] if folder else self.group
+            where = parse_part(group.attrs[LAYOUT_ATTRIBUTE])
         except KeyError:
             return None
-        except ValueError as error:
-            raise DamagedRecord(f"{folder}/zarr.json", f"is not readable ({error})") from None
-        attributes = dict(group.attrs)
-        if LAYOUT_ATTRIBUTE not in attributes:
-            raise DamagedRecord(f"{folder}/zarr.json", f"lacks its {LAYOUT_ATTRIBUTE}")
-        return parse_layout(bytes(self.part(folder, parse_part(attributes[LAYOUT_ATTRIBUTE]))))
+        except Exception as error:  # as above
+            what = f"is not readable ({type(error).__name__}: {error})"
+            raise DamagedRecord(f"{folder}/zarr.json", what) from None
+        data = bytes(self.part(folder, where))
+        try:
+            return parse_layout(data)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DamagedRecord(f"{folder}/zarr.json", f"points to no layout ({error})") from None
 
     def children(self, folder: str) -> list[str]:
         """Names below a group, without reading what they are: one listing whatever their number."""
@@ -178,14 +185,19 @@ def open_store(location: str, read_only: bool) -> LocalStore | ZipStore | Fsspec
 
 
 def open_archive(location: str) -> ArchiveStorage:
-    """The archive at a folder, zip file or URL. Raises RecordNotFound, NotARecord, UnknownFormat."""
+    """The archive at a folder, zip file or URL. Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord."""
     try:
         store = open_store(location, read_only=True)
-        group = zarr.open_group(store, mode="r", use_consolidated=False)
     except ImportError as error:
         raise RecordNotFound(f"{location} needs another package: {error}") from None
-    except (FileNotFoundError, ValueError) as error:
-        raise RecordNotFound(f"{location} cannot be opened: {error}; give the place of a record") from None
+    except ValueError as error:
+        raise RecordNotFound(f"{location} cannot be opened: {error}") from None
+    try:
+        group = zarr.open_group(store, mode="r", use_consolidated=False)
+    except FileNotFoundError:
+        raise RecordNotFound(f"there is nothing at {location}: give the place of a record") from None
+    except Exception as error:  # zarr lets whatever its parser raises through
+        raise DamagedRecord("zarr.json", f"is not readable ({type(error).__name__}: {error})") from None
     attributes = dict(group.attrs)
     if VERSION_ATTRIBUTE not in attributes:
         raise NotARecord(

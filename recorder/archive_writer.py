@@ -29,7 +29,7 @@ from recorder.archive import (
     open_store,
 )
 from recorder.errors import RecordExists
-from recorder.format import ANCHORS_FOLDER, RECORD_FILE, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
+from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
 from recorder.reader import Record, open_record
 from recorder.sealed import sync
 from recorder.storage import Storage, file_blocks, is_url, location_of, walk
@@ -165,6 +165,12 @@ def step_layout(lane: Lane, record: Record, step: int) -> Layout:
     return layout | {STEP_FILE: file_layout(lane, record.storage, f"{folder}/{STEP_FILE}", None)}
 
 
+def top_layout(lane: Lane, storage: Storage) -> Layout:
+    """Appends the files at the top of a record to a lane: record.json and its like."""
+    names = [name for name in storage.names("") if storage.size(name) is not None]
+    return {name: file_layout(lane, storage, name, None) for name in names}
+
+
 def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     """Makes a step or anchor part of the archive: one object that appears whole."""
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
@@ -179,7 +185,7 @@ def write_archive(record: Record, location: str, on_step: Callable[[int], None])
     def add(folder: str, layout: Layout) -> None:
         layouts[folder] = lane.append(DOCUMENTS, "U8", layout_bytes(layout))
 
-    add("", {RECORD_FILE: file_layout(lane, record.storage, RECORD_FILE, None)})
+    add("", top_layout(lane, record.storage))
     for step in record.steps:
         add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(lane, record, step))
         on_step(step)
@@ -197,20 +203,28 @@ def write_archive(record: Record, location: str, on_step: Callable[[int], None])
     )
 
 
+@dataclass(frozen=True)
+class Archived:
+    """What `archive_record` wrote, and its size beside that of the source."""
+
+    location: str
+    num_steps: int
+    num_tokens: int
+    source_bytes: int
+    archive_bytes: int
+
+
 def archive_record(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     overwrite: bool = False,
     on_step: Callable[[int], None] = lambda step: None,
-) -> str:
+) -> Archived:
     """Archives the committed steps and finished anchors of a record, which may itself be an archive.
 
     Args:
         destination: a folder, a file that ends in `.zip`, or an fsspec URL.
-        overwrite: replace what is at the destination, if that is a record or an archive.
-
-    Returns:
-        The destination as text.
+        overwrite: replace what is at the destination, if that is an archive.
 
     Raises:
         RecordExists: something is at the destination.
@@ -218,17 +232,37 @@ def archive_record(
     """
     record, location = open_record(source), location_of(destination)
     clear_destination(location, overwrite)
-    if not location.endswith(".zip") or is_url(location):
-        write_archive(record, location, on_step)
-        return location
-    unzipped = Path(location + ".tmp")
-    shutil.rmtree(unzipped, ignore_errors=True)
-    try:
-        write_archive(record, str(unzipped), on_step)
-        zip_folder(unzipped, Path(location))
-    finally:
+    if location.endswith(".zip") and not is_url(location):
+        unzipped = Path(location + ".tmp")
         shutil.rmtree(unzipped, ignore_errors=True)
-    return location
+        try:
+            write_archive(record, str(unzipped), on_step)
+            zip_folder(unzipped, Path(location))
+        finally:
+            shutil.rmtree(unzipped, ignore_errors=True)
+    else:
+        write_archive(record, location, on_step)
+    steps = [record.step(step) for step in record.steps]
+    return Archived(
+        location=location,
+        num_steps=len(steps),
+        num_tokens=sum(
+            step.batch_entry(rank)[1].num_tokens for step in steps for rank in range(step.manifest.num_ranks)
+        ),
+        source_bytes=sum(record.storage.size(file) or 0 for file in walk(record.storage, "")),
+        archive_bytes=stored_bytes(location),
+    )
+
+
+def stored_bytes(location: str) -> int:
+    """Bytes that the place takes, all objects together."""
+    if is_url(location):
+        import fsspec
+
+        files, path = fsspec.core.url_to_fs(location)
+        return int(files.du(path))
+    place = Path(location)
+    return sum(path.stat().st_size for path in (sorted_files(place) if place.is_dir() else [place]))
 
 
 def clear_destination(location: str, overwrite: bool) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recorder.errors import RecordExists
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, RECORD_FILE, STEP_FILE, STEPS_FOLDER, step_name
+from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.reader import Record, open_record
 from recorder.sealed import commit_file, sync, write_durably
 from recorder.storage import file_blocks, walk
@@ -24,7 +24,9 @@ def extract_record(
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise RecordExists(f"{destination} is there already: choose another folder")
     destination.mkdir(parents=True, exist_ok=True)
-    commit_file(destination / RECORD_FILE, bytes(record.storage.read(RECORD_FILE)))
+    for name in record.storage.names(""):
+        if record.storage.size(name) is not None:
+            commit_file(destination / name, bytes(record.storage.read(name)))
     for step in record.steps:
         extract_folder(record, f"{STEPS_FOLDER}/{step_name(step)}", STEP_FILE, destination)
         on_step(step)

@@ -78,9 +78,9 @@ class FolderStorage:
 
 
 def walk(storage: Storage, folder: str) -> Iterator[str]:
-    """Names of all files under a folder, from that folder, in order."""
+    """Names of all files under a folder ("" is the top), from that folder, in order."""
     for name in sorted(storage.names(folder)):
-        path = f"{folder}/{name}"
+        path = f"{folder}/{name}" if folder else name
         if storage.size(path) is not None:
             yield name
         else:
@@ -89,8 +89,9 @@ def walk(storage: Storage, folder: str) -> Iterator[str]:
 
 def file_blocks(storage: Storage, file: str, block_bytes: int = 1 << 26) -> Iterator[bytes | bytearray]:
     """A file in blocks, for it may be larger than memory."""
-    for offset in range(0, storage.size(file) or 0, block_bytes):
-        yield storage.read(file, offset, block_bytes)
+    size_bytes = storage.size(file) or 0
+    for offset in range(0, size_bytes, block_bytes):
+        yield storage.read(file, offset, min(block_bytes, size_bytes - offset))
 
 
 def location_of(path: str | os.PathLike[str]) -> str:

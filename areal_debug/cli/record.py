@@ -1,5 +1,6 @@
 """`areal-debug record`: what is in a record, what it says token by token, and whether its bytes are whole."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,29 @@ if TYPE_CHECKING:
     from recorder.samples import Sample
 
 
-@click.group()
+# Verbs in files of their own; each names its file and the click command in it.
+ELSEWHERE = {
+    "archive": ("record_archive", "archive"),
+    "extract": ("record_archive", "extract"),
+}
+
+
+class RecordGroup(click.Group):
+    """Imports the verbs that live elsewhere only when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *ELSEWHERE]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, attribute = ELSEWHERE[cmd_name]
+        return getattr(importlib.import_module(f"areal_debug.cli.{module}"), attribute)
+
+
+@click.group(cls=RecordGroup)
 def command() -> None:
-    """Look into a record: list its steps, show its text, verify its bytes."""
+    """Look into a record: list its steps, show its text, verify its bytes; archive it."""
 
 
 record_argument = click.argument("record", type=click.Path(path_type=Path))

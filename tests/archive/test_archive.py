@@ -1,0 +1,268 @@
+"""A record in a zarr store is the same record: same bytes, same answers, same complaints."""
+
+import filecmp
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from recorder import (
+    DamagedRecord,
+    NotARecord,
+    RecordExists,
+    RecordNotFound,
+    StepNotRecorded,
+    UnknownFormat,
+    commit_anchor,
+    open_record,
+    verify,
+)
+from recorder.archive_writer import CHUNK_BYTES, SHARD_CHUNKS, archive_record
+from recorder.extract import extract_record
+from recorder.testing import write_scripted_record
+
+URLS = itertools.count()
+
+
+def all_files(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def assert_same_files(one, other):
+    assert all_files(one) == all_files(other)
+    for name in all_files(one):
+        assert filecmp.cmp(one / name, other / name, shallow=False), name
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Three steps of two ranks and an anchor with a file in a folder."""
+    folder = tmp_path_factory.mktemp("source") / "record"
+    write_scripted_record(folder, num_steps=3, num_ranks=2)
+    anchor = folder / "anchors" / "000002"
+    (anchor / "checkpoint").mkdir(parents=True)
+    (anchor / "checkpoint" / "weights.bin").write_bytes(np.arange(70_000, dtype=np.float32).tobytes())
+    commit_anchor(anchor, step=2)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["folder", "zip", "memory"])
+def archive(request, source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("archive")
+    place = {"folder": folder / "a.zarr", "zip": folder / "a.zip", "memory": f"memory://bucket{next(URLS)}/a"}
+    return archive_record(source, place[request.param]).location
+
+
+def test_every_storage_gives_what_the_folder_gives(source, archive):
+    one, other = open_record(source), open_record(archive)
+    assert (one.header, one.steps, one.anchors()) == (other.header, other.steps, other.anchors())
+    for step, rank in itertools.product(one.steps, (0, 1)):
+        ours, theirs = one.step(step), other.step(step)
+        assert ours.manifest == theirs.manifest
+        assert (ours.plan(rank), ours.outcome(rank)) == (theirs.plan(rank), theirs.outcome(rank))
+        for key, array in ours.batch(rank).items():
+            assert theirs.batch(rank)[key].dtype == array.dtype
+            assert theirs.batch(rank)[key].tobytes() == array.tobytes()
+            assert theirs.batch(rank)[key].flags.writeable  # torch warns of tensors that are not
+        assert ours.rows(rank, 1)["input_ids"].tolist() == theirs.rows(rank, 1)["input_ids"].tolist()
+
+
+def test_extracting_gives_every_file_back_bit_for_bit(source, archive, tmp_path):
+    extract_record(archive, tmp_path / "back")
+    assert_same_files(source, tmp_path / "back")
+
+
+def test_an_archive_verifies_and_lists_nothing_foreign(archive):
+    report = verify(archive)
+    assert report.problems == ()
+    assert report.steps_ok == (0, 1, 2)
+
+
+def test_an_anchor_comes_to_this_machine_as_a_folder(source, archive):
+    folder = open_record(archive).anchor(2)
+    assert_same_files(source / "anchors" / "000002", folder)
+    assert open_record(archive).anchor(2) == folder
+    with pytest.raises(StepNotRecorded, match="no anchor at step 1"):
+        open_record(archive).anchor(1)
+
+
+def test_any_zarr_reader_finds_the_columns(source, tmp_path):
+    archive_record(source, tmp_path / "a")
+    record = open_record(source)
+    want = [record.step(step).batch(rank)["input_ids"] for step in (0, 1, 2) for rank in (0, 1)]
+    ids = zarr.open_group(tmp_path / "a", mode="r")["all/input_ids.U16"]
+    assert ids[:].tolist() == np.concatenate(want).tolist()
+    assert ids.shards[0] == SHARD_CHUNKS * ids.chunks[0]
+    assert [codec.to_dict()["name"] for codec in ids.compressors] == ["zstd", "crc32c"]
+
+
+def test_an_archive_of_an_archive_extracts_to_the_first_record(source, tmp_path):
+    archive_record(source, tmp_path / "one")
+    archive_record(tmp_path / "one", tmp_path / "two.zip")
+    extract_record(tmp_path / "two.zip", tmp_path / "back")
+    assert_same_files(source, tmp_path / "back")
+
+
+def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
+    # chunks of 64 bytes and shards of two: every step spans several objects
+    monkeypatch.setattr("recorder.archive_writer.CHUNK_BYTES", 64)
+    monkeypatch.setattr("recorder.archive_writer.SHARD_CHUNKS", 2)
+    write_scripted_record(tmp_path / "record", num_steps=7, num_rows=9)
+    archive_record(tmp_path / "record", tmp_path / "a")
+    num_ids = sum(len(open_record(tmp_path / "record").step(step).batch(0)["input_ids"]) for step in range(7))
+    ids = zarr.open_group(tmp_path / "a", mode="r")["all/input_ids.U16"]
+    assert ids.shape == (num_ids,)
+    assert len(list((tmp_path / "a/all/input_ids.U16/c").iterdir())) == -(-num_ids // 64)
+    extract_record(tmp_path / "a", tmp_path / "back")
+    assert_same_files(tmp_path / "record", tmp_path / "back")
+
+
+def test_every_flipped_byte_of_an_archive_is_found_and_none_is_read(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=2)
+    archive_record(tmp_path / "record", tmp_path / "a")
+    wanted = {step: open_record(tmp_path / "a").step(step).batch(0) for step in (0, 1)}
+    rng = np.random.default_rng(0)
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    unnoticed = []
+    for number in range(60):
+        path = files[number % len(files)]
+        before = path.read_bytes()
+        after = bytearray(before)
+        after[rng.integers(len(after))] ^= 1 << rng.integers(8)
+        path.write_bytes(after)
+        try:
+            found = bool(verify(tmp_path / "a").problems)
+            if not found:  # then it must have been a byte without meaning, such as padding of zarr's JSON
+                record = open_record(tmp_path / "a")
+                same = all(
+                    array.tobytes() == wanted[step][key].tobytes()
+                    for step in (0, 1)
+                    for key, array in record.step(step).batch(0).items()
+                )
+                unnoticed += [] if same and path.name == "zarr.json" else [path]
+        except ValueError:
+            pass  # the store cannot be opened any more, and says so
+        path.write_bytes(before)
+    assert unnoticed == []
+
+
+def test_a_lost_shard_is_damage_of_the_files_that_it_held(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    archive_record(tmp_path / "record", tmp_path / "a")
+    shutil.rmtree(tmp_path / "a/all/logprobs.F32/c")
+    (problem,) = verify(tmp_path / "a").problems
+    assert (problem.file, problem.tensor) == ("steps/000000/batch-00000-of-00001.safetensors", "logprobs")
+    with pytest.raises(DamagedRecord, match="logprobs"):
+        open_record(tmp_path / "a").step(0).batch(0)
+
+
+def test_an_archive_that_was_not_finished_is_none(tmp_path, monkeypatch):
+    write_scripted_record(tmp_path / "record")
+
+    def die(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recorder.archive_writer.sync_files", die)
+    with pytest.raises(KeyboardInterrupt):
+        archive_record(tmp_path / "record", tmp_path / "a")
+    with pytest.raises(NotARecord, match="not finished"):
+        open_record(tmp_path / "a")
+
+
+def test_what_cannot_be_opened_is_told(tmp_path, source):
+    with pytest.raises(RecordNotFound, match="missing"):
+        open_record(tmp_path / "missing")
+    with pytest.raises(RecordNotFound, match="nosuch"):
+        open_record("nosuch://bucket/a")
+    with pytest.raises(RecordNotFound, match="memory://empty"):
+        open_record("memory://empty/a")
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(RecordNotFound, match="is a file"):
+        open_record(tmp_path / "file")
+    zarr.open_group(tmp_path / "foreign", mode="w")
+    with pytest.raises(NotARecord, match="no archive"):
+        open_record(tmp_path / "foreign")
+    archive_record(source, tmp_path / "newer")
+    zarr.open_group(tmp_path / "newer", mode="r+").attrs["areal_debug_archive"] = 99
+    with pytest.raises(UnknownFormat, match="99"):
+        open_record(tmp_path / "newer")
+
+
+def test_an_archive_replaces_nothing_unless_asked_and_then_only_an_archive(source, tmp_path):
+    archive_record(source, tmp_path / "a")
+    with pytest.raises(RecordExists, match="--force"):
+        archive_record(source, tmp_path / "a")
+    archive_record(source, tmp_path / "a", overwrite=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep")
+    with pytest.raises(RecordExists):
+        archive_record(source, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "notes").read_text() == "keep"
+
+
+def text_like_record(folder: Path, num_tokens: int) -> None:
+    """Tokens of this repository's own prose, a word a token, half of them trained, with logprobs of full precision."""
+    from recorder.testing import SCRIPTED_HEADER, send_step, write_header
+    from recorder.writer import RecordWriter
+
+    root = Path(__file__).parents[2]
+    prose = " ".join(path.read_text() for path in sorted(root.glob("*/*.py")))
+    words = re.findall(r"\w+|[^\w\s]|\s+", prose)[:num_tokens]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    ids = np.array([vocabulary[word] for word in words], np.int32).reshape(-1, 500)
+    trained = np.broadcast_to(np.arange(500) >= 250, ids.shape)
+    logprobs = -np.random.default_rng(0).exponential(1.0, ids.shape)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": np.ones(ids.shape, bool),
+        "loss_mask": trained.astype(np.int32),
+        "logprobs": np.where(trained, logprobs, 0).astype(np.float32),
+        "versions": np.where(trained, 3, -1).astype(np.int32),
+        "rewards": np.ones(len(ids), np.float32),
+        "prompt_id": np.arange(len(ids)),
+        "sample_id": np.zeros(len(ids), np.int32),
+        "finish_reason": np.zeros(len(ids), np.int32),
+    }
+    writer = RecordWriter(folder)
+    folder.mkdir()
+    write_header(folder, SCRIPTED_HEADER)
+    send_step(writer, 0, batch)
+
+
+def test_text_takes_less_than_four_and_a_half_bytes_a_token(tmp_path):
+    text_like_record(tmp_path / "record", 100_000)
+    archived = archive_record(tmp_path / "record", tmp_path / "a")
+    assert archived.num_tokens == 100_000
+    assert archived.archive_bytes / archived.num_tokens < 4.5
+    assert archived.archive_bytes < archived.source_bytes / 2
+
+
+def test_the_verbs_archive_list_and_extract(source, tmp_path):
+    def run(*arguments, code=0):
+        done = CliRunner().invoke(main, ["record", *map(str, arguments)])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    assert "3 steps" in run("archive", source, "--to", tmp_path / "a.zip")
+    facts = json.loads(run("archive", source, "--to", f"memory://b{next(URLS)}/c", "--json"))
+    assert facts["num_steps"] == 3
+    assert "3 steps" in run("ls", tmp_path / "a.zip")
+    assert "3 steps" in run("ls", facts["location"])
+    assert "intact" in run("verify", facts["location"])
+    assert "prompt 0, sample 0" in run("show", facts["location"], "--step", "1")
+    run("extract", tmp_path / "a.zip", "--to", tmp_path / "back")
+    assert_same_files(source, tmp_path / "back")
+    assert "there already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)
+    assert "there already" in run("archive", source, "--to", tmp_path / "a.zip", code=2)
+    assert "does not exist" in run("archive", tmp_path / "missing", "--to", tmp_path / "b", code=2)
+
+
+def test_chunks_are_small_enough_to_read_one_token():
+    assert CHUNK_BYTES <= 1 << 20
