@@ -37,11 +37,27 @@ def mistakes_as_sentences() -> Iterator[None]:
     except DamagedRecord as error:
         end(f"Error: {error}", 1)
     except (ConfigError, DatasetError, RewardError, EngineError, RecordError, ReplayError) as error:
-        end(f"Error: {error}", 2)
-    except (rollout.ServerDied, rollout.PushFailed, rollout.RequestRefused, rollout.NothingAccepted) as error:
-        end(f"Error: {error}", 1)
-    except (rollout.NoServers, rollout.UnsupportedSampling, rollout.PromptTooLong) as error:
-        end(f"Error: {error}", 2)
+        end(f"Error: {error}{notes_of(error)}", 2)
+    except (
+        rollout.ServerDied,
+        rollout.PushFailed,
+        rollout.RequestRefused,
+        rollout.NothingAccepted,
+        rollout.RolloutStuck,
+    ) as error:
+        end(f"Error: {error}{notes_of(error)}", 1)
+    except (
+        rollout.NoServers,
+        rollout.UnsupportedSampling,
+        rollout.PromptTooLong,
+        rollout.MalformedEpisode,
+    ) as error:
+        end(f"Error: {error}{notes_of(error)}", 2)
+
+
+def notes_of(error: Exception) -> str:
+    """What was added while the error travelled: the name of the episode, say."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def end(message: str, code: int) -> None:

@@ -33,10 +33,21 @@ class AgentConfig:
     """How an agent that talks to an OpenAI-compatible endpoint is run."""
 
     agent_cls_path: str | None = option(None, "Import path of the agent class.")
+    host: str = option(
+        "127.0.0.1", "Interface of the proxy; others than loopback want an admin key of your own."
+    )
+    port: int = option(0, "Port of the proxy; 0 for a free one.")
+    max_body_bytes: int = option(8 << 20, "Largest request that the proxy reads.")
     admin_api_key: str = option("areal-admin-key", "Key for the administrative endpoints of the proxy.")
-    mode: str = option("inline", "Where the agent runs.", ("inline", "subproc", "online"))
-    tool_call_parser: str = option("qwen", "Name of SGLang's parser for tool calls.")
-    reasoning_parser: str = option("qwen3", "Name of SGLang's parser for reasoning text.")
+    mode: str = option(
+        "inline",
+        "Where the agent runs: beside the trainer, in processes of its own, or with somebody who opens sessions.",
+        ("inline", "subproc", "online"),
+    )
+    tool_call_parser: str = option(
+        "qwen", "How the model writes tool calls, by SGLang's names; 'template' for the tokenizer's own."
+    )
+    reasoning_parser: str = option("qwen3", "How the model marks reasoning, by SGLang's names.")
     chat_template_type: str = option("hf", "How messages become tokens.", ("hf", "concat"))
     engine_max_tokens: int | None = option(None, "Most tokens of prompt and completion of one call.")
     turn_discount: float = option(
@@ -62,13 +73,18 @@ class InferenceEngineConfig:
     backend: str = option(
         "", "Where rollouts run, if allocation_mode does not say it: 'sglang:d4' or 'embedded'."
     )
-    max_concurrent_rollouts: int | None = option(None, "Most episodes at once; empty: consumer_batch_size.")
-    queue_size: int | None = option(None, "Most waiting episodes; empty: 16 times max_concurrent_rollouts.")
+    max_concurrent_rollouts: int | None = option(
+        None, "Most prompts (with all their samples) at once over all ranks; empty: consumer_batch_size."
+    )
+    queue_size: int | None = option(None, "Kept for older files; prompts wait in the loader here.")
     consumer_batch_size: int = option(
         1, "Prompts that the trainer takes per step; must equal train_dataset.batch_size."
     )
     max_head_offpolicyness: int = option(
-        0, "How many weight versions an episode may start behind the trainer."
+        0, "How many weight versions the trainer may be ahead of a sample's oldest token; 0: synchronous."
+    )
+    max_failures: int = option(
+        0, "Prompts per rank and step whose episodes may raise before the run stops with their exception."
     )
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")

@@ -59,6 +59,11 @@ class PromptLoader:
         return full + (rest > 0 and not self.order.drop_last)
 
     @property
+    def rows_per_epoch(self) -> int:
+        """Rows in one pass over the data; an incomplete last batch counts only if it is kept."""
+        return min(self.steps_per_epoch * self.order.batch_size, self.order.num_rows)
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
         return self.num_batches // self.steps_per_epoch
@@ -68,13 +73,15 @@ class PromptLoader:
         epoch, batch = divmod(self.num_batches, self.steps_per_epoch)
         start = batch * self.order.batch_size
         end = min(start + self.order.batch_size, self.order.num_rows)
-        rows_per_epoch = min(self.steps_per_epoch * self.order.batch_size, self.order.num_rows)
-        permutation = self._permutation_of(epoch)
+        first = epoch * self.rows_per_epoch
         self.num_batches += 1
-        return [
-            (epoch * rows_per_epoch + position, self.dataset[permutation[position]])
-            for position in range(start + self.rank, end, self.world_size)
-        ]
+        ids = range(first + start + self.rank, first + end, self.world_size)
+        return [(prompt_id, self.row(prompt_id)) for prompt_id in ids]
+
+    def row(self, prompt_id: int) -> Row:
+        """The row of a prompt, of any rank and epoch."""
+        epoch, position = divmod(prompt_id, self.rows_per_epoch)
+        return self.dataset[self._permutation_of(epoch)[position]]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types: where the loader stands, and what its order depends on. Equal on all ranks."""

@@ -1,13 +1,18 @@
 """Samples in the trainer's own process: concurrent requests are gathered into waves, and each wave is one batch.
 
-agenerate x N          wave task (same event loop)
+agenerate x N          waves task (same event loop)                                    a thread        trainer's thread
 request ------------>  waits until a few turns of the loop bring no new request
-awaits its future      sorts by episode, so that arrival order changes nothing; generates; resolves every future
+                       sorts by episode, so that arrival order changes nothing ------> generates
+awaits its future      resolves every future  <--------------------------------------- completions
+
+pause() waits for the batch that is being generated, and holds the next one until resume(): so new weights never meet half a batch,
+and all tokens of a batch have one version. The event loop is free all the while.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,22 +57,23 @@ class EmbeddedEngine:
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.device = device
-        self._waiting: list[tuple[ModelRequest, asyncio.Future[Completion]]] = []
-        self._wave: asyncio.Task | None = None
+        self._waiting: list[Waiting] = []
+        self._waves: asyncio.Task[None] | None = None
+        self._sampling = threading.Lock()  # held by the batch that is being generated, or by whoever paused
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Samples one completion. Raises `PromptTooLong` or `UnsupportedSampling`."""
         req.num_new_tokens()
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[Completion, int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((req, future))
-        if len(self._waiting) == 1:
-            self._wave = asyncio.create_task(self._run_wave())
-        completion = await future
+        if self._waves is None or self._waves.done():
+            self._waves = asyncio.create_task(self._run_waves())
+        completion, version = await future
         return ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=completion.tokens,
             output_logprobs=completion.logprobs,
-            output_versions=[self.version] * len(completion.tokens),
+            output_versions=[version] * len(completion.tokens),
             stop_reason=completion.finish,
         )
 
@@ -75,46 +81,58 @@ class EmbeddedEngine:
         self.version = version
 
     def pause(self) -> None:
-        """Nothing to do: a wave runs to its end before the trainer's thread can push weights."""
+        """Waits until no batch is being generated, and lets none begin."""
+        self._sampling.acquire()
 
     def resume(self) -> None:
-        """Nothing to do."""
+        self._sampling.release()
 
     def close(self) -> None:
         """Nothing to release."""
 
-    async def _run_wave(self) -> None:
-        seen, quiet = 0, 0
-        while quiet < QUIET_TURNS:
-            quiet = quiet + 1 if len(self._waiting) == seen else 0
-            seen = len(self._waiting)
-            await asyncio.sleep(0)
-        wave = sorted(self._waiting, key=lambda pair: sorted(pair[0].metadata.items()))
-        self._waiting = []
-        try:
-            for start in range(0, len(wave), self.max_rows):
-                self._run_batch(wave[start : start + self.max_rows])
-        except Exception as error:
-            for _, future in wave:
-                if not future.done():
-                    future.set_exception(error)
+    async def _run_waves(self) -> None:
+        """One wave after the other: what arrives while one is generated makes up the next."""
+        while self._waiting:
+            seen, quiet = 0, 0
+            while quiet < QUIET_TURNS:
+                quiet = quiet + 1 if len(self._waiting) == seen else 0
+                seen = len(self._waiting)
+                await asyncio.sleep(0)
+            wave = sorted(self._waiting, key=lambda pair: sorted(pair[0].metadata.items()))
+            self._waiting = []
+            try:
+                for start in range(0, len(wave), self.max_rows):
+                    await self._run_batch(wave[start : start + self.max_rows])
+            except Exception as error:
+                for _, future in wave:
+                    if not future.done():
+                        future.set_exception(error)
 
-    def _run_batch(self, batch: list[tuple[ModelRequest, asyncio.Future[Completion]]]) -> None:
-        requests = [req for req, _ in batch]
-        completions = generate(
-            self.forward,
-            [req.input_ids for req in requests],
-            [req.sampling for req in requests],
-            [req.num_new_tokens() for req in requests],
-            [row_seed(self.seed, self.version, req) for req in requests],
-            vocab_size=self.vocab_size,
-            end_token_ids=self.end_token_ids,
-            pad_token_id=self.pad_token_id,
-            device=self.device,
-        )
+    async def _run_batch(self, batch: "list[Waiting]") -> None:
+        completions, version = await asyncio.to_thread(self._generate, [req for req, _ in batch])
         for (_, future), completion in zip(batch, completions, strict=True):
             if not future.done():
-                future.set_result(completion)
+                future.set_result((completion, version))
+
+    def _generate(self, requests: Sequence[ModelRequest]) -> tuple[list[Completion], int]:
+        """The completions, and the version of the weights that sampled them."""
+        with self._sampling:
+            version = self.version
+            completions = generate(
+                self.forward,
+                [req.input_ids for req in requests],
+                [req.sampling for req in requests],
+                [req.num_new_tokens() for req in requests],
+                [row_seed(self.seed, version, req) for req in requests],
+                vocab_size=self.vocab_size,
+                end_token_ids=self.end_token_ids,
+                pad_token_id=self.pad_token_id,
+                device=self.device,
+            )
+        return completions, version
+
+
+Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
 
 
 def row_seed(seed: int, version: int, req: ModelRequest) -> int:
@@ -127,11 +145,17 @@ def row_seed(seed: int, version: int, req: ModelRequest) -> int:
 class ReplicaPush:
     """A `WeightPush` into the model that the engine samples with: every rank loads the full tensors into its own copy."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, engine: EmbeddedEngine) -> None:
         self.replica = replica
+        self.engine = engine
 
     def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self.replica.load(weights)
+        self.engine.pause()
+        try:
+            self.replica.load(weights)
+            self.engine.set_version(version)
+        finally:
+            self.engine.resume()
 
     def close(self) -> None:
         """Nothing to release."""

@@ -22,15 +22,15 @@ class RolloutSource(Protocol):
         ...
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Makes the next batch come from the engine's weights, named `version`. Collective."""
+        """Makes what is sampled from now on come from the engine's weights, named `version`. Collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, as JSON types."""
+        """This rank's position in the data and what is in flight, as JSON types; ranks differ where prompts are rejected."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`."""
+        """Continues from `state`; called before the first batch."""
         ...
 
     def close(self) -> None:

@@ -2,19 +2,15 @@
 
 import logging
 import os
-import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal_core.config.experiment import PerfTracerConfig
+from areal_core.config.experiment import PerfTracerConfig, TimerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
@@ -22,20 +18,11 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model, shard_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
-from areal_core.engine.replica import Replica
-from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
-from areal_core.reward import RewardPool
-from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
-from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.servers import Server, ServerPool, servers_from_environment, wait_until_healthy
-from areal_core.rollout.sglang_client import SGLangClient
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
-from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, TensorBoardLogger, step_summary
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
+from areal_core.trainer.frequency import Frequency
 
 Dataset = Any  # a sequence of rows
 
@@ -131,115 +118,9 @@ def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -
     )
 
 
-def build_live_rollouts(
-    config: PPOConfig,
-    ranks: Ranks,
-    dataset: Dataset,
-    workflow: RolloutWorkflow,
-    tokenizer: PreTrainedTokenizerBase,
-    tracing: Tracing = NO_TRACING,
-) -> LiveRollouts:
-    """Prompts of this rank, run through the workflow on the engine that the allocation names."""
-    backend = resolve_allocation(config).rollout_backend
-    if backend is None:
-        raise ConfigError(
-            f"allocation_mode is {config.allocation_mode!r}, which trains and samples nothing: add 'sglang:dN+' or "
-            f"'embedded|' in front, or replay a record"
-        )
-    build_rollout_engine = {"embedded": build_embedded, "sglang": build_sglang}[backend]
-    engine, push = build_rollout_engine(config, ranks, tokenizer)
-    limit = config.rollout.max_concurrent_rollouts
-    return LiveRollouts(
-        build_loader(config, ranks, dataset),
-        tracing.workflow(workflow),
-        engine,
-        tracing.push(push),
-        n_samples=config.gconfig.n_samples,
-        max_concurrent=limit * config.gconfig.n_samples if limit else None,
-    )
-
-
-def build_embedded(
-    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> tuple[InferenceEngine, WeightPush]:
-    """An engine in this process, on a replica of the actor's weights."""
-    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
-    engine = EmbeddedEngine(
-        replica,
-        replica.model.config.vocab_size,
-        seed=config.seed,
-        end_token_ids=(tokenizer.eos_token_id,),
-        pad_token_id=tokenizer.pad_token_id or 0,
-        device=ranks.device,
-    )
-    return engine, ReplicaPush(replica)
-
-
-def build_sglang(
-    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> tuple[InferenceEngine, WeightPush]:
-    """A client of the servers named in AREAL_LLM_SERVER_ADDRS, once they are healthy."""
-    servers: list[Server] = servers_from_environment()
-    wait_until_healthy(servers, config.rollout.setup_timeout)
-    client = SGLangClient(
-        servers, timeout_s=config.rollout.request_timeout, num_retries=config.rollout.request_retries
-    )
-    pool = ServerPool(servers, config.rollout.request_timeout) if ranks.rank == 0 else None
-    if config.actor.weight_update_mode == "disk":
-        folder = run_folder(config, "checkpoints") / "weight_update"
-        return client, DiskPush(pool, folder, Path(config.actor.path))
-    rollout = resolve_allocation(config).rollout
-    assert rollout is not None
-    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-    return client, BroadcastPush(pool, backend, ranks_per_server=rollout.world_size // rollout.data)
-
-
-def build_workflow(
-    workflow: RolloutWorkflow | type | str,
-    arguments: dict[str, Any],
-    gconfig: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    closing: Callable[[Callable[[], None]], object],
-    tracing: Tracing = NO_TRACING,
-) -> RolloutWorkflow:
-    """A workflow from an instance, a class, or the import path of a class.
-
-    `reward_fn` (a function or its import path) becomes a pool of processes, and `tokenizer` (a path) the run's own.
-    `closing` takes what must be called when the run ends.
-
-    Raises:
-        ValueError: the path names no class.
-    """
-    if isinstance(workflow, str):
-        workflow = import_attribute(workflow)
-    if not isinstance(workflow, type):
-        return workflow
-    arguments = {"gconfig": gconfig, "tokenizer": tokenizer} | arguments
-    if isinstance(arguments["tokenizer"], str):
-        arguments["tokenizer"] = tokenizer
-    if "reward_fn" in arguments:
-        pool = RewardPool(arguments["reward_fn"], num_workers=1)
-        closing(pool.close)
-        arguments["reward_fn"] = tracing.reward(pool)
-    return workflow(**arguments)
-
-
-def import_attribute(path: str) -> Any:
-    """`package.module.Name` as an object. Upstream's path of the RLVR workflow means ours.
-
-    Raises:
-        ValueError: there is no such module or attribute.
-    """
-    if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
-        return RLVRWorkflow
-    module_name, _, name = path.rpartition(".")
-    try:
-        __import__(module_name)
-        return getattr(sys.modules[module_name], name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"workflow {path!r} cannot be imported: {error}; give package.module.Class"
-        ) from error
+def build_frequency(timer: TimerConfig, ranks: Ranks, steps_per_epoch: int) -> Frequency:
+    """The periods of a section with `freq_epochs`, `freq_steps` and `freq_secs`, on which all ranks agree."""
+    return Frequency(timer.freq_epochs, timer.freq_steps, timer.freq_secs, steps_per_epoch, ranks.maximum)
 
 
 def build_tracing(

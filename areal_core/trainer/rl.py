@@ -9,14 +9,22 @@ from typing import Any
 
 from areal_core.batch import Batch, select_rows
 from areal_core.config import PPOConfig, config_to_dict
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from areal_core.dataset import get_dataset
+from areal_core.engine.checkpoint import save_checkpoint, save_hf
 from areal_core.engine.determinism import rng_state
 from areal_core.engine.ranks import leave_ranks
+from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
+from areal_core.rollout.executor import AcceptFn
+from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
+from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry import Stats
-from areal_core.trainer import build
+from areal_core.trainer import build, build_rollouts
+from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.learning import PolicyObjective, divide_into_minibatches, trained_tokens
+from areal_core.trainer.recovery import Recovery
+from areal_core.trainer.version_stats import log_versions
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]
@@ -27,6 +35,7 @@ class PPOTrainer:
 
     Args:
         train_dataset: rows with `messages`; not needed when `source` is given.
+        valid_dataset: rows to validate on; by default those of `config.valid_dataset`, if it is given.
         source: makes, from the trainer, where batches come from; by default they are sampled live from `train_dataset`.
         observers: makers of observers, called with the trainer; observers are told what happens and change nothing.
         total_steps: of the run, which the learning-rate schedule spans; by default what config and dataset say.
@@ -39,6 +48,7 @@ class PPOTrainer:
         self,
         config: PPOConfig,
         train_dataset: Sequence[dict[str, Any]] | None = None,
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
         *,
         source: Callable[["PPOTrainer"], RolloutSource] | None = None,
         observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),
@@ -49,6 +59,7 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.train_dataset = train_dataset
+        self.valid_dataset = valid_dataset
         self.print_steps = print_steps
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
@@ -66,10 +77,15 @@ class PPOTrainer:
         uses_reference = config.ref is not None and config.actor.kl_ctl > 0
         self.reference = build.build_engine(config.ref, self.ranks, total_steps) if uses_reference else None
         self.stats = Stats()
+        self.live_stats = (
+            Stats()
+        )  # of rollouts and validation: a replay has none, so a record does not hold them
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
-        state = load_checkpoint(checkpoint, self.actor) if checkpoint else {"step": 0, "version": 0}
-        self.first_step, self.version = state["step"], state["version"]
+        steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
+        self.recovery = Recovery(config, self.ranks, steps_per_epoch)
+        position = self.recovery.load(self.actor, checkpoint)
+        self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
         self.observers = [make(self) for make in observers]
@@ -80,23 +96,43 @@ class PPOTrainer:
         self,
         workflow: Any = "areal_core.rollout.workflow.RLVRWorkflow",
         workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow: Any = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+        dynamic_filter_fn: AcceptFn | str | None = None,
     ) -> None:
-        """Train to the last step.
+        """Train to the last step. With a `source` of one's own, no argument is used.
 
         Args:
-            workflow: a `RolloutWorkflow`, a class of one, or its import path; not used with a `source` of one's own.
+            workflow: a `RolloutWorkflow`, a class of one, or its import path.
             workflow_kwargs: arguments of the class.
+            eval_workflow: the same for validation; by default `workflow`.
+            eval_workflow_kwargs: by default `workflow_kwargs` with `eval_gconfig` as `gconfig`.
+            dynamic_filter_fn: told all rows of a prompt, says whether to train on them; or its import path.
         """
-        source = self.source or self._live_rollouts(workflow, workflow_kwargs or {})
+        arguments = workflow_kwargs or {}
+        source, evaluation = self.source, None
+        if source is None:
+            source = self._live_rollouts(workflow, arguments, dynamic_filter_fn)
+            if eval_workflow_kwargs is None:
+                eval_workflow_kwargs = arguments | {"gconfig": build_rollouts.eval_gconfig(self.config)}
+            evaluation = self._evaluation(source, eval_workflow or workflow, eval_workflow_kwargs)
         self._cleanup.callback(source.close)
+        if self.recovery.restore(source):
+            source.update_weights(self.actor, self.version)
         error = None
         try:
             self._observe_start()
             with build.build_loggers(self.config, self.ranks, self.total_steps, self.print_steps) as logger:
+                if evaluation is not None and self.config.evaluator.eval_before_train:
+                    evaluation.run()
                 for step in range(self.first_step, self.end_step):
                     with self.stats.timing("step"):
                         self._train_step(step, source)
-                    logger.commit(step, self.last_stats | self.stats.export())
+                    if evaluation is not None:
+                        with self.stats.timing("eval"):
+                            evaluation.after_step(step)
+                    logger.commit(step, self.last_stats | self.stats.export() | self.live_stats.export())
+                    self.recovery.save_when_due(step, self.version, self.actor, source)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             raise
@@ -115,6 +151,7 @@ class PPOTrainer:
                 self.objective.log_batch(batch, inputs)
             self._observe("advantages", step=step, inputs=inputs)
             with self.stats.scope("update"), timing("train_step"):
+                log_versions(self.stats, batch, self.version)
                 plan = self._update(step, inputs)
         self.actor.step_schedule()
         self.version += 1
@@ -175,14 +212,48 @@ class PPOTrainer:
             folder = run_folder(self.config, "checkpoints") / "default" / f"globalstep{step}"
             save_hf(folder, self.actor, self.tokenizer)
 
-    def _live_rollouts(self, workflow: Any, arguments: dict[str, Any]) -> RolloutSource:
+    def _live_rollouts(
+        self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
+    ) -> LiveRollouts:
         if self.train_dataset is None:
             raise ValueError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
-        built = build.build_workflow(
-            workflow, arguments, self.config.gconfig, self.tokenizer, self._cleanup.callback, self.tracing
+        live = build_rollouts.build_live_rollouts(
+            self.config,
+            self.ranks,
+            build.build_loader(self.config, self.ranks, self.train_dataset),
+            self._workflow(workflow, arguments, self.config.gconfig),
+            self.tokenizer,
+            should_accept=build_rollouts.build_filter(self.config.actor.dynamic_sampling, filter_fn),
+            num_steps=self.end_step,
+            stats=self.live_stats,
+            tracing=self.tracing,
         )
-        return build.build_live_rollouts(
-            self.config, self.ranks, self.train_dataset, built, self.tokenizer, self.tracing
+        if self.version > 0:  # the engine holds the weights that the run began with
+            live.update_weights(self.actor, self.version)
+        return live
+
+    def _evaluation(self, live: LiveRollouts, workflow: Any, arguments: dict[str, Any]) -> Evaluation | None:
+        evaluator, dataset = self.config.evaluator, self.valid_dataset
+        steps_per_epoch = max(1, len(self.train_dataset or ()) // self.config.train_dataset.batch_size)
+        frequency = build.build_frequency(evaluator, self.ranks, steps_per_epoch)
+        if not (frequency.is_set or evaluator.eval_before_train):
+            return None
+        if dataset is None and self.config.valid_dataset is not None:
+            dataset = get_dataset(self.config.valid_dataset, tokenizer=self.tokenizer)
+        if dataset is None:
+            raise ConfigError(
+                "evaluator says when to validate, and there is no valid_dataset: give the section or the argument of "
+                "PPOTrainer, or set evaluator.freq_epochs, freq_steps and freq_secs to null"
+            )
+        built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(self.config))
+        return build_rollouts.build_evaluation(
+            self.config, self.ranks, live, built, dataset, frequency, self.live_stats
+        )
+
+    def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
+        closing = self._cleanup.callback
+        return build_rollouts.build_workflow(
+            workflow, arguments, gconfig, self.tokenizer, closing, self.tracing
         )
 
     def _observe_start(self) -> None:

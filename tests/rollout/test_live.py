@@ -7,7 +7,9 @@ import torch
 
 from areal_core.config import GenerationHyperparameters
 from areal_core.rollout.errors import NothingAccepted
+from areal_core.rollout.executor import Executor
 from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.workflow import RLVRWorkflow, episode_tensors
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
@@ -23,7 +25,10 @@ class Loader:
 
     def next_batch(self) -> list[tuple[int, dict]]:
         first, self.position = self.position, self.position + 2
-        return [(i, {"messages": [{"role": "user", "content": str(i)}]}) for i in (first + 1, first)]
+        return [(i, self.row(i)) for i in (first + 1, first)]
+
+    def row(self, prompt_id: int) -> dict:
+        return {"messages": [{"role": "user", "content": str(prompt_id)}]}
 
     def state_dict(self) -> dict:
         return {"position": self.position}
@@ -48,8 +53,9 @@ async def one_call(engine, data) -> dict[str, torch.Tensor]:
 def live():
     made = []
 
-    def make(body=one_call, engine=None, **options) -> LiveRollouts:
-        made.append(LiveRollouts(Loader(), Workflow(body), engine or ScriptedEngine(), **options))
+    def make(body=one_call, engine=None, *, ahead=0, max_concurrent=2, **options) -> LiveRollouts:
+        executor = Executor(engine or ScriptedEngine(), StalenessControl(2, max_concurrent, ahead))
+        made.append(LiveRollouts(executor, Loader(), Workflow(body), **options))
         return made[-1]
 
     yield make
@@ -126,11 +132,11 @@ def test_rejected_samples_are_left_out(live):
     assert batch["sample_id"].tolist() == [1, 1]
 
 
-def test_a_batch_without_one_accepted_episode_is_an_error(live):
+def test_a_workflow_that_rejects_everything_is_an_error(live):
     async def reject(engine, data):
         return None
 
-    with pytest.raises(NothingAccepted, match=r"every episode of step 3 \(version 2\)"):
+    with pytest.raises(NothingAccepted, match="32 prompts in a row were rejected at version 2"):
         live(reject).next_batch(step=3, version=2)
 
 
@@ -145,8 +151,8 @@ def test_no_more_episodes_run_than_allowed(live):
         running -= 1
         return await one_call(engine, data)
 
-    live(count, n_samples=4, max_concurrent=3).next_batch(0, 0)
-    assert most == 3
+    live(count, n_samples=4, max_concurrent=1).next_batch(0, 0)
+    assert most == 4  # one prompt with all its samples
 
 
 def test_new_weights_are_pushed_before_the_version_moves(live):

@@ -1,0 +1,159 @@
+"""The episodes of one prompt: named requests, checked tensors, and rows that become part of a batch."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.batch import PER_ROW, Batch, pad_and_concat, sort_canonical
+from areal_core.errors import RewardError
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.errors import MalformedEpisode
+from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.workflow import RolloutWorkflow
+
+# What a workflow returns: dtype, and whether per token [n, T] or per row [n].
+ROW_DTYPES = {
+    "input_ids": torch.int32,
+    "attention_mask": torch.bool,
+    "loss_mask": torch.int32,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "rewards": torch.float32,
+    "finish_reason": torch.int32,
+}
+
+
+class EpisodeEngine:
+    """The engine as one episode sees it: stamps the requests with the episode's name and the count of its turns.
+
+    It also knows where the episode stands, for the one who asks why a batch does not come.
+    """
+
+    def __init__(self, engine: InferenceEngine, prompt_id: int, sample_id: int) -> None:
+        self.prompt_id = prompt_id
+        self.sample_id = sample_id
+        self.num_generating = 0  # requests that wait for the engine
+        self.since = time.monotonic()  # when the last request was sent or answered
+        self._engine = engine
+        self._turn = 0
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        name = {"prompt_id": self.prompt_id, "sample_id": self.sample_id, "turn": self._turn}
+        self._turn += 1
+        self.num_generating += 1
+        self.since = time.monotonic()
+        try:
+            return await self._engine.agenerate(replace(req, metadata={**name, **req.metadata}))
+        finally:
+            self.num_generating -= 1
+            self.since = time.monotonic()
+
+
+async def run_episodes(
+    episodes: Sequence[EpisodeEngine], workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
+) -> list[Batch | None]:
+    """What each episode returned, in order; None where the workflow left a sample out.
+
+    The first that raises cancels the others: its exception is raised, with a note that names it.
+    """
+    tasks = [asyncio.create_task(_run_episode(e, workflow, data, check_format)) for e in episodes]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_episode(
+    episode: EpisodeEngine, workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
+) -> Batch | None:
+    try:
+        rows = await workflow.arun_episode(episode, data)
+        if rows is not None:
+            refuse_unusable(rows)
+            if check_format:
+                refuse_malformed(rows)
+    except Exception as error:
+        error.add_note(f"in the episode of prompt {episode.prompt_id}, sample {episode.sample_id}")
+        raise
+    return rows
+
+
+def refuse_unusable(rows: Batch) -> None:
+    """Checks what would hang or poison a step.
+
+    Raises:
+        MalformedEpisode: no dict of tensors with the keys of a batch.
+        RewardError: a reward is not finite.
+    """
+    if not isinstance(rows, dict) or not rows.keys() >= ROW_DTYPES.keys():
+        shown = f"keys {sorted(rows)}" if isinstance(rows, dict) else f"a {type(rows).__name__}"
+        raise MalformedEpisode(
+            f"the workflow returned {shown}; expected None or a dict of tensors with {', '.join(ROW_DTYPES)}"
+        )
+    if not rows["rewards"].isfinite().all():
+        raise RewardError(
+            f"the workflow returned rewards {rows['rewards'].tolist()}; expected finite numbers"
+        )
+
+
+def refuse_malformed(rows: Batch) -> None:
+    """Checks shapes, dtypes and masks (`rollout.check_trajectory_format`). Raises MalformedEpisode with expected and got."""
+    shape = rows["input_ids"].shape
+    for name, dtype in ROW_DTYPES.items():
+        tensor = rows[name]
+        expected = shape[:1] if name in PER_ROW else shape
+        if tensor.dtype != dtype or tensor.shape != expected or len(shape) != 2:
+            raise MalformedEpisode(
+                f"the workflow returned {name} as {tensor.dtype} {list(tensor.shape)}; expected {dtype} "
+                f"{list(expected)}, rows first and then tokens (input_ids has {list(shape)})"
+            )
+    trained = rows["loss_mask"] != 0
+    if (trained & ~rows["attention_mask"]).any():
+        raise MalformedEpisode("the workflow returned a loss_mask of 1 where attention_mask is false")
+    if (rows["versions"][trained] < 0).any() or (rows["logprobs"][trained] > 0).any():
+        raise MalformedEpisode(
+            "the workflow returned trained tokens (loss_mask 1) with a version below 0 or a logprob above 0"
+        )
+
+
+def oldest_version(rows: Sequence[Batch | None], otherwise: int) -> int:
+    """Version of the weights that sampled the oldest trained token; `otherwise` where there is none."""
+    trained = [r["versions"][r["loss_mask"] != 0] for r in rows if r is not None]
+    return min((int(versions.min()) for versions in trained if len(versions)), default=otherwise)
+
+
+def assemble(groups: Sequence[tuple[int, Sequence[Batch | None]]]) -> Batch:
+    """One batch in canonical order, of the episodes of `(prompt_id, episodes)`."""
+    # An episode of several rows (one per turn, say) owns as many sample ids as the longest one has rows.
+    stride = max(len(rows["input_ids"]) for _, episodes in groups for rows in episodes if rows is not None)
+    return sort_canonical(
+        pad_and_concat(
+            [
+                stamp(rows, prompt_id, sample_id * stride)
+                for prompt_id, episodes in groups
+                for sample_id, rows in enumerate(episodes)
+                if rows is not None
+            ]
+        )
+    )
+
+
+def stamp(rows: Batch, prompt_id: int, first_sample_id: int) -> dict[str, Tensor]:
+    """Adds `prompt_id` int64 [n] and `sample_id` int32 [n], counted from the first, to the n rows of an episode."""
+    num_rows = len(rows["input_ids"])
+    return {
+        **rows,
+        "prompt_id": torch.full((num_rows,), prompt_id, dtype=torch.int64),
+        "sample_id": torch.arange(first_sample_id, first_sample_id + num_rows, dtype=torch.int32),
+    }

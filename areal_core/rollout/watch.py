@@ -1,0 +1,70 @@
+"""Says what a long wait waits for: by name, after some seconds, and again each time the wait has doubled."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_core.rollout.episode import EpisodeEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a wait is called long.
+
+    An episode that asks the engine for nothing is in a reward, a tool or an agent's own code. A reward process is killed after 15 s
+    (`RewardPool`), so that more than 20 s are remarkable. A completion may well take minutes.
+    """
+
+    look_every_s: float = 1.0
+    paused_s: float = 5.0
+    own_code_s: float = 20.0
+    generation_s: float = 60.0
+
+
+class Watch:
+    """One wait for `wanted`, from now on."""
+
+    def __init__(self, patience: Patience, wanted: str) -> None:
+        self.wanted = wanted
+        self._patience = patience
+        self._began = time.monotonic()
+        self._next_s: dict[str, float] = {}
+
+    def paused(self) -> None:
+        """No prompt may start, because someone has called `pause`."""
+        waited_s = time.monotonic() - self._began
+        if self._is_due("paused", waited_s, self._patience.paused_s):
+            self._say(f"the executor has been paused for {waited_s:.0f} s and starts nothing; call resume()")
+
+    def look(self, episodes: Sequence[EpisodeEngine]) -> None:
+        """Names the running episodes that have stood still for longest."""
+        now = time.monotonic()
+        by_age = sorted(episodes, key=lambda episode: episode.since)
+        own_code = [episode for episode in by_age if episode.num_generating == 0]
+        generating = [episode for episode in by_age if episode.num_generating > 0]
+        if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
+            self._say(
+                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {name(own_code[0])} "
+                f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
+            )
+        if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
+            self._say(
+                f"{len(generating)} episodes wait for the engine, {name(generating[0])} for "
+                f"{now - generating[0].since:.0f} s: are the completions long, or is generation paused and was never continued?"
+            )
+
+    def _is_due(self, what: str, waited_s: float, after_s: float) -> bool:
+        if waited_s < self._next_s.setdefault(what, after_s):
+            return False
+        self._next_s[what] = 2 * waited_s
+        return True
+
+    def _say(self, text: str) -> None:
+        logger.warning("waiting for %s: %s", self.wanted, text)
+
+
+def name(episode: EpisodeEngine) -> str:
+    return f"prompt {episode.prompt_id}, sample {episode.sample_id}"

@@ -1,0 +1,216 @@
+"""From options to rollouts: engine, push, workflow, filter and executor."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.allocation import resolve_allocation
+from areal_core.batch import Batch
+from areal_core.config import GenerationHyperparameters, PPOConfig
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.replica import Replica
+from areal_core.errors import ConfigError
+from areal_core.paths import run_folder
+from areal_core.reward import RewardPool
+from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.executor import AcceptFn, Executor
+from areal_core.rollout.feed import PromptLoader
+from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.servers import Server, ServerPool, servers_from_environment, wait_until_healthy
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.staleness import StalenessControl, per_rank
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
+from areal_core.telemetry import Stats
+from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
+from areal_core.trainer.evaluation import Evaluation
+from areal_core.trainer.frequency import Frequency
+
+NO_LIMIT = 10**12  # versions
+
+
+def build_live_rollouts(
+    config: PPOConfig,
+    ranks: Ranks,
+    loader: PromptLoader,
+    workflow: RolloutWorkflow,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    should_accept: AcceptFn | None = None,
+    num_steps: int | None = None,
+    stats: Stats | None = None,
+    tracing: Tracing = NO_TRACING,
+) -> LiveRollouts:
+    """Prompts of this rank, run through the workflow on the engine that the allocation names, for `num_steps` steps in all."""
+    backend = resolve_allocation(config).rollout_backend
+    if backend is None:
+        raise ConfigError(
+            f"allocation_mode is {config.allocation_mode!r}, which trains and samples nothing: add 'sglang:dN+' or "
+            f"'embedded|' in front, or replay a record"
+        )
+    build_rollout_engine = {"embedded": build_embedded, "sglang": build_sglang}[backend]
+    engine, push = build_rollout_engine(config, ranks, tokenizer)
+    options = config.rollout
+    executor = Executor(
+        engine,
+        StalenessControl(
+            batch_size=per_rank(config.train_dataset.batch_size, ranks.world_size),
+            max_concurrent=prompts_at_once(config, ranks),
+            max_head_offpolicyness=options.max_head_offpolicyness,
+            num_steps=num_steps,
+        ),
+        max_failures=options.max_failures,
+        check_format=options.check_trajectory_format,
+    )
+    return LiveRollouts(
+        executor,
+        loader,
+        tracing.workflow(workflow),
+        tracing.push(push),
+        n_samples=config.gconfig.n_samples,
+        should_accept=should_accept,
+        stats=stats,
+    )
+
+
+def build_evaluation(
+    config: PPOConfig,
+    ranks: Ranks,
+    live: LiveRollouts,
+    workflow: RolloutWorkflow,
+    dataset: Sequence[dict[str, Any]],
+    frequency: Frequency,
+    stats: Stats,
+) -> Evaluation:
+    """Runs validation prompts beside the training ones, on the same engine and event loop, however old they get."""
+    executor = Executor(
+        live.executor.engine,
+        StalenessControl(1, prompts_at_once(config, ranks), NO_LIMIT),
+        loop=live.executor.loop,
+        max_failures=config.rollout.max_failures,
+        check_format=config.rollout.check_trajectory_format,
+    )
+    return Evaluation(
+        executor,
+        workflow,
+        dataset,
+        frequency=frequency,
+        n_samples=eval_gconfig(config).n_samples,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        stats=stats,
+    )
+
+
+def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
+    """How validation completions are sampled: as training ones unless `eval_gconfig` is given."""
+    return config.eval_gconfig or config.gconfig
+
+
+def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
+    """This rank's share of `rollout.max_concurrent_rollouts`, by default a batch."""
+    total = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
+    return per_rank(total, ranks.world_size)
+
+
+def build_embedded(
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> tuple[InferenceEngine, WeightPush]:
+    """An engine in this process, on a replica of the actor's weights."""
+    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
+    engine = EmbeddedEngine(
+        replica,
+        replica.model.config.vocab_size,
+        seed=config.seed,
+        end_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id or 0,
+        device=ranks.device,
+    )
+    return engine, ReplicaPush(replica, engine)
+
+
+def build_sglang(
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> tuple[InferenceEngine, WeightPush]:
+    """A client of the servers named in AREAL_LLM_SERVER_ADDRS, once they are healthy."""
+    servers: list[Server] = servers_from_environment()
+    wait_until_healthy(servers, config.rollout.setup_timeout)
+    client = SGLangClient(
+        servers, timeout_s=config.rollout.request_timeout, num_retries=config.rollout.request_retries
+    )
+    pool = ServerPool(servers, config.rollout.request_timeout) if ranks.rank == 0 else None
+    if config.actor.weight_update_mode == "disk":
+        folder = run_folder(config, "checkpoints") / "weight_update"
+        return client, DiskPush(pool, folder, Path(config.actor.path))
+    rollout = resolve_allocation(config).rollout
+    assert rollout is not None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    return client, BroadcastPush(pool, backend, ranks_per_server=rollout.world_size // rollout.data)
+
+
+def build_workflow(
+    workflow: RolloutWorkflow | type | str,
+    arguments: dict[str, Any],
+    gconfig: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    closing: Callable[[Callable[[], None]], object],
+    tracing: Tracing = NO_TRACING,
+) -> RolloutWorkflow:
+    """A workflow from an instance, a class, or the import path of a class.
+
+    `reward_fn` (a function or its import path) becomes a pool of processes, and `tokenizer` (a path) the run's own.
+    `closing` takes what must be called when the run ends.
+
+    Raises:
+        ConfigError: the path names nothing, or what it names runs no episodes.
+    """
+    if isinstance(workflow, str):
+        workflow = import_attribute(workflow, "workflow")
+    if not callable(getattr(workflow, "arun_episode", None)):
+        raise ConfigError(
+            f"workflow {workflow!r} has no method arun_episode(engine, data): give a RolloutWorkflow"
+        )
+    if not isinstance(workflow, type):
+        return workflow
+    arguments = {"gconfig": gconfig, "tokenizer": tokenizer} | arguments
+    if isinstance(arguments["tokenizer"], str):
+        arguments["tokenizer"] = tokenizer
+    if "reward_fn" in arguments:
+        pool = RewardPool(arguments["reward_fn"], num_workers=1)
+        closing(pool.close)
+        arguments["reward_fn"] = tracing.reward(pool)
+    return workflow(**arguments)
+
+
+def build_filter(dynamic_sampling: bool, filter_fn: AcceptFn | str | None) -> AcceptFn | None:
+    """Which prompts are trained on: `actor.dynamic_sampling`, and a function (or its import path) of the user's."""
+    if isinstance(filter_fn, str):
+        filter_fn = import_attribute(filter_fn, "dynamic_filter_fn")
+    filters = [rewards_differ] * dynamic_sampling + [filter_fn] * (filter_fn is not None)
+    return (lambda rows: all(accepts(rows) for accepts in filters)) if filters else None
+
+
+def rewards_differ(rows: Batch) -> bool:
+    """Whether a group teaches anything: with equal rewards all its advantages are 0 (DAPO, arXiv 2503.14476, section 3.2)."""
+    return bool(rows["rewards"].max() > rows["rewards"].min())
+
+
+def import_attribute(path: str, what: str) -> Any:
+    """`package.module.Name` as an object. Upstream's path of the RLVR workflow means ours.
+
+    Raises:
+        ConfigError: there is no such module or attribute; `what` says which argument it was.
+    """
+    if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
+        return RLVRWorkflow
+    module_name, _, name = path.rpartition(".")
+    try:
+        __import__(module_name)
+        return getattr(sys.modules[module_name], name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what} {path!r} cannot be imported: {error}; give package.module.Name") from error

@@ -1,0 +1,65 @@
+"""Validation: the same workflow, other prompts and other sampling options, on the engine that training samples from."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from areal_core.rollout.executor import Executor
+from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.telemetry import Reduce, Stats
+from areal_core.trainer.frequency import Frequency
+
+
+class Evaluation:
+    """This rank's share of the validation rows, run through a workflow on request.
+
+    Training prompts that are under way go on beside it. The weights do not move meanwhile, so all rows meet the same ones.
+
+    Args:
+        dataset: all validation rows; rank r takes rows r, r + world_size, ...
+        frequency: after which steps.
+        stats: gets the rewards under `eval-rollout/`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        workflow: RolloutWorkflow,
+        dataset: Sequence[dict[str, Any]],
+        *,
+        frequency: Frequency,
+        n_samples: int,
+        rank: int,
+        world_size: int,
+        stats: Stats,
+    ) -> None:
+        self.executor = executor
+        self.workflow = workflow
+        self.rows = [(i, dataset[i]) for i in range(rank, len(dataset), world_size)]
+        self.frequency = frequency
+        self.n_samples = n_samples
+        self.stats = stats
+
+    def after_step(self, step: int) -> None:
+        """Runs if it is time to. Every rank calls it after every step."""
+        if self.frequency.is_due(step):
+            self.run()
+
+    def run(self) -> None:
+        """Every row once, `n_samples` times. Raises the exception of an episode, as training does."""
+        if not self.rows:
+            return
+        batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
+        every = torch.ones_like(batch["rewards"], dtype=torch.bool)
+        control = self.executor.control
+        with self.stats.scope("eval-rollout"):
+            self.stats.denominator(n_seqs=every)
+            self.stats.stat(
+                "n_seqs",
+                Reduce.AVG,
+                reward=batch["rewards"],
+                seq_len=batch["attention_mask"].sum(1).float(),
+                no_eos_ratios=(batch["finish_reason"] == 1).float(),
+            )
+            self.stats.scalar(accepted=control.accepted, rejected=control.rejected, failed=control.failed)
