@@ -81,13 +81,13 @@ def table_of(steps: list[StepTimes], max_lines: int) -> Table:
 def cells(times: StepTimes) -> list[Text]:
     """A step as a row of the table, its longest stage marked."""
     stages = [
-        Text(format_seconds(times.stages[stage]), style="yellow" if stage == times.bottleneck else "")
+        Text(short(times.stages[stage]), style="yellow" if stage == times.bottleneck else "")
         for stage in HEADINGS
     ]
     staleness = "-" if times.staleness is None else f"{times.staleness[0]:.2f}/{times.staleness[1]:.0f}"
     rest = (
         format_spread(times.generation),
-        "-" if times.reward is None else format_seconds(times.reward.p95_s),
+        "-" if times.reward is None else short(times.reward.p95_s),
         staleness,
         "-" if times.longest is None else describe(times.longest),
     )
@@ -97,7 +97,12 @@ def cells(times: StepTimes) -> list[Text]:
 def format_spread(seconds: Spread | None) -> str:
     if seconds is None:
         return "-"
-    return " / ".join(format_seconds(s) for s in (seconds.p50_s, seconds.p95_s, seconds.longest_s))
+    return " / ".join(short(s) for s in (seconds.p50_s, seconds.p95_s, seconds.longest_s))
+
+
+def short(seconds: float) -> str:
+    """Seconds for a table: what takes no time to speak of is a dot."""
+    return format_seconds(seconds) if seconds >= 0.001 else "·"
 
 
 def describe(episode: Episode) -> str:

@@ -160,9 +160,14 @@ def merged_lines(file: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 def parse_episode(event: dict[str, Any], start_s: float, end_s: float) -> Episode:
     args = event["args"]
-    tokens = args["tokens"] if "tokens" in args else 0
     return Episode(
-        event["name"], event["pid"], args["prompt_id"], start_s, end_s, args["status"], int(tokens)
+        event["name"],
+        event["pid"],
+        args["prompt_id"],
+        start_s,
+        end_s,
+        args["status"],
+        args["tokens"],
     )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,17 +89,17 @@ class TracedWorkflow:
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """The workflow's own episode. Its span says how it went: accepted, rejected (by the workflow), failed or cancelled."""
-        with self._trace.episode(engine.prompt_id, engine.sample_id) as span:
-            span.args["version"] = engine.version
-            span.args["status"] = "cancelled"
+        with ExitStack() as afterwards:
+            span = afterwards.enter_context(self._trace.episode(engine.prompt_id, engine.sample_id))
+            if self._sessions is not None:
+                afterwards.callback(self._sessions, span)
+            span.args |= {"version": engine.version, "status": "cancelled", "tokens": 0}
             try:
                 rows = await self._workflow.arun_episode(TracedEngine(engine, self._trace, span), data)
             except Exception as error:
                 span.args |= {"status": "failed", "error": f"{type(error).__name__}: {error}"[:300]}
                 raise
             span.args |= {"status": "rejected"} if rows is None else {"status": "accepted", **row_facts(rows)}
-        if self._sessions is not None:
-            self._sessions(span)
         return rows
 
 

@@ -1,0 +1,146 @@
+"""Wrappers that take the time and change nothing: what they write down, and that results and errors pass through."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.workflow import episode_tensors
+from areal_core.telemetry import Stats
+from areal_core.telemetry.trace import Trace
+from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
+from areal_core.telemetry.trace_merge import merge
+from areal_core.testing import ScriptedEngine
+
+
+async def reward_fn(*texts, **row):
+    if row["reward"] is None:
+        raise RuntimeError("no reward today")
+    return row["reward"]
+
+
+class OneAnswer:
+    """One generation and one reward; rejects where the row says so."""
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=[1, 2, 3], sampling=Sampling()))
+        reward = await self.reward(**data)
+        return None if data["reject"] else episode_tensors(response, reward)
+
+
+def run_episodes(tracing, *rows):
+    """One episode a row; what each returned or raised."""
+    workflow = tracing.workflow(OneAnswer(tracing.reward(reward_fn)))
+    scripted = ScriptedEngine({(1, 2, 3): [7, 8, 9]}, version=4)
+
+    async def all_of_them():
+        engines = [
+            SimpleNamespace(prompt_id=p, sample_id=0, version=4, agenerate=scripted.agenerate)
+            for p in range(len(rows))
+        ]
+        calls = [workflow.arun_episode(engine, row) for engine, row in zip(engines, rows, strict=True)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def row(reward=1.0, reject=False):
+    return {"reward": reward, "reject": reject}
+
+
+def slices(folder, category):
+    events = json.loads(merge(folder).read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
+
+
+def test_episodes_say_how_they_went_and_hold_their_parts(tmp_path):
+    tracing = Tracing(Trace(tmp_path, 0, 1, {}), sessions=10)
+    accepted, rejected, failed = run_episodes(tracing, row(0.5), row(reject=True), row(None))
+    tracing.close()
+    assert accepted["rewards"].tolist() == [0.5]
+    assert rejected is None
+    assert isinstance(failed, RuntimeError)
+    episodes = {event["args"]["prompt_id"]: event["args"] for event in slices(tmp_path, "episode")}
+    assert [episodes[p]["status"] for p in range(3)] == ["accepted", "rejected", "failed"]
+    assert (episodes[0]["reward"], episodes[0]["tokens"]) == (0.5, 3)
+    assert (episodes[0]["oldest_version"], episodes[0]["newest_version"]) == (4, 4)
+    assert episodes[2]["error"] == "RuntimeError: no reward today"
+    generations = [event["args"] for event in slices(tmp_path, "generation")]
+    assert {(g["prompt_tokens"], g["tokens"], g["stop_reason"]) for g in generations} == {(3, 3, "stop")}
+    assert {e["args"]["episode"] for e in slices(tmp_path, "reward")} == {f"episode {p}.0" for p in range(3)}
+    sessions = [json.loads(line) for line in (tmp_path / "sessions-r00000.jsonl").read_text().splitlines()]
+    assert [(s["task_id"], s["status"]) for s in sessions] == [
+        (0, "accepted"),
+        (1, "rejected"),
+        (2, "failed"),
+    ]
+    assert [phase["name"] for phase in sessions[0]["phases"]] == ["generation", "reward"]
+    assert sessions[0]["generate_s"] + sessions[0]["reward_s"] <= sessions[0]["total_s"]
+
+
+def test_a_reward_that_is_no_number_still_makes_a_readable_trace(tmp_path):
+    tracing = Tracing(Trace(tmp_path, 0, 1, {}))
+    run_episodes(tracing, row(float("nan")))
+    tracing.close()
+    assert slices(tmp_path, "episode")[0]["args"]["reward"] == "nan"
+
+
+def test_without_a_trace_every_part_is_passed_through_as_it_is():
+    workflow, push = OneAnswer(reward_fn), object()
+    assert NO_TRACING.workflow(workflow) is workflow
+    assert NO_TRACING.reward(reward_fn) is reward_fn
+    assert NO_TRACING.push(push) is push
+    assert NO_TRACING.observers == []
+
+
+def test_pushes_stages_and_staleness_are_drawn(tmp_path):
+    trace = Trace(tmp_path, 0, 1, {})
+    tracing, stats = Tracing(trace), Stats()
+    stats.timing_listeners.append(trace.stage)
+    pushed = []
+    push = tracing.push(SimpleNamespace(push=lambda weights, version: pushed.append(version)))
+    (observe,) = tracing.observers
+    batch = {
+        "prompt_id": torch.tensor([5, 5, 6]),
+        "attention_mask": torch.ones(3, 2, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0, 1], [0, 1], [0, 1]], dtype=torch.int32),
+        "versions": torch.tensor([[-1, 3], [-1, 2], [-1, 1]], dtype=torch.int32),
+    }
+    with stats.timing("step"):
+        observe("batch", step=3, version=3, batch=batch)
+        with stats.timing("update_weights"):
+            push.push(iter(()), 4)
+        observe("weights", step=3, version=4)
+    tracing.close()
+    assert pushed == [4]
+    assert [event["name"] for event in slices(tmp_path, "stage")] == ["push", "update_weights", "step"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
+    assert counters == {"staleness": {"mean": 1.0, "max": 2.0}, "weight version": {"version": 4}}
+    (taken,) = (event["args"] for event in events if event["ph"] == "i")
+    assert taken == {"step": 3, "version": 3, "prompts": [5, 6], "tokens": 6}
+
+
+@pytest.mark.parametrize("save_interval", [1, 2])
+def test_events_reach_the_disk_every_save_interval(tmp_path, save_interval):
+    trace = Trace(tmp_path, 0, 1, {})
+    tracing = Tracing(trace, save_interval)
+    trace.counter("x", y=1)
+    tracing.observers[0]("weights", step=0)
+    lines = (tmp_path / "rank-00000.jsonl").read_text().count("\n")
+    tracing.close()
+    assert lines == (2 if save_interval == 1 else 1)
+
+
+def test_a_run_that_ends_with_an_error_says_so_in_the_trace(tmp_path):
+    tracing = Tracing(Trace(tmp_path, 0, 1, {}))
+    tracing.observers[0]("end", steps=1, error="ValueError: no")
+    tracing.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["error"] for event in events if event["name"] == "error"] == ["ValueError: no"]

@@ -1,0 +1,197 @@
+"""Where steps spent their time: the sums, the named episode, and the advice that follows from them, on traces made by hand."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.telemetry.trace import TRAINER_LANE, Trace
+from areal_debug.cli.trace import command
+from areal_debug.trace_read import read_run
+from areal_debug.trace_steps import percentile, report_on
+
+OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
+
+
+class ByHand:
+    """Writes a rank's trace with the times that a test chooses, in seconds after its start."""
+
+    def __init__(self, folder, rank=0, world_size=1, **options):
+        self.trace = Trace(folder, rank, world_size, OPTIONS | options)
+
+    def at(self, seconds):
+        return self.trace._origin_ns + round(seconds * 1e9)
+
+    def step(self, number, start, **stages):
+        """A step whose stages follow each other."""
+        at = start
+        for name, seconds in stages.items():
+            self.trace.complete(name, "stage", self.at(at), self.at(at + seconds), TRAINER_LANE, {})
+            at += seconds
+            if name == "rollout":
+                args = {"step": number, "version": number, "prompts": [number], "tokens": 100}
+                event = {"ph": "i", "s": "p", "name": "batch", "cat": "batch", "tid": 0, "args": args}
+                self.trace._add(event | {"ts": at * 1e6})
+                ages = {"ph": "C", "name": "staleness", "cat": "counter", "tid": 0}
+                self.trace._add(ages | {"ts": at * 1e6, "args": {"mean": 0.25 * number, "max": number}})
+        self.trace.complete("step", "stage", self.at(start), self.at(at + 0.1), TRAINER_LANE, {})
+
+    def episode(self, prompt, sample, start, generation=0.0, reward=0.0, own=0.0, tokens=10):
+        lane = 1 + sample
+        name, middle = f"episode {prompt}.{sample}", start + generation
+        for kind, a, b in (("generation", start, middle), ("reward", middle, middle + reward)):
+            self.trace.complete(kind, kind, self.at(a), self.at(b), lane, {"episode": name})
+        args = {"prompt_id": prompt, "sample_id": sample, "status": "accepted", "tokens": tokens}
+        self.trace.complete(name, "episode", self.at(start), self.at(middle + reward + own), lane, args)
+
+
+def report_of(folder, step=None):
+    return report_on(read_run(folder), step)
+
+
+def quick_steps(run, numbers, **episode):
+    for number in numbers:
+        run.step(number, 10 * number, rollout=1.0, compute_advantage=0.2, train_step=0.5, update_weights=0.2)
+        for sample in range(4):
+            run.episode(number, sample, 10 * number, **({"generation": 0.9, "reward": 0.1} | episode))
+
+
+def test_a_step_is_told_by_its_stages_and_the_rest_is_other(tmp_path):
+    run = ByHand(tmp_path)
+    quick_steps(run, range(3))
+    run.trace.close()
+    times = report_of(tmp_path, step=1).shown
+    assert times.seconds == pytest.approx(2.0)
+    assert times.stages == pytest.approx(
+        {
+            "rollout": 1,
+            "compute_advantage": 0.2,
+            "train_step": 0.5,
+            "update_weights": 0.2,
+            "save": 0,
+            "other": 0.1,
+        }
+    )
+    assert times.num_episodes == 4
+    assert times.staleness == (0.25, 1)
+    assert times.generation.p50_s == pytest.approx(0.9)
+
+
+def test_the_long_tail_is_named_with_the_episode_and_the_options_that_mend_it(tmp_path):
+    run = ByHand(tmp_path)
+    quick_steps(run, range(4))
+    run.step(4, 50, rollout=9.0, train_step=0.5)
+    for sample in range(7):
+        run.episode(4, sample, 50, generation=1.0)
+    run.episode(4, 7, 50, generation=8.5, tokens=512)
+    run.trace.close()
+    report = report_of(tmp_path)
+    assert report.slow == [4]
+    assert report.shown.step == 4
+    assert report.shown.longest.name == report.shown.last.name == "episode 4.7"
+    assert (
+        "episode 4.7 of rank 0 took 8.50 s (512 tokens), half of the episodes 1.00 s"
+        in report.finding.because
+    )
+    assert "rollout.max_head_offpolicyness is 0" in report.finding.change
+    assert "gconfig.max_new_tokens is 512" in report.finding.change
+
+
+@pytest.mark.parametrize(
+    ("episode", "because", "change"),
+    [
+        ({"generation": 0.2, "reward": 0.7}, "78% of their time in the reward", "worker processes"),
+        ({"generation": 0.2, "own": 0.7}, "in the workflow's own code", "agent stress"),
+        ({"generation": 0.9}, "evenly slowly", "rollout.max_concurrent_rollouts is 8"),
+    ],
+)
+def test_a_wait_for_rollouts_is_explained_by_what_episodes_did(tmp_path, episode, because, change):
+    run = ByHand(tmp_path)
+    quick_steps(run, range(2), **({"reward": 0.0} | episode))
+    run.trace.close()
+    finding = report_of(tmp_path).finding
+    assert because in finding.because
+    assert change in finding.change
+
+
+@pytest.mark.parametrize(
+    ("stage", "option"),
+    [
+        ("compute_advantage", "actor.recompute_logprob"),
+        ("train_step", "actor.mb_spec.max_tokens_per_mb"),
+        ("update_weights", "actor.weight_update_mode"),
+        ("save", "saver.freq_steps"),
+    ],
+)
+def test_each_stage_has_its_own_advice(tmp_path, stage, option):
+    run = ByHand(tmp_path)
+    run.step(0, 0, rollout=0.1, **{stage: 3.0})
+    run.trace.close()
+    report = report_of(tmp_path)
+    assert report.shown.bottleneck == stage
+    assert option in report.finding.change
+
+
+def test_the_rank_that_waited_longest_tells_of_the_step(tmp_path):
+    for rank, wait in ((0, 0.5), (1, 3.0)):
+        run = ByHand(tmp_path, rank, 2)
+        run.step(0, 0, rollout=wait, train_step=4.0 - wait)
+        run.episode(0, 0, 0, generation=wait)
+        run.trace.close()
+    shown = report_of(tmp_path).shown
+    assert (shown.rank, shown.longest.rank) == (1, 1)
+    assert shown.stages["rollout"] == pytest.approx(3.0)
+
+
+def test_percentiles_are_nearest_rank():
+    ordered = [float(n) for n in range(1, 21)]
+    assert [percentile(ordered, p) for p in (50, 95, 100)] == [10.0, 19.0, 20.0]
+
+
+def call(*arguments):
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_the_command_exits_with_1_and_tells_the_same_as_json_when_a_step_was_slow(tmp_path):
+    run = ByHand(tmp_path / "trace")
+    quick_steps(run, range(3))
+    run.step(3, 40, rollout=9.0)
+    run.trace.close()
+    done = call(tmp_path)
+    assert done.exit_code == 1, done.output
+    assert "Slow: step 3 took more than 2 times the median of 2 s" in done.output
+    facts = json.loads(call(tmp_path, "--json").stdout)
+    assert facts["slow_steps"] == [3]
+    assert facts["step"]["stages"]["rollout"] == pytest.approx(9.0)
+    assert facts["finding"]["because"] == "the batch came from nowhere that is traced"
+    assert call(tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1
+
+
+def test_a_steady_run_exits_with_0(tmp_path):
+    run = ByHand(tmp_path)
+    quick_steps(run, range(3))
+    run.trace.close()
+    done = call(tmp_path)
+    assert done.exit_code == 0
+    assert "Steady" in done.output
+
+
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "other.json").write_text('{"traceEvents": []}\n')
+    (tmp_path / "empty").mkdir()
+    trace = ByHand(tmp_path / "young")
+    trace.trace.close()
+    for given, said in (
+        ("absent", "does not exist"),
+        ("empty", "rollout.enable_rollout_tracing=true"),
+        ("other.json", "is no trace that a run of ours wrote"),
+        ("young", "holds no finished training step"),
+    ):
+        done = call(tmp_path / given)
+        assert done.exit_code == 2
+        assert said in done.output
+    run = ByHand(tmp_path / "run")
+    quick_steps(run, range(2))
+    run.trace.close()
+    done = call(tmp_path / "run", "--step", 7)
+    assert (done.exit_code, "step 7 is not in the trace: it holds 0 to 1" in done.output) == (2, True)
