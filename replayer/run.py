@@ -1,26 +1,41 @@
 """Replays a record through the trainer's own loop: the same step, from other batches' place of origin."""
 
-from collections.abc import Callable
-from pathlib import Path
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, config_from_dict
+from areal_core.config.checks import check_config
+from areal_core.config.loading import apply_override
+from areal_core.reward import RewardPool
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.before import step_range
+from replayer.before import check_model, step_range
+from replayer.check import ReplayCheck, ReplayReport
+from replayer.request import Request
 from replayer.source import RecordedRollouts
+from replayer.whatif import Edit, EditedRollouts, filter_rows, load_edit, reward_rows
 
 C = TypeVar("C", bound=PPOConfig)
-MakeCheck = Callable[[Record, PPOTrainer, int], Observer]  # the last: the first step to report
+MakeObserver = Callable[[Record, PPOTrainer, Request], Observer]
 
 
-def replay_config(record: Record, model: str | None = None) -> PPOConfig:
+def replay_config(record: Record, model: str | None = None, settings: Sequence[str] = ()) -> PPOConfig:
     """The options of the recorded run, changed so that the replay writes nothing where that run wrote.
 
     Args:
         model: where the model that the run started from lies now, if it has moved.
+        settings: options to set differently, as `a.b=c`.
+
+    Raises:
+        ConfigError: an option is unknown, or options do not agree any more.
     """
-    config = config_from_dict(record.header.config, PPOConfig, source=f"the config of {record.path}")
+    tree = copy.deepcopy(record.header.config)
+    for setting in settings:
+        apply_override(tree, setting, PPOConfig)
+    config = config_from_dict(tree, PPOConfig, source=f"the config of {record.path}")
+    if settings:
+        check_config(config)
     if model is not None:
         config.actor.path = model
         config.tokenizer_path = config.tokenizer_path and model
@@ -31,43 +46,84 @@ def without_side_effects(config: C) -> C:
     """The config with logs of its own and no checkpoints."""
     config.trial_name += "-replay"
     config.saver.freq_steps = None
+    config.recover.mode = "disabled"
     return config
 
 
-def replay_hooks(record_folder: str | Path, make_check: MakeCheck, first_step: int = 0) -> dict[str, Any]:
-    """Arguments of PPOTrainer that make it a replay: recorded batches in, each step compared."""
-    record = open_record(record_folder)
+def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> dict[str, Any]:
+    """Arguments of PPOTrainer that make it a replay: recorded batches in, each step observed."""
+    record = open_record(request.record)
     return {
-        "source": lambda trainer: RecordedRollouts(record, trainer.ranks.rank, trainer.ranks.world_size),
-        "observers": [lambda trainer: make_check(record, trainer, first_step)],
-        "stop_after": record.steps[-1] if record.steps else None,
+        "source": lambda trainer: make_source(record, trainer, request),
+        "observers": [lambda trainer, make=make: make(record, trainer, request) for make in make_observers],
+        "stop_after": request.last,
+        "print_steps": False,
     }
 
 
-def replay(
-    record_folder: str | Path,
-    make_check: MakeCheck,
-    *,
-    first_step: int | None = None,
-    last_step: int | None = None,
-    model: str | None = None,
-) -> None:
+def make_source(record: Record, trainer: PPOTrainer, request: Request) -> RecordedRollouts | EditedRollouts:
+    """The recorded batches of this rank, edited as asked."""
+    source = RecordedRollouts(record, trainer.ranks.rank, trainer.ranks.world_size)
+    edits: list[Edit] = []
+    closing: list[Callable[[], None]] = []
+    if request.row_filter is not None:
+        edits.append(filter_rows(request.row_filter, trainer.tokenizer))
+    if request.edit is not None:
+        edits.append(load_edit(request.edit))
+    if request.reward is not None:
+        pool = RewardPool(request.reward, num_workers=1)
+        closing.append(pool.close)
+        edits.append(reward_rows(pool, trainer.tokenizer))
+    return EditedRollouts(source, edits, trainer.ranks.maximum, closing) if edits else source
+
+
+def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     """Run recorded steps again on this rank, from the nearest anchor, or from the model that the run started from.
 
     Raises:
         ReplayError: the steps asked for are not in the record, or there is nothing to start from.
     """
-    record = open_record(record_folder)
-    first, last = step_range(record, first_step, last_step)
-    anchors = [step for step in record.anchors() if step <= first]
-    start = anchors[-1] if anchors else 0
-    for step in range(start, last + 1):
+    record = open_record(request.record)
+    first, _ = step_range(record, request.first, request.last)
+    config = replay_config(record, request.model, request.settings)
+    check_model(record, config.actor.path, first)
+    anchor = nearest_anchor(record, first)
+    start = 0 if anchor is None else anchor
+    for step in range(start, request.last + 1):
         record.step(step)  # a gap is an error now, not after an hour
-    hooks = replay_hooks(record_folder, make_check, first) | {
-        "stop_after": last,
-        "checkpoint": record.anchor(start) / "checkpoint" if anchors else None,
+    hooks = replay_hooks(request, make_observers) | {
+        "checkpoint": None if anchor is None else record.anchor(anchor) / "checkpoint",
         "total_steps": record.step(start).plan(0).details["total_steps"],
-        "print_steps": False,
     }
-    with PPOTrainer(replay_config(record, model), **hooks) as trainer:
+    with PPOTrainer(config, **hooks) as trainer:
         trainer.train()
+
+
+def nearest_anchor(record: Record, step: int) -> int | None:
+    """The last anchor at or before a step; None where there is none, and a replay starts from the run's first weights."""
+    return max((anchor for anchor in record.anchors() if anchor <= step), default=None)
+
+
+def replay_here(request: Request) -> ReplayReport:
+    """Replay on this rank and compare every step; the report is not judged yet (`replayer.rerun`)."""
+    checks: list[ReplayCheck] = []
+
+    def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        checks.append(check_of(record, trainer, request))
+        return checks[0]
+
+    replay(request, [make_check])
+    return checks[0].report
+
+
+def check_of(record: Record, trainer: PPOTrainer, request: Request, **told: Any) -> ReplayCheck:
+    """The comparison that a request asks for, on this rank of the trainer; `told` are its callbacks."""
+    return ReplayCheck(
+        record,
+        trainer.ranks.rank,
+        trainer.ranks.gather_objects,
+        request.first,
+        request.edits,
+        request.stop_at_difference,
+        **told,
+    )

@@ -69,11 +69,36 @@ def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
         )
 
 
+def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
+    recover = config.recover
+    periods = (recover.freq_epochs, recover.freq_steps, recover.freq_secs)
+    if recover.mode in ("auto", "on", "fault") and not any(periods):
+        yield (
+            f"recover.mode is {recover.mode!r} and recover.freq_epochs, freq_steps and freq_secs are {periods}; "
+            "give one of them, or there is no checkpoint to continue from"
+        )
+    if recover.retries < 0:
+        yield f"recover.retries is {recover.retries}; expected 0 or more"
+
+
 def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[str]:
     if config.debug.dump_rollout_data and config.debug.replay_rollout_data:
         yield "debug.dump_rollout_data is True and debug.replay_rollout_data is True; a run records or replays, not both"
     if config.debug.replay_rollout_data and not config.debug.path:
         yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
+
+
+def recording_limits_are_positive(config: BaseExperimentConfig) -> Iterator[str]:
+    debug = config.debug
+    for name in ("dump_every", "max_keep", "keep_every", "max_size_gb"):
+        value = getattr(debug, name)
+        if value is not None and value <= 0:
+            yield f"debug.{name} is {value}; expected more than 0"
+    for name in ("dump_queue_steps", "min_free_gb"):
+        if getattr(debug, name) < 0:
+            yield f"debug.{name} is {getattr(debug, name)}; expected 0 or more"
+    if debug.dump_steps is not None and debug.dump_every != 1:
+        yield f"debug.dump_steps is {debug.dump_steps} and debug.dump_every is {debug.dump_every}; give one of them"
 
 
 def consistency_has_logprobs_to_compare(config: PPOConfig) -> Iterator[str]:
@@ -111,6 +136,25 @@ def consumer_batch_is_the_train_batch(config: PPOConfig) -> Iterator[str]:
     queue_size = config.rollout.queue_size
     if queue_size is not None and queue_size < batch_size:
         yield f"rollout.queue_size is {queue_size} and train_dataset.batch_size is {batch_size}; the queue must hold a batch"
+
+
+def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
+    rollout = config.rollout
+    for name in ("max_head_offpolicyness", "max_failures"):
+        if getattr(rollout, name) < 0:
+            yield f"rollout.{name} is {getattr(rollout, name)}; expected 0 or more"
+    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts < 1:
+        yield f"rollout.max_concurrent_rollouts is {rollout.max_concurrent_rollouts}; expected at least 1"
+    if not config.async_training and rollout.max_head_offpolicyness > 0:
+        yield (
+            f"async_training is False and rollout.max_head_offpolicyness is {rollout.max_head_offpolicyness}; "
+            "synchronous training takes samples of its own version only: set the second to 0"
+        )
+    if config.actor.dynamic_sampling and config.gconfig.n_samples == 1:
+        yield (
+            "actor.dynamic_sampling is True and gconfig.n_samples is 1; the rewards of a group of one never differ, "
+            "so every prompt would be dropped: use 2 or more"
+        )
 
 
 def groups_have_n_samples(config: PPOConfig) -> Iterator[str]:
@@ -219,7 +263,9 @@ def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
 COUPLINGS = (
     run_length_is_positive,
     model_can_be_trained,
+    recovery_writes_checkpoints,
     debug_either_records_or_replays,
+    recording_limits_are_positive,
     batch_divides_over_ranks,
 )
 PPO_COUPLINGS = (

@@ -168,23 +168,38 @@ class SlurmLauncherConfig:
 
 
 @dataclass
+class RayLauncherConfig:
+    """Ray."""
+
+    address: str | None = option(
+        None, "Address of the cluster; empty: RAY_ADDRESS, a cluster on this machine, or a new one."
+    )
+    placement_timeout_s: float = option(300.0, "Longest wait for the machines that the run needs.")
+
+
+@dataclass
 class LauncherConfig:
     """What the launcher gives each process."""
 
-    inference_server_cpus_per_gpu: int = option(4, "Cores per GPU of a server.")
-    inference_server_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a server.")
-    trainer_cpus_per_gpu: int = option(4, "Cores per GPU of a trainer.")
-    trainer_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a trainer.")
+    inference_server_cpus_per_gpu: int = option(4, "Cores per GPU of a server; 0: not asked for.")
+    inference_server_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a server; 0: not asked for.")
+    trainer_cpus_per_gpu: int = option(4, "Cores per GPU of a trainer; 0: not asked for.")
+    trainer_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a trainer; 0: not asked for.")
     inference_server_env_vars: str = option("", "Environment of the servers, 'A=1,B=2'.")
     trainer_env_vars: str = option("", "Environment of the trainers, 'A=1,B=2'.")
     slurm: SlurmLauncherConfig = section(SlurmLauncherConfig, "SLURM.")
+    ray: RayLauncherConfig = section(RayLauncherConfig, "Ray.")
 
 
 @dataclass
 class SchedulerConfig:
-    """The single-controller scheduler."""
+    """What starts the processes of a run."""
 
-    type: str | None = option(None, "Kind of scheduler.", (None, "local", "ray", "slurm"))
+    type: str | None = option(
+        None,
+        "Where processes are started: on this machine, or by Ray or SLURM.",
+        (None, "local", "ray", "slurm"),
+    )
     endpoint: str = option("", "Its address.")
     deploy_mode: str = option("", "How it is deployed.")
     functioncall_service_domain: str = option("", "Service that runs reward functions.")
@@ -225,7 +240,46 @@ class DebugConfig:
     path: str = option("", "Folder of the record; empty: 'record' beside the run's logs.")
     overwrite: bool = option(False, "Record into a folder that already holds a record.")
     record_text: bool = option(True, "Also record decoded prompts and completions.")
+    dump_scope: str = option(
+        "plan",
+        "What is recorded of a step: its batch; also its plan and outcome; also what was learned from, token by token.",
+        ("rollout", "plan", "full"),
+    )
+    dump_steps: list[int] | None = option(None, "The steps to record; empty: as dump_every says.")
+    dump_every: int = option(1, "Record one step in so many.")
+    dump_queue_steps: int = option(
+        2, "Steps that may wait for the disk while training goes on; 0: it waits for each."
+    )
+    dump_when_slow: str = option(
+        "wait",
+        "When the disk is slower than training: training waits, or steps are left out.",
+        ("wait", "drop"),
+    )
+    dump_when_failing: str = option(
+        "stop",
+        "When recording fails, by a full disk or otherwise: the run stops, or goes on without.",
+        ("stop", "continue"),
+    )
+    max_keep: int | None = option(None, "Keep so many recorded steps, the last ones; empty: all.")
+    keep_every: int | None = option(None, "Keep steps that this divides, whatever max_keep says.")
+    pin_steps: list[int] | None = option(None, "Keep these steps, whatever any limit says.")
+    max_size_gb: float | None = option(
+        None, "Remove the oldest recorded steps when all take more than so many GB (1e9 bytes)."
+    )
+    min_free_gb: float = option(
+        1.0, "Leave so many GB of the disk free: remove the oldest steps, and fail when that is not enough."
+    )
     save_initial_weights: bool = option(False, "Record the weights that the run starts from.")
+    anchor_every_steps: int | None = option(
+        None,
+        "Put a checkpoint into the record before every so many steps, for `goto` and replays to start from.",
+    )
+    anchor_max_replay_s: float | None = option(
+        None, "Put one there as soon as replaying from the last would take so many seconds."
+    )
+    anchor_max_gb: float | None = option(
+        None, "Thin those checkpoints out when all take more than so many GB (1e9 bytes)."
+    )
 
 
 @dataclass
@@ -263,7 +317,7 @@ class BaseExperimentConfig:
     sglang: SGLangConfig = section(SGLangConfig, "The SGLang servers.")
     vllm: Any = option(None, "Options of vLLM servers; nothing here reads them.")
     launcher: LauncherConfig = section(LauncherConfig, "What the launcher gives each process.")
-    scheduler: SchedulerConfig = section(SchedulerConfig, "The single-controller scheduler.")
+    scheduler: SchedulerConfig = section(SchedulerConfig, "What starts the processes of a run.")
     debug: DebugConfig = section(DebugConfig, "Record and replay.")
 
 

@@ -18,6 +18,7 @@ from areal_core.paths import run_folder
 from areal_core.telemetry import Stats
 from areal_core.trainer import build
 from areal_core.trainer.learning import trained_tokens
+from areal_core.trainer.recovery import Recovery
 
 
 class SFTTrainer:
@@ -38,6 +39,9 @@ class SFTTrainer:
         self.stats = Stats()
         self._cleanup.callback(build.build_tracing(config, self.ranks, self.stats).close)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
+        self.recovery = Recovery(config, self.ranks, self.loader.steps_per_epoch)
+        self.first_step = self.recovery.load(self.actor).step
+        self.recovery.restore(self.loader)
 
     def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:
         """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
@@ -45,10 +49,11 @@ class SFTTrainer:
         `stop` is asked on every rank and must answer alike.
         """
         with build.build_loggers(self.config, self.ranks, self.total_steps) as logger:
-            for step in range(self.total_steps):
+            for step in range(self.first_step, self.total_steps):
                 with self.stats.timing("step"), self.stats.scope("sft"):
                     self._train_step(rows_to_batch([row for _, row in self.loader.next_batch()]))
                 logger.commit(step, self.stats.export())
+                self.recovery.save_when_due(step, step + 1, self.actor, self.loader)
                 if stop(step):
                     break
         self.save("final")

@@ -1,0 +1,193 @@
+"""Continuing a run that was cut off: which checkpoint it starts from, and when the next one is written.
+
+```
+{fileroot}/checkpoints/{user}/{experiment}/{trial}/recover/
+  step-000040/     the state before step 40, as `engine/checkpoint.py` writes it: the last but one
+  step-000042/     the last; the one before goes only when a newer one is whole
+  before-000099/   of an earlier run that this one does not continue; it goes when this run's first one is whole
+```
+
+Besides weights, optimizer, schedule and RNG states a checkpoint holds the next step, the weight version and where each rank's source
+stands. It is written after the step's line in stats.jsonl; lines of later steps are cut when the run continues, and written again.
+What `recover.mode` means is told in `areal_core/launch/run.py`.
+"""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_core.config import BaseExperimentConfig
+from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.engine.errors import CheckpointError
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.ranks import Ranks
+from areal_core.launch.run import RECOVER_RUN
+from areal_core.paths import run_folder
+from areal_core.trainer.frequency import Frequency
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """What hands out a rank's data and can say where it stands, in JSON types."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: its next step, the version of its weights, and each rank's source if that is known."""
+
+    step: int = 0
+    version: int = 0
+    sources: list[dict[str, Any]] | None = None
+
+
+class Recovery:
+    """A rank's part in writing checkpoints and in continuing from one.
+
+    Args:
+        steps_per_epoch: training steps in one pass over the data.
+    """
+
+    def __init__(self, config: BaseExperimentConfig, ranks: Ranks, steps_per_epoch: int) -> None:
+        self.mode = config.recover.mode
+        self.is_restart = os.environ.get(RECOVER_RUN) == "1"
+        self.folder = run_folder(config, "checkpoints") / "recover"
+        self.ranks = ranks
+        self._stats_file = run_folder(config, "logs") / "stats.jsonl"
+        periods = (config.recover.freq_epochs, config.recover.freq_steps, config.recover.freq_secs)
+        self._frequency = Frequency(*periods, steps_per_epoch, ranks.maximum)
+        self._position: Position | None = None
+        self._rng: dict[str, str] = {}
+        self._last: Path | None = None
+
+    def load(self, engine: FSDPEngine, checkpoint: Path | None = None) -> Position:
+        """Where the run starts, with the engine's state of that point; a collective.
+
+        Args:
+            checkpoint: the one to start from, which turns recovery off; None for what `recover.mode` says.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or `resume` finds none.
+        """
+        if checkpoint is not None:
+            self.mode = "disabled"
+        elif self.mode not in ("disabled", "off"):
+            checkpoint = self._last = self._agree_on_checkpoint()
+        if checkpoint is None:
+            return Position()
+        self._position = parse_position(load_checkpoint(checkpoint, engine))
+        self._rng = rng_state()  # building the source may draw numbers
+        return self._position
+
+    def restore(self, source: Source) -> bool:
+        """Puts the source where the run stands; true if that is a checkpoint, whose weights the source lacks."""
+        if self._position is None:
+            return False
+        if self._position.sources is not None:
+            if len(self._position.sources) != self.ranks.world_size:
+                raise CheckpointError(
+                    f"{self._last} was written by {len(self._position.sources)} ranks, and this run has "
+                    f"{self.ranks.world_size}: give it as many"
+                )
+            source.load_state_dict(self._position.sources[self.ranks.rank])
+        set_rng_state(self._rng)
+        return True
+
+    def save_when_due(self, step: int, version: int, engine: FSDPEngine, source: Source) -> None:
+        """Writes a checkpoint after `step` if one of `recover.freq_*` has passed; a collective."""
+        if self.mode in ("disabled", "off") or not self._frequency.is_due(step):
+            return
+        sources = self.ranks.gather_objects(source.state_dict())
+        folder = self.folder / f"step-{step + 1:06d}"
+        save_checkpoint(folder, engine, {"step": step + 1, "version": version, "sources": sources})
+        if self.ranks.rank == 0:
+            keep_only(self.folder, folder, self._last)
+        self._last = folder
+
+    def _agree_on_checkpoint(self) -> Path | None:
+        """The same on every rank: rank 0 looks, and cuts the statistics of the steps that come again."""
+        found: Path | CheckpointError | None = None
+        if self.ranks.rank == 0:
+            try:
+                found = find_checkpoint(self.folder, self.mode, self.is_restart)
+            except CheckpointError as error:
+                found = error
+            else:
+                if found is not None or self.is_restart:
+                    cut_stats(self._stats_file, step_of(found) if found else 0)
+        found = self.ranks.gather_objects(found)[0]
+        if isinstance(found, CheckpointError):
+            raise found
+        return found
+
+
+def parse_position(state: dict[str, Any]) -> Position:
+    """What the loop has put into a checkpoint; one in a record knows of no sources."""
+    return Position(state["step"], state["version"], state.get("sources"))
+
+
+def find_checkpoint(folder: Path, mode: str, is_restart: bool) -> Path | None:
+    """The newest whole checkpoint, if `mode` continues from one now. Says which it passes over, and why.
+
+    Raises:
+        CheckpointError: `mode` is "resume" and there is none.
+    """
+    if mode == "fault" and not is_restart:
+        set_aside(folder)
+        return None
+    for checkpoint in sorted(folder.glob("step-*[0-9]"), key=step_of, reverse=True):
+        try:
+            read_checkpoint(checkpoint)
+        except CheckpointError as error:
+            logger.warning("passing over a checkpoint: %s", error)
+        else:
+            logger.info("continuing at step %d from %s", step_of(checkpoint), checkpoint)
+            return checkpoint
+    if mode == "resume":
+        raise CheckpointError(
+            f"recover.mode is 'resume' and {folder} holds no whole checkpoint: use 'auto' to start from the beginning"
+        )
+    return None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step before which a checkpoint was taken, from its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def set_aside(folder: Path) -> None:
+    """Takes the checkpoints of an earlier run out of the way of this one's, which may have lower numbers."""
+    for checkpoint in folder.glob("step-*[0-9]"):
+        aside = folder / f"before-{step_of(checkpoint):06d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+
+
+def keep_only(folder: Path, *kept: Path | None) -> None:
+    """Removes the other checkpoints, and what was left of unfinished ones."""
+    for entry in folder.iterdir():
+        if entry not in kept:
+            shutil.rmtree(entry)
+
+
+def cut_stats(file: Path, first_step: int) -> None:
+    """Keeps the lines of steps before `first_step`, of a file that may end in half a line."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
+            break
+        kept.append(line)
+    shortened = file.with_name(file.name + ".partial")
+    shortened.write_text("".join(kept), encoding="utf-8")
+    os.replace(shortened, file)
