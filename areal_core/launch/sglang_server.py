@@ -33,6 +33,7 @@ class SGLangServer:
         env: changes to the environment (`cpu_environment` on the CPU).
         host, port: where to listen; port 0 for any free one.
         ready_timeout_s: most seconds until `/health` answers.
+        module: what to run instead of SGLang; it speaks SGLang's routes.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class SGLangServer:
         host: str = "127.0.0.1",
         port: int = 0,
         ready_timeout_s: float = 300.0,
+        module: str = "sglang.launch_server",
     ) -> None:
         self.server = Server(f"{host}:{port or free_port(host)}", log)
         self._ready_timeout_s = ready_timeout_s
         _, _, listen = self.server.address.rpartition(":")
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+        command = [sys.executable, "-m", module, "--model-path", str(model_path)]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self.process = start([*command, "--host", host, "--port", listen, *args], env, output)
