@@ -1,0 +1,89 @@
+"""Agents in processes of their own (mode "subproc"): for frameworks that block, or read their server from the environment.
+
+    run() --> idle workers --> one line of JSON to the worker's stdin --> asyncio.run(agent.run(...)) --> one line back
+              waits for one    (areal_core.rollout.agent.worker)          calls the proxy over its port
+
+Each worker runs one episode at a time, so `subproc_max_workers` is the number of concurrent episodes. A worker that dies fails its
+episode; a cancelled episode takes its worker with it, and the next one starts a new one.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from typing import Any
+
+from areal_core.rollout.agent.agents import name_of
+from areal_core.rollout.agent.errors import AgentError
+
+LONGEST_LINE_BYTES = 64 << 20
+
+
+class AgentProcesses:
+    """Workers, started as they are needed. All methods run on one event loop."""
+
+    def __init__(self, agent: Any, arguments: Mapping[str, Any], max_workers: int) -> None:
+        self._agent = agent
+        self._arguments = arguments
+        self._room = asyncio.Semaphore(max_workers)
+        self._idle: list[Process] = []
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """What the agent returned. Raises AgentError with what it raised."""
+        job = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
+        async with self._room:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                reply = await ask(worker, job)
+            except BaseException:
+                await end(worker)
+                raise
+            self._idle.append(worker)
+        if reply["error"]:
+            raise AgentError(f"{name_of(self._agent)} raised {reply['error']}\n{reply['traceback'].rstrip()}")
+        return reply["returned"]
+
+    async def close(self) -> None:
+        """Ends the workers."""
+        while self._idle:
+            await end(self._idle.pop())
+
+    async def _start(self) -> Process:
+        if not isinstance(self._agent, str):
+            raise AgentError(
+                f"rollout.agent.mode is 'subproc' and the agent is {name_of(self._agent)} itself: give its import path as text"
+            )
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "areal_core.rollout.agent.worker",
+            self._agent,
+            json.dumps(dict(self._arguments)),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=LONGEST_LINE_BYTES,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+
+async def ask(worker: Process, job: str) -> dict[str, Any]:
+    """The reply to one job. Raises AgentError if the process ended."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(f"{job}\n".encode())
+    await worker.stdin.drain()
+    line = await worker.stdout.readline()
+    if not line:
+        raise AgentError(
+            f"the process of an agent ended with exit code {await worker.wait()} during an episode"
+        )
+    return json.loads(line)
+
+
+async def end(worker: Process) -> None:
+    """Kills the process, if it still runs, and waits for it."""
+    if worker.returncode is None:
+        worker.kill()
+    await worker.wait()

@@ -1,0 +1,128 @@
+"""The proxy where agents reach it: on a port of the loopback interface, and, for agents of this process, without a socket.
+
+    agent thread ---- in-process transport ---+
+    any process ----- aiohttp (port) ---------+--> proxy thread: answer()  --> rollout thread: engine
+                                                   templates, parsing         waits for tokens
+
+Each runs on a loop of its own: an agent that blocks its loop stops other agents, and neither the proxy nor the engine.
+"""
+
+import ipaddress
+
+import httpx
+from aiohttp import web
+
+from areal_core.rollout.agent.errors import UnsafeProxy
+from areal_core.rollout.agent.loop_thread import LoopThread
+from areal_core.rollout.agent.proxy import AgentProxy, Reply
+
+DEFAULT_ADMIN_KEY = "areal-admin-key"
+SHORTEST_ADMIN_KEY = 16
+# An engine that failed has been asked again already, by its client; a second asking is the agent's own choice.
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ProxyServer:
+    """A proxy that listens, in a thread of its own, until it is closed.
+
+    Args:
+        proxy: what it answers.
+        host: address of the interface; others than loopback want a key of your own.
+        port: 0 for a free one.
+        max_body_bytes: a larger request is refused with 413.
+
+    Raises:
+        UnsafeProxy: other machines could reach it with a default or short admin key.
+    """
+
+    def __init__(
+        self, proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int = 8 << 20
+    ) -> None:
+        check_exposure(host, proxy.admin_key)
+        self.proxy = proxy
+        self.max_body_bytes = max_body_bytes
+        self.thread = LoopThread("agent-proxy")
+        application = web.Application(client_max_size=max_body_bytes)
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        self.port = self.thread.submit(self._listen(host, port)).result()
+        reached_at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.base_url = f"http://{reached_at}:{self.port}"
+
+    def close(self) -> None:
+        """Stops listening and ends the calls in flight."""
+        self.thread.submit(self._runner.cleanup()).result()
+        self.thread.close()
+
+    async def _listen(self, host: str, port: int) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=4096)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            reply = too_large(self.max_body_bytes)
+        else:
+            reply = await self.proxy.answer(request.method, request.path, request.headers, body)
+        headers = NO_RETRY if reply.status >= 500 else {}
+        return web.Response(
+            status=reply.status, body=reply.body, content_type=reply.content_type, headers=headers
+        )
+
+
+class InProcessTransport(httpx.AsyncBaseTransport):
+    """Carries an httpx client's requests to a proxy of this process, and others to the network.
+
+    Two thousand episodes would hold four thousand sockets, and half of their time would go into HTTP.
+    """
+
+    def __init__(self, server: ProxyServer) -> None:
+        self._server = server
+        self._network = httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not str(request.url).startswith(f"{self._server.base_url}/"):
+            return await self._network.handle_async_request(request)
+        body = await request.aread()
+        if len(body) > self._server.max_body_bytes:
+            reply = too_large(self._server.max_body_bytes)
+        else:
+            reply = await self._server.thread.run(
+                self._server.proxy.answer(request.method, request.url.path, request.headers, body)
+            )
+        headers = {"content-type": reply.content_type} | (NO_RETRY if reply.status >= 500 else {})
+        return httpx.Response(reply.status, headers=headers, content=reply.body)
+
+    async def aclose(self) -> None:
+        await self._network.aclose()
+
+
+def too_large(max_body_bytes: int) -> Reply:
+    """The refusal of a body that is larger than the proxy reads."""
+    message = f"the request is larger than rollout.agent.max_body_bytes, {max_body_bytes}"
+    return Reply(413, f'{{"error": {{"message": "{message}", "type": "invalid_request_error"}}}}'.encode())
+
+
+def check_exposure(host: str, admin_key: str) -> None:
+    """Raises UnsafeProxy where other machines could reach a proxy with a key that anybody can guess."""
+    if is_loopback(host):
+        return
+    if admin_key == DEFAULT_ADMIN_KEY or len(admin_key) < SHORTEST_ADMIN_KEY:
+        kind = "the default" if admin_key == DEFAULT_ADMIN_KEY else f"only {len(admin_key)} characters long"
+        raise UnsafeProxy(
+            f"the agent proxy would listen on {host}, where other machines reach it, and rollout.agent.admin_api_key is "
+            f"{kind}: set one of at least {SHORTEST_ADMIN_KEY} characters, or rollout.agent.host to 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,165 @@
+"""An agent as a workflow: it runs in a loop of its own, talks to the proxy as to any server, and leaves rows of exact tokens.
+
+    rollout thread               agent thread                    proxy thread            rollout thread
+    arun_episode
+      opens a session  ------->  agent.run(data, base_url, ...)
+      waits for run    <......     client call  --------------->  answer  ------------>  engine.agenerate
+                                   waits for the reply  <-------  renders  <-----------  tokens
+      rewards, rows    <-------    returns the reward
+
+An agent that blocks (a synchronous client, `time.sleep`) stops the agents beside it and never the engine, so it cannot deadlock;
+`areal-debug agent stress` names it. One that makes no call for `session_timeout_seconds` is ended with an error.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import httpx
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.config import AgentConfig
+from areal_core.errors import ConfigError
+from areal_core.rollout.agent.agents import load_agent, name_of
+from areal_core.rollout.agent.completion import Dialogue
+from areal_core.rollout.agent.errors import AgentStalled
+from areal_core.rollout.agent.export import export_rows
+from areal_core.rollout.agent.loop_thread import LoopThread
+from areal_core.rollout.agent.output_parsers import REASONING_PARSERS, TOOL_FORMATS
+from areal_core.rollout.agent.processes import AgentProcesses
+from areal_core.rollout.agent.proxy import AgentProxy
+from areal_core.rollout.agent.rewards import rewards_by_id
+from areal_core.rollout.agent.server import InProcessTransport, ProxyServer
+from areal_core.rollout.agent.sessions import Session
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.types import sampling_from
+
+
+class AgentWorkflow:
+    """A `RolloutWorkflow` around an agent.
+
+    Args:
+        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path; in mode "subproc" a path. `run`
+            gets the row, `base_url`, `api_key` and `http_client` (httpx), and returns a number or a dict by completion id.
+        gconfig: anything with the attributes of `Sampling`: what a call that sets nothing samples with.
+        tokenizer: with a chat template.
+        options: the `rollout.agent` section.
+        agent_kwargs: for the agent's class.
+
+    Raises:
+        NotAnAgent, UnsafeProxy, ConfigError: before anything starts.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        gconfig: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        options: AgentConfig | None = None,
+        agent_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = options or AgentConfig()
+        self.name = name_of(agent)
+        self.agent = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
+        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
+        self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
+        self.agents = LoopThread("agents")
+        self.http_client = httpx.AsyncClient(transport=InProcessTransport(self.server), timeout=None)
+        self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        """One run of the agent, as rows. Raises the agent's own exception, or the engine's if that was the cause."""
+        session = self.server.proxy.sessions.open(engine, asyncio.get_running_loop())
+        try:
+            rewards = await self.run_in(session, data)
+        finally:
+            self.server.proxy.sessions.close(session)
+        return export_rows(session.in_order(), rewards, self.options.turn_discount, self.options.export_style)
+
+    async def run_in(self, session: Session, data: dict[str, Any]) -> dict[str, float]:
+        """Runs the agent in an open session; the rewards it gave, by completion id."""
+        run = {"inline": self._inline, "subproc": self._in_process, "online": self._online}[self.options.mode]
+        try:
+            returned = await self._unless_stalled(run(session, data), session)
+        except Exception as error:
+            if session.failure is not None:
+                raise session.failure from error
+            raise
+        return rewards_by_id(returned, session.in_order(), session.rewards, self.name)
+
+    def close(self) -> None:
+        """Ends runs, connections and threads."""
+        self.agents.submit(self.http_client.aclose()).result()
+        self.agents.submit(self.processes.close()).result()
+        self.agents.close()
+        self.server.close()
+
+    async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
+        return await self.agents.run(
+            self.agent.run(
+                dict(data),
+                base_url=self.server.base_url,
+                api_key=session.key,
+                http_client=self.http_client,
+            )
+        )
+
+    async def _in_process(self, session: Session, data: dict[str, Any]) -> Any:
+        return await self.agents.run(self.processes.run(data, self.server.base_url, session.key))
+
+    async def _online(self, session: Session, data: dict[str, Any]) -> None:
+        """Offers the session to whoever asks `/rl/start_session`, and waits until `/rl/end_session`."""
+        offers = self.server.proxy.offers
+        offers.append((session, data))
+        try:
+            await session.ended.wait()
+            late_until = time.monotonic() + self.options.set_reward_finish_timeout
+            while not session.rewards and time.monotonic() < late_until:
+                await asyncio.sleep(0.05)
+        finally:
+            if (session, data) in offers:
+                offers.remove((session, data))
+
+    async def _unless_stalled(self, run: Awaitable[Any], session: Session) -> Any:
+        """What the run returns. Raises AgentStalled once the session has been idle for too long."""
+        limit_s = self.options.session_timeout_seconds
+        task = asyncio.ensure_future(run)
+        try:
+            while not task.done():
+                left_s = session.last_used + limit_s - time.monotonic()
+                if left_s <= 0 and session.num_running == 0:
+                    raise AgentStalled(
+                        f"{self.name} has made no call for {limit_s} s (rollout.agent.session_timeout_seconds) after "
+                        f"{len(session.interactions)} answered calls, and has not returned"
+                    )
+                await asyncio.wait({task}, timeout=max(left_s, 0.1))
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: AgentConfig) -> Dialogue:
+    """How this run's messages become tokens and back. Raises ConfigError for a parser that is not known."""
+    tool_formats, reasoning = (*TOOL_FORMATS, "template"), REASONING_PARSERS
+    for name, value, known in (
+        ("tool_call_parser", options.tool_call_parser, tool_formats),
+        ("reasoning_parser", options.reasoning_parser, reasoning),
+    ):
+        if value not in known:
+            raise ConfigError(f"rollout.agent.{name} is {value!r}; expected one of {', '.join(known)}")
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+    sampling = sampling_from(
+        gconfig,
+        n_samples=1,
+        stop_token_ids=sorted(ends),
+        max_tokens=options.engine_max_tokens or gconfig.max_tokens,
+    )
+    return Dialogue(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        chat_template_type=options.chat_template_type,
+    )

@@ -1,0 +1,81 @@
+"""Several attempts at one question: after a wrong answer the model is told so and answers again, in one row of tokens."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.rollout.agent.chat_template import continuation_tokens
+from areal_core.rollout.agent.export import conversation_row
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.types import ModelRequest, ModelResponse, sampling_from
+from areal_core.rollout.workflow import RewardFn
+
+FEEDBACK = (
+    "That is not right, or the answer could not be read. Think again, and give the answer in the same form."
+)
+
+
+class MultiTurnWorkflow:
+    """Attempts at the chat in `data["messages"]` until one is rewarded, or `max_turns` have been made.
+
+    The row holds all attempts; what the user says between them is not trained. Its reward is the last attempt's, times
+    `turn_discount` for each attempt before it.
+
+    Args:
+        reward_fn, gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`. An attempt is right if its reward is above 0.
+        max_turns: most attempts.
+        turn_discount: factor for each further attempt.
+        feedback: what the user says after a wrong one.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        max_turns: int = 2,
+        turn_discount: float = 1.0,
+        feedback: str = FEEDBACK,
+        enable_thinking: bool = False,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns is {max_turns}; expected at least 1")
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.reward_fn = reward_fn
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.feedback = [{"role": "user", "content": feedback}]
+        self.template_kwargs = {"enable_thinking": enable_thinking}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        prompt = self.tokenizer.apply_chat_template(
+            data["messages"], add_generation_prompt=True, return_dict=False, **self.template_kwargs
+        )
+        turns: list[ModelResponse] = []
+        while True:
+            turns.append(await engine.agenerate(ModelRequest(input_ids=prompt, sampling=self.sampling)))
+            reward = await self._reward(turns[-1], data)
+            prompt = self._next_prompt(turns[-1])
+            if reward > 0 or len(turns) == self.max_turns or len(prompt) >= self.sampling.max_tokens:
+                break
+        return conversation_row(turns, reward * self.turn_discount ** (len(turns) - 1))
+
+    async def _reward(self, turn: ModelResponse, data: dict[str, Any]) -> float:
+        return await self.reward_fn(
+            self.tokenizer.decode(turn.input_tokens),
+            self.tokenizer.decode(turn.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens),
+            turn.input_tokens,
+            turn.output_tokens,
+            **data,
+        )
+
+    def _next_prompt(self, turn: ModelResponse) -> list[int]:
+        """The exact tokens so far, and the feedback as the chat template spells it."""
+        return (
+            turn.input_tokens
+            + turn.output_tokens
+            + continuation_tokens(self.tokenizer, self.feedback, turn.output_tokens[-1], self.template_kwargs)
+        )

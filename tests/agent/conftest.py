@@ -1,0 +1,88 @@
+"""An engine that says what a test wrote down, a tokenizer with tools in its template, and a workflow around an agent."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from areal_core.config import AgentConfig, GenerationHyperparameters
+from areal_core.rollout.agent.workflow import AgentWorkflow
+from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.testing import make_tiny_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<|system|>tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}"
+    "<|{{ 'user' if message.role == 'tool' else message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Speaker:
+    """Says the next of its lines to each request, ends with <|end|> (a line that ends with '...' is cut by its length instead).
+
+    The logprob of the i-th token of a reply is -(i + 1) / 8, exact in float32.
+    """
+
+    def __init__(self, tokenizer, lines: list[str], version: int = 3) -> None:
+        self.tokenizer = tokenizer
+        self.lines = list(lines)
+        self.version = version
+        self.requests: list[ModelRequest] = []
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        self.requests.append(req)
+        req.num_new_tokens()
+        line = self.lines.pop(0)
+        cut = line.endswith("...")
+        tokens = self.tokenizer.encode(line, add_special_tokens=False)
+        tokens += [] if cut else [self.tokenizer.eos_token_id]
+        return ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=tokens,
+            output_logprobs=[-(i + 1) / 8 for i in range(len(tokens))],
+            output_versions=[self.version] * len(tokens),
+            stop_reason="length" if cut else "stop",
+        )
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    made = make_tiny_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def speaker(tokenizer) -> Callable[..., Speaker]:
+    return lambda *lines, **options: Speaker(tokenizer, list(lines), **options)
+
+
+@pytest.fixture
+def make_workflow(tokenizer) -> Iterator[Callable[..., AgentWorkflow]]:
+    """`make_workflow(agent, gconfig_options, **agent_options)`; closed at the end."""
+    made = []
+
+    def make(
+        agent, gconfig: dict | None = None, agent_kwargs: dict | None = None, **options
+    ) -> AgentWorkflow:
+        sampling = GenerationHyperparameters(**{"max_new_tokens": 64, "max_tokens": 1024} | (gconfig or {}))
+        made.append(AgentWorkflow(agent, sampling, tokenizer, AgentConfig(**options), agent_kwargs))
+        return made[-1]
+
+    yield make
+    for workflow in made:
+        workflow.close()
+
+
+@pytest.fixture
+def episode(make_workflow):
+    """Runs one episode: `episode(agent, engine, data, **options)` gives its rows."""
+
+    def run(agent, engine, data: dict | None = None, **options):
+        return asyncio.run(make_workflow(agent, **options).arun_episode(engine, data or {}))
+
+    return run

@@ -1,0 +1,299 @@
+"""The proxy, spoken to by the official clients over its port."""
+
+import asyncio
+import json
+import logging
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOL = {"type": "function", "function": WEATHER}
+CALLS_WEATHER = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+class Talk:
+    """An agent whose run is the given coroutine function; what that returns besides a reward is kept in `seen`."""
+
+    def __init__(self, body) -> None:
+        self.body = body
+        self.seen = None
+
+    async def run(self, data, **extra):
+        async with httpx.AsyncClient() as http_client:  # a socket, not the shared in-process client
+            self.seen = await self.body(extra["base_url"], extra["api_key"], http_client)
+        return 1.0
+
+
+def ask(episode, engine, body, **options):
+    """What `body(base_url, api_key, http_client)` saw, and the rows of its episode."""
+    agent = Talk(body)
+    rows = episode(agent, engine, **options)
+    return agent.seen, rows
+
+
+def openai_client(base_url, api_key, http_client) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+
+
+def anthropic_client(base_url, api_key, http_client) -> anthropic.AsyncAnthropic:
+    # With a connection of its own: its newer releases are built on httpx2, and refuse a client of httpx.
+    return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, speaker, tokenizer):
+    async def body(*server):
+        return await openai_client(*server).chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "2+2?"}], max_tokens=9, logprobs=True
+        )
+
+    engine = speaker("4")
+    reply, rows = ask(episode, engine, body)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("4", "stop")
+    assert (reply.model, reply.usage.prompt_tokens, reply.usage.completion_tokens) == ("any", 7, 2)
+    assert [(e.token, e.logprob) for e in reply.choices[0].logprobs.content] == [
+        ("4", -0.125),
+        ("<|end|>", -0.25),
+    ]
+    prompt = tokenizer.encode("<|user|>2+2?<|end|><|assistant|>", add_special_tokens=False)
+    completion = tokenizer.encode("4<|end|>", add_special_tokens=False)
+    assert {key: value.tolist() for key, value in rows.items()} == {
+        "input_ids": [prompt + completion],
+        "attention_mask": [[True] * 9],
+        "loss_mask": [[0] * 7 + [1, 1]],
+        "logprobs": [[0.0] * 7 + [-0.125, -0.25]],
+        "versions": [[-1] * 7 + [3, 3]],
+        "rewards": [1.0],
+        "finish_reason": [0],
+    }
+    assert engine.requests[0].sampling.max_new_tokens == 9
+    assert engine.requests[0].metadata == {"turn": 0}
+
+
+def test_chat_completion_with_tools_streamed_and_whole(episode, speaker):
+    async def body(*server):
+        asked = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Oslo?"}],
+            "tools": [TOOL],
+        }
+        create = openai_client(*server).chat.completions.create
+        whole = (await create(**asked)).choices[0]
+        chunks = [chunk async for chunk in await create(**asked, stream=True)]
+        return whole, chunks
+
+    (whole, chunks), _ = ask(episode, speaker(CALLS_WEATHER, CALLS_WEATHER), body)
+    call = whole.message.tool_calls[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Let me look.")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me look."
+    called = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(c.index, c.function.name, c.function.arguments) for c in called] == [
+        (0, "weather", '{"city": "Oslo"}')
+    ]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(episode, speaker, tokenizer):
+    flat = {"type": "function", **WEATHER, "strict": False}
+
+    async def body(*server):
+        create = openai_client(*server).responses.create
+        first = await create(model="m", instructions="Be brief.", input="Oslo?", tools=[flat])
+        call = next(item for item in first.output if item.type == "function_call")
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        second = await create(
+            model="m", instructions="Be brief.", previous_response_id=first.id, input=[output], tools=[flat]
+        )
+        return call, second
+
+    engine = speaker(CALLS_WEATHER, "Rain...")
+    (call, second), _ = ask(episode, engine, body)
+    assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
+    assert (second.output_text, second.status) == ("Rain...", "incomplete")
+    assert second.usage.output_tokens == 7
+    assert tokenizer.decode(engine.requests[1].input_ids) == (
+        "<|system|>tools: weather<|end|><|system|>Be brief.<|end|><|user|>Oslo?<|end|>"
+        f"<|assistant|>{CALLS_WEATHER}<|end|><|user|>rain<|end|><|assistant|>"
+    )
+
+
+def test_responses_stream_in_the_order_that_the_client_expects(episode, speaker):
+    flat = {"type": "function", **WEATHER, "strict": False}
+
+    async def body(*server):
+        create = openai_client(*server).responses.create
+        return [event async for event in await create(model="m", input="Oslo?", tools=[flat], stream=True)]
+
+    events, _ = ask(episode, speaker(CALLS_WEATHER), body)
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(12))
+    assert events[-1].response.output_text == "Let me look."
+
+
+def test_anthropic_messages_with_tools_and_the_result_of_one(episode, speaker, tokenizer):
+    tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
+
+    async def body(*server):
+        messages = [{"role": "user", "content": "Oslo?"}]
+        asked = {"model": "m", "max_tokens": 50, "system": "Be brief.", "tools": [tool]}
+        async with anthropic_client(*server) as client:
+            first = await client.messages.create(messages=messages, **asked)
+            used = next(block for block in first.content if block.type == "tool_use")
+            result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain"}
+            messages += [
+                {"role": "assistant", "content": first.content},
+                {"role": "user", "content": [result]},
+            ]
+            return first, await client.messages.create(messages=messages, **asked)
+
+    engine = speaker(CALLS_WEATHER, "Rain.")
+    (first, second), _ = ask(episode, engine, body, gconfig={"max_new_tokens": 20})
+    assert (first.stop_reason, first.content[0].text, first.content[1].input) == (
+        "tool_use",
+        "Let me look.",
+        {"city": "Oslo"},
+    )
+    assert (second.stop_reason, second.content[0].text, second.usage.output_tokens) == (
+        "end_turn",
+        "Rain.",
+        6,
+    )
+    assert tokenizer.decode(engine.requests[1].input_ids).endswith(
+        f"<|assistant|>{CALLS_WEATHER}<|end|><|user|>rain<|end|><|assistant|>"
+    )
+    assert (
+        engine.requests[0].sampling.max_new_tokens == 20
+    )  # what the client asks for is cut to the run's limit
+
+
+def test_anthropic_stream_rebuilds_the_message(episode, speaker):
+    tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
+
+    async def body(*server):
+        messages = [{"role": "user", "content": "Oslo?"}]
+        asked = {"model": "m", "max_tokens": 50, "messages": messages, "tools": [tool]}
+        async with anthropic_client(*server) as client, client.messages.stream(**asked) as stream:
+            text = [piece async for piece in stream.text_stream]
+            return text, await stream.get_final_message()
+
+    (text, final), _ = ask(episode, speaker("<think>hm</think>" + CALLS_WEATHER), body)
+    assert text == ["Let me look."]
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert (final.content[0].thinking, final.content[2].input, final.stop_reason) == (
+        "hm",
+        {"city": "Oslo"},
+        "tool_use",
+    )
+    assert final.usage.output_tokens > 0
+
+
+def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker, caplog):
+    async def body(*server):
+        create = openai_client(*server).chat.completions.create
+        for temperature in (0.25, 0.25, 0):
+            await create(model="m", messages=[{"role": "user", "content": "?"}], temperature=temperature)
+
+    engine = speaker("a", "b", "c")
+    with caplog.at_level(logging.WARNING):
+        ask(episode, engine, body, gconfig={"temperature": 0.75})
+    assert [(r.sampling.temperature, r.sampling.greedy) for r in engine.requests] == [
+        (0.25, False),
+        (0.25, False),
+        (1.0, True),
+    ]
+    assert caplog.text.count("asks for temperature 0.25, and gconfig.temperature is 0.75") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"n": 2}, "n is 2, which is not available: send n requests"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"content": "x"}]}, "role is missing; expected a text"),
+        ({"temperature": -1}, "temperature is -1; expected at least 0"),
+        ({"max_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', which is not available"),
+        ({"response_format": {"type": "json_object"}}, "response_format is"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "only text is served",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_honoured_is_refused_with_the_field_and_its_value(
+    episode, speaker, asked, said
+):
+    async def body(*server):
+        client = openai_client(*server)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(
+                **{"model": "m", "messages": [{"role": "user", "content": "?"}]} | asked
+            )
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        return refused.value.body["message"]
+
+    refusal, _ = ask(episode, speaker("ok"), body)
+    assert said in refusal
+
+
+def test_a_body_that_is_too_large_is_refused(episode, speaker):
+    async def body(base_url, api_key, http_client):
+        client = openai_client(base_url, api_key, http_client)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * 3000}]
+            )
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return refused.value
+
+    refused, _ = ask(episode, speaker("ok"), body, max_body_bytes=2000)
+    assert refused.status_code == 413
+    assert refused.body["message"] == "the request is larger than rollout.agent.max_body_bytes, 2000"
+
+
+def test_a_conversation_without_room_is_refused_as_such(episode, speaker):
+    async def body(*server):
+        client = openai_client(*server)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 99}])
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return refused.value.code
+
+    code, _ = ask(episode, speaker("ok"), body, gconfig={"max_tokens": 50})
+    assert code == "context_length_exceeded"
+
+
+def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(episode, speaker):
+    engine = speaker(*["ok"] * 150)
+
+    async def body(*server):
+        create = openai_client(*server).chat.completions.create
+        messages = [{"role": "user", "content": "?"}]
+        replies = await asyncio.gather(*(create(model="m", messages=messages) for _ in range(150)))
+        return {reply.choices[0].message.content for reply in replies}
+
+    said, rows = ask(episode, engine, body)
+    assert said == {"ok"}
+    assert len(rows["rewards"]) == 150

@@ -1,0 +1,341 @@
+"""Runs of agents as episodes: rewards, exports, sessions that cannot see each other, and every way to get it wrong."""
+
+import asyncio
+import time
+
+import httpx
+import openai
+import pytest
+import torch
+
+from areal_core.config import AgentConfig, GenerationHyperparameters
+from areal_core.errors import ConfigError
+from areal_core.rollout.agent.errors import AgentStalled, NoCompletion, NotAnAgent, UnsafeProxy, WrongReward
+from areal_core.rollout.agent.server import check_exposure
+from areal_core.rollout.agent.workflow import AgentWorkflow
+from areal_core.rollout.errors import PromptTooLong, ServerDied
+
+
+async def chat(extra, messages, **asked):
+    """One completion, by the client that the run was given."""
+    client = openai.AsyncOpenAI(
+        base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"], max_retries=0
+    )
+    return await client.chat.completions.create(model="m", messages=messages, **asked)
+
+
+class Asker:
+    """Asks `num_turns` times, hearing its own answers, and returns what `reward_of(completion_ids)` says."""
+
+    def __init__(self, reward_of=lambda ids: 1.0, num_turns: int = 2) -> None:
+        self.reward_of, self.num_turns = reward_of, num_turns
+
+    async def run(self, data, **extra):
+        messages, ids = [], []
+        for turn in range(self.num_turns):
+            messages.append({"role": "user", "content": f"{turn}?"})
+            reply = await chat(extra, messages)
+            messages.append(reply.choices[0].message)
+            ids.append(reply.id)
+        return self.reward_of(ids)
+
+
+def text_rows(tokenizer, rows) -> list[str]:
+    return [
+        tokenizer.decode(ids[mask])
+        for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)
+    ]
+
+
+def trained_text(tokenizer, rows) -> list[str]:
+    return [tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
+
+
+def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, speaker, tokenizer):
+    rows = episode(Asker(), speaker("a", "b"), turn_discount=0.5)
+    assert text_rows(tokenizer, rows) == [
+        "<|user|>0?<|end|><|assistant|>a<|end|>",
+        "<|user|>0?<|end|><|assistant|>a<|end|><|user|>1?<|end|><|assistant|>b<|end|>",
+    ]
+    assert trained_text(tokenizer, rows) == ["a<|end|>", "b<|end|>"]
+    assert rows["rewards"].tolist() == [0.5, 1.0]
+
+
+def test_rewards_by_completion_id_are_each_turns_own(episode, speaker):
+    rows = episode(Asker(lambda ids: {ids[0]: 2, ids[1]: 1}), speaker("a", "b"), turn_discount=0.5)
+    assert rows["rewards"].tolist() == [2.5, 1.0]
+
+
+@pytest.mark.parametrize("chat_template_type", ["hf", "concat"])
+def test_concat_export_joins_the_turns_of_a_conversation_token_by_token(
+    episode, speaker, tokenizer, chat_template_type
+):
+    rows = episode(
+        Asker(),
+        speaker("aa", "b"),
+        export_style="concat",
+        turn_discount=0.5,
+        chat_template_type=chat_template_type,
+    )
+    assert text_rows(tokenizer, rows) == [
+        "<|user|>0?<|end|><|assistant|>aa<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
+    ]
+    assert trained_text(tokenizer, rows) == ["aa<|end|>b<|end|>"]
+    mask = rows["loss_mask"][0].bool()
+    assert rows["logprobs"][0][mask].tolist() == [-0.125, -0.25, -0.375, -0.125, -0.25]
+    assert rows["versions"][0].tolist() == [3 if trained else -1 for trained in mask.tolist()]
+    assert rows["rewards"].tolist() == [0.5]  # the reward of the second turn, seen from the first
+
+
+def test_concat_export_falls_back_where_the_template_spells_a_turn_anew(episode, speaker, tokenizer):
+    """The reasoning is not rendered again, so the second prompt does not begin with what was sampled."""
+    lines = ("<think>hm</think>a", "b")
+    anew = episode(Asker(), speaker(*lines), export_style="concat", chat_template_type="hf")
+    assert trained_text(tokenizer, anew) == ["<think>hm</think>a<|end|>", "b<|end|>"]
+    exact = episode(Asker(), speaker(*lines), export_style="concat", chat_template_type="concat")
+    assert text_rows(tokenizer, exact) == [
+        "<|user|>0?<|end|><|assistant|><think>hm</think>a<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
+    ]
+
+
+def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(episode, speaker, tokenizer):
+    rows = episode(Asker(), speaker("a...", "b"), export_style="concat", chat_template_type="concat")
+    assert text_rows(tokenizer, rows) == [
+        "<|user|>0?<|end|><|assistant|>a...<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
+    ]
+    assert trained_text(tokenizer, rows) == ["a...b<|end|>"]
+
+
+class Brancher:
+    """Asks one question, and goes on from its answer in two ways."""
+
+    async def run(self, data, **extra):
+        begun = [{"role": "user", "content": "?"}]
+        first = await chat(extra, begun)
+        begun.append(first.choices[0].message)
+        rewards = {}
+        for way in ("x", "y"):
+            reply = await chat(extra, [*begun, {"role": "user", "content": way}])
+            rewards[reply.id] = float(way == "y")
+        return rewards
+
+
+def test_concat_export_has_a_row_for_each_branch(episode, speaker, tokenizer):
+    rows = episode(Brancher(), speaker("a", "b", "c"), export_style="concat", turn_discount=0.5)
+    assert [text[len("<|user|>?<|end|><|assistant|>a<|end|>") :] for text in text_rows(tokenizer, rows)] == [
+        "<|user|>x<|end|><|assistant|>b<|end|>",
+        "<|user|>y<|end|><|assistant|>c<|end|>",
+    ]
+    assert rows["rewards"].tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("good", r"returned 'good' \(str\); expected a number for the last completion"),
+        (float("nan"), "returned nan, which is not finite"),
+        (None, r"returned 'None' \(NoneType\)"),
+        ({"chatcmpl-1": 1.0}, "rewarded 'chatcmpl-1', which is no completion of this run; it has chatcmpl-"),
+        ({}, "returned an empty dict"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(episode, speaker, returned, said):
+    with pytest.raises(WrongReward, match=f"test_episodes:Asker {said}"):
+        episode(Asker(lambda ids: returned), speaker("a", "b"))
+
+
+@pytest.mark.parametrize("returned", [1, True, torch.ones(1).item()])
+def test_any_real_number_is_a_reward(episode, speaker, returned):
+    assert episode(Asker(lambda ids: returned), speaker("a", "b"))["rewards"].tolist() == [1.0, 1.0]
+
+
+class Silent:
+    async def run(self, data, **extra):
+        return 1.0
+
+
+class Synchronous:
+    def run(self, data, **extra):
+        return 1.0
+
+
+class Runless:
+    pass
+
+
+class NeedsName:
+    def __init__(self, name) -> None: ...
+
+    async def run(self, data, **extra): ...
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Runless(), "Runless has no run: an agent has `async def run"),
+        (Synchronous, "Synchronous.run is not async"),
+        (
+            NeedsName,
+            "NeedsName cannot be constructed from {}: .*missing 1 required positional argument: 'name'",
+        ),
+        ("no_such_module:Agent", "no_such_module cannot be imported"),
+        ("json:Agent", "json has no Agent; its classes are "),
+        ("agent", "'agent' is no name; expected package.module:Class or file.py:Class"),
+        ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
+    ],
+)
+def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent, said):
+    with pytest.raises(NotAnAgent, match=said):
+        make_workflow(agent)
+
+
+def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, speaker):
+    with pytest.raises(NoCompletion, match="test_episodes:Silent ended without a call"):
+        episode(Silent(), speaker())
+
+
+class Unreachable:
+    async def run(self, data, **extra):
+        async with httpx.AsyncClient() as http_client:
+            await chat(extra | {"base_url": "http://127.0.0.1:9", "http_client": http_client}, [])
+
+
+def test_an_agents_own_exception_comes_out_of_its_episode(episode, speaker):
+    with pytest.raises(openai.APIConnectionError):
+        episode(Unreachable(), speaker())
+
+
+class Deaf:
+    """An engine whose servers are gone."""
+
+    version = 0
+
+    async def agenerate(self, req):
+        raise ServerDied("no inference server is left")
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "said"),
+    [(Deaf(), ServerDied, "no inference server is left"), (None, PromptTooLong, "leaves no room to sample")],
+)
+def test_the_engines_exception_comes_out_and_not_the_status_that_the_agent_saw(
+    episode, speaker, engine, error, said
+):
+    with pytest.raises(error, match=said) as raised:
+        episode(Asker(), engine or speaker(), gconfig={"max_tokens": 4})
+    assert isinstance(raised.value.__cause__, openai.APIStatusError)
+
+
+class Meddler:
+    """Tries, with its own key, to reward and to read another session's completion, and to act as the owner."""
+
+    async def run(self, data, **extra):
+        reply = await chat(extra, [{"role": "user", "content": "?"}])
+        if "others" not in data:
+            data["hand_over"].append((reply.id, extra["api_key"]))
+            return 0.25
+        other_id, _ = data["others"][0]
+        url, headers = extra["base_url"], {"authorization": f"Bearer {extra['api_key']}"}
+        post = extra["http_client"].post
+        refusals = [
+            await post(
+                f"{url}/rl/set_reward", headers=headers, json={"reward": 9, "interaction_id": other_id}
+            ),
+            await post(
+                f"{url}/responses", headers=headers, json={"previous_response_id": other_id, "input": "?"}
+            ),
+            await post(f"{url}/export_trajectories", headers=headers, json={"session_id": "any"}),
+            await post(f"{url}/rl/start_session", headers=headers, json={}),
+            await post(f"{url}/rl/set_reward", headers={"x-api-key": "sk-guess"}, json={"reward": 9}),
+            await post(f"{url}/chat/completions", headers={}, json={}),
+        ]
+        data["seen"] += [(reply.status_code, reply.json()["error"]["message"]) for reply in refusals]
+        return {other_id: 9.0} if data["reward_other"] else 0.5
+
+
+@pytest.mark.parametrize("reward_other", [False, True])
+def test_one_session_can_neither_reward_nor_read_another(make_workflow, speaker, reward_other):
+    workflow, engine, others, seen = make_workflow(Meddler()), speaker("a", "b"), [], []
+    first = asyncio.run(workflow.arun_episode(engine, {"hand_over": others}))
+    meddling = workflow.arun_episode(engine, {"others": others, "seen": seen, "reward_other": reward_other})
+    if reward_other:
+        with pytest.raises(WrongReward, match="which is no completion of this run"):
+            asyncio.run(meddling)
+    else:
+        assert asyncio.run(meddling)["rewards"].tolist() == [0.5]
+    assert first["rewards"].tolist() == [0.25]
+    assert [status for status, _ in seen] == [404, 404, 401, 401, 401, 401]
+    assert "is no completion of this session" in seen[0][1]
+    assert seen[-1][1].startswith("the session key is wrong, or its session has ended")
+
+
+def test_the_key_of_an_ended_session_opens_nothing(make_workflow, speaker):
+    workflow, kept = make_workflow(Meddler()), []
+    asyncio.run(workflow.arun_episode(speaker("a"), {"hand_over": kept}))
+    (_, key), url = kept[0], f"{workflow.server.base_url}/v1/chat/completions"
+    reply = httpx.post(url, headers={"authorization": f"Bearer {key}"}, json={"messages": []})
+    assert reply.status_code == 401
+
+
+class OwnReward:
+    async def run(self, data, **extra):
+        for content in "ab":
+            await chat(extra, [{"role": "user", "content": content}])
+        headers = {"x-api-key": extra["api_key"]}
+        await extra["http_client"].post(
+            f"{extra['base_url']}/rl/set_reward", headers=headers, json={"reward": 0.75}
+        )
+
+
+def test_a_reward_set_over_http_stands_for_the_returned_one(episode, speaker):
+    assert episode(OwnReward(), speaker("x", "y"), turn_discount=0.0)["rewards"].tolist() == [0.0, 0.75]
+
+
+class Sleeper:
+    async def run(self, data, **extra):
+        await chat(extra, [{"role": "user", "content": "?"}])
+        await asyncio.sleep(60)
+
+
+def test_an_agent_that_stops_calling_is_ended_with_an_error(episode, speaker):
+    began = time.monotonic()
+    with pytest.raises(
+        AgentStalled, match=r"no call for 1 s .* after 1 answered calls, and has not returned"
+    ):
+        episode(Sleeper(), speaker("a"), session_timeout_seconds=1)
+    assert time.monotonic() - began < 10
+
+
+class SyncClient:
+    """Blocks its event loop in every call; an agent on the engine's loop would wait for itself for ever."""
+
+    async def run(self, data, **extra):
+        with openai.OpenAI(base_url=extra["base_url"], api_key=extra["api_key"]) as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        return 1.0
+
+
+def test_an_agent_with_a_synchronous_client_does_not_deadlock(episode, speaker):
+    assert episode(SyncClient(), speaker("a"))["rewards"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "said"),
+    [
+        ("0.0.0.0", "areal-admin-key", "would listen on 0.0.0.0, .*admin_api_key is the default"),
+        ("10.1.2.3", "short", "only 5 characters long"),
+        ("example.org", "x" * 15, "only 15 characters long"),
+    ],
+)
+def test_a_proxy_that_others_can_reach_wants_a_key_of_its_own(host, key, said):
+    with pytest.raises(UnsafeProxy, match=said):
+        check_exposure(host, key)
+    check_exposure(host, "k" * 16)
+    for loopback in ("127.0.0.1", "::1", "localhost"):
+        check_exposure(loopback, key)
+
+
+def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(tokenizer):
+    for option in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"rollout.agent.{option} is 'qwem'; expected one of qwen"):
+            AgentWorkflow(Silent, GenerationHyperparameters(), tokenizer, AgentConfig(**{option: "qwem"}))

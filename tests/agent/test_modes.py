@@ -1,0 +1,100 @@
+"""Agents that do not run beside the trainer: in processes of their own, or with somebody who opens sessions over HTTP."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+
+from areal_core.rollout.agent.errors import AgentError, WrongReward
+
+AGENT = f"{Path(__file__).parent}/environment_agent.py:EnvironmentAgent"
+ADMIN = {"authorization": "Bearer areal-admin-key"}
+
+
+def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, speaker):
+    workflow = make_workflow(AGENT, mode="subproc", subproc_max_workers=1, agent_kwargs={"scale": 0.5})
+    engine = speaker("a", "b", "c", "d")
+
+    async def episodes():
+        first = await workflow.arun_episode(engine, {"ask": "0"})
+        with pytest.raises(AgentError, match=r"EnvironmentAgent raised KeyError: 'ask'\nTraceback"):
+            await workflow.arun_episode(engine, {})
+        with pytest.raises(WrongReward, match=r"returned '<object object"):
+            await workflow.arun_episode(engine, {"ask": "1", "return": "object"})
+        with pytest.raises(AgentError, match="ended with exit code 3 during an episode"):
+            await workflow.arun_episode(engine, {"ask": "2", "exit": 3})
+        return first, await workflow.arun_episode(engine, {"ask": "3"})
+
+    first, last = asyncio.run(episodes())
+    (pid,), (next_pid,) = (set((rows["rewards"] * 2).int().tolist()) for rows in (first, last))
+    assert os.getpid() not in (pid, next_pid)
+    assert pid != next_pid  # the one that ended was replaced
+
+
+def test_an_agent_object_cannot_go_into_another_process(make_workflow, speaker):
+    class Local:
+        async def run(self, data, **extra): ...
+
+    workflow = make_workflow(Local(), mode="subproc")
+    with pytest.raises(AgentError, match="give its import path as text"):
+        asyncio.run(workflow.arun_episode(speaker(), {}))
+
+
+def test_somebody_outside_runs_the_episodes_that_wait(make_workflow, speaker):
+    workflow = make_workflow(None, mode="online")
+    url = workflow.server.base_url
+
+    async def outside(client):
+        begun = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+        while begun.status_code == 429:
+            await asyncio.sleep(0.005)
+            begun = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+        session = begun.json()
+        key = {"authorization": f"Bearer {session['api_key']}"}
+        body = {"messages": [{"role": "user", "content": session["data"]["ask"]}]}
+        await client.post(f"{url}/v1/chat/completions", headers=key, json=body)
+        await client.post(f"{url}/rl/set_reward", headers=key, json={"reward": 0.25})
+        exported = await client.post(
+            f"{url}/export_trajectories", headers=ADMIN, json={"session_id": session["session_id"]}
+        )
+        await client.post(f"{url}/rl/end_session", headers=key)
+        return begun, exported.json()
+
+    async def both():
+        async with httpx.AsyncClient() as client:
+            return await asyncio.gather(workflow.arun_episode(speaker("a"), {"ask": "?"}), outside(client))
+
+    rows, (_, exported) = asyncio.run(both())
+    assert rows["rewards"].tolist() == [0.25]
+    (interaction,) = exported["interactions"]
+    assert interaction["input_tokens"] + interaction["output_tokens"] == rows["input_ids"][0].tolist()
+    assert (interaction["reward"], interaction["message"]["content"]) == (0.25, "a")
+    idle = httpx.post(f"{url}/rl/start_session", headers=ADMIN)
+    assert (idle.status_code, idle.json()["error"]["code"]) == (429, "no_capacity")
+
+
+def test_a_reward_that_is_no_finite_number_is_refused_over_http(make_workflow, speaker):
+    workflow = make_workflow(None, mode="online")
+
+    async def offer_and_set():
+        episode = asyncio.ensure_future(workflow.arun_episode(speaker(), {}))
+        while not workflow.server.proxy.offers:
+            await asyncio.sleep(0)
+        session, _ = workflow.server.proxy.offers[0]
+        async with httpx.AsyncClient(headers={"x-api-key": session.key}) as client:
+            url = f"{workflow.server.base_url}/rl/set_reward"
+            replies = [
+                await client.post(url, content=body) for body in ('{"reward": NaN}', '{"reward": "1"}', "[]")
+            ]
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+        assert list(workflow.server.proxy.offers) == []
+        return [reply.json()["error"]["message"] for reply in replies]
+
+    assert asyncio.run(offer_and_set()) == [
+        "reward is nan; expected a finite number",
+        "reward is '1'; expected a number",
+        "the body is []; expected a JSON object",
+    ]
