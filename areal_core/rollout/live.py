@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.rollout.executor import AcceptFn, Executor
+from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptFeed, PromptLoader
+from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.source import TrainedWeights
 from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RolloutWorkflow

@@ -18,8 +18,9 @@ from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
 from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.executor import AcceptFn, Executor
+from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptLoader
+from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.servers import Server, ServerPool, servers_from_environment, wait_until_healthy
 from areal_core.rollout.sglang_client import SGLangClient

@@ -15,7 +15,7 @@ from areal_core.engine.determinism import rng_state
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
-from areal_core.rollout.executor import AcceptFn
+from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RolloutWorkflow

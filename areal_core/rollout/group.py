@@ -1,0 +1,52 @@
+"""One prompt on its way, with all its samples: the unit that starts, is accepted or rejected, and is consumed, as a whole."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_core.batch import Batch
+from areal_core.rollout.episode import EpisodeEngine, assemble
+from areal_core.rollout.workflow import RolloutWorkflow
+
+Row = dict[str, Any]
+AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether the trainer shall see them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with a prompt: `n_samples` episodes of a workflow; all of them are dropped unless `should_accept`."""
+
+    workflow: RolloutWorkflow
+    n_samples: int = 1
+    should_accept: AcceptFn | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt on its way."""
+
+    task_id: int
+    prompt_id: int
+    data: Row
+    plan: Plan
+    from_feed: bool = False
+    version: int = -1  # at the start; once finished, that of the oldest token
+    task: asyncio.Task[None] | None = None
+    episodes: list[EpisodeEngine] = field(default_factory=list)
+    rows: list[Batch | None] | None = None  # per episode; None unless accepted
+
+    def batch(self) -> Batch | None:
+        """The accepted rows in canonical order."""
+        return None if self.rows is None else assemble([(self.prompt_id, self.rows)])
+
+
+def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> bool:
+    """What `should_accept` says of a prompt's rows. Its exception gets a note that names the prompt."""
+    if plan.should_accept is None:
+        return True
+    try:
+        return bool(plan.should_accept(assemble([(prompt_id, rows)])))
+    except Exception as error:
+        error.add_note(f"in should_accept_fn for prompt {prompt_id}")
+        raise

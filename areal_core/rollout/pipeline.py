@@ -1,0 +1,292 @@
+"""Prompts through workflows on one event loop: never more than allowed, as early as allowed, consumed before they are too old.
+
+    submit(group) --> pending --+
+    prepare(feed) --> feed -----+--> start_more: while capacity() > 0, a task a prompt
+                                       |      its n_samples episodes --> engine, reward
+    waiter <-- wake --  ready   <--- finished: accepted | rejected | failed
+    waiter <-- wake --  done    <---   |
+    set_version, set_paused --------->  start_more <-- a rejection makes room
+
+Nothing polls: each event that can make room calls `start_more`, each that can satisfy a waiter wakes it. All state belongs to the event
+loop's thread, so there are no locks; `executor.py` is the way in from other threads.
+
+A waiter is never left in silence. What cannot come (`RolloutStuck`), what always fails (the workflow's own exception) and what is
+always rejected (`NothingAccepted`) is raised; what only takes long is told by name, and again each time the wait has doubled (`watch.py`).
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.episode import EpisodeEngine, oldest_version, run_episodes
+from areal_core.rollout.errors import NothingAccepted, RolloutStuck
+from areal_core.rollout.group import Group, Plan, Row, is_accepted
+from areal_core.rollout.staleness import StalenessControl, choose_batch
+from areal_core.rollout.watch import Patience, Watch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_REJECTED_BATCHES = 4  # rejected prompts in a row, in batches, before a filter is called hopeless
+MIN_REJECTED = 32
+
+
+class Feed(Protocol):
+    """Where `prepare_batch` takes prompts from; called on the event loop thread."""
+
+    def take(self) -> tuple[int, Row]:
+        """The next `(prompt_id, row)`, for ever."""
+        ...
+
+
+class Pipeline:
+    """What waits, runs and has finished. Construct and use it on one event loop; arguments as those of `Executor`."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        control: StalenessControl,
+        max_failures: int = 0,
+        check_format: bool = False,
+        patience: Patience | None = None,
+    ) -> None:
+        self.engine = engine
+        self.control = control
+        self.max_failures = max_failures
+        self.check_format = check_format
+        self._is_paused = False
+        self._patience = patience or Patience()
+        self._task_ids = itertools.count()
+        self._pending: deque[Group] = deque()
+        self._running: dict[int, Group] = {}
+        self._ready: list[Group] = []  # accepted, from the feed, not yet consumed
+        self._done: dict[int, Group] = {}  # finished, submitted one by one, not yet fetched
+        self._feed: tuple[Feed, Plan] | None = None
+        self._failures = self._rejections = 0  # failures since the last batch, rejections in a row
+        self._error: Exception | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def submit(self, prompt_id: int | None, data: Row, plan: Plan) -> int:
+        task_id = next(self._task_ids)
+        self._pending.append(Group(task_id, task_id if prompt_id is None else prompt_id, data, plan))
+        self._start_more()
+        return task_id
+
+    async def run_all(
+        self, prompts: Sequence[tuple[int, Row]], plan: Plan, timeout_s: float | None
+    ) -> list[Group]:
+        ids = [await self.submit(prompt_id, data, plan) for prompt_id, data in prompts]
+        await self._until(lambda: all(i in self._done for i in ids) or None, f"{len(ids)} prompts", timeout_s)
+        return [self._done.pop(task_id) for task_id in ids]
+
+    async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
+        if count > (known := len(self._pending) + len(self._running) + len(self._done)):
+            raise RolloutStuck(
+                f"wait({count}) would never return: {known} prompts were submitted and not fetched"
+            )
+        await self._until(lambda: len(self._done) >= count or None, f"{count} results", timeout_s)
+        return [self._done.pop(task_id) for task_id in sorted(self._done)[:count]]
+
+    async def wait_for_task(self, task_id: int, timeout_s: float | None) -> Group:
+        on_the_way = {group.task_id for group in self._pending} | self._running.keys() | self._done.keys()
+        if task_id not in on_the_way:
+            raise RolloutStuck(f"there is no task {task_id}, or its result was fetched before")
+        await self._until(lambda: task_id in self._done or None, f"task {task_id}", timeout_s)
+        return self._done.pop(task_id)
+
+    async def prepare(self, feed: Feed, plan: Plan, timeout_s: float | None) -> list[Group]:
+        self._feed = (feed, plan)
+        self._start_more()
+        return await self._until(self._take_batch, f"{self.control.batch_size} prompts", timeout_s)
+
+    async def set_version(self, version: int) -> None:
+        self.control.version = version
+        self._start_more()
+        self._wake()
+
+    async def continue_at(self, version: int) -> None:
+        self.control.continue_at(version)
+        self._start_more()
+        self._wake()
+
+    async def set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._start_more()
+        self._wake()
+
+    async def snapshot(self, read: Callable[[list[int]], T]) -> T:
+        groups = [*self._ready, *(group for group in self._running.values() if group.from_feed)]
+        return read(sorted(group.prompt_id for group in groups))
+
+    def _start_more(self) -> None:
+        """Starts what may start. Called after everything that can make room."""
+        try:
+            while not self._is_paused and self._error is None and self.control.capacity() > 0:
+                group = self._next_group()
+                if group is None:
+                    return
+                self._start(group)
+        except Exception as error:  # of the feed: a dataset that cannot be read. The waiter raises it
+            self._error = error
+            self._wake()
+
+    def _next_group(self) -> Group | None:
+        if self._pending:
+            return self._pending.popleft()
+        if self._feed is None:
+            return None
+        feed, plan = self._feed
+        return Group(next(self._task_ids), *feed.take(), plan, from_feed=True)
+
+    def _start(self, group: Group) -> None:
+        group.version = self.control.version
+        group.episodes = [EpisodeEngine(self.engine, group.prompt_id, i) for i in range(group.plan.n_samples)]
+        self.control.running += 1
+        self._running[group.task_id] = group
+        group.task = asyncio.create_task(self._run(group))
+
+    async def _run(self, group: Group) -> None:
+        control, plan = self.control, group.plan
+        try:
+            rows = await run_episodes(group.episodes, plan.workflow, group.data, self.check_format)
+            accepted = any(part is not None for part in rows) and is_accepted(group.prompt_id, rows, plan)
+            group.version = oldest_version(rows, otherwise=group.version)
+        except Exception as error:
+            control.failed += 1
+            self._fail(group, error)
+        else:
+            control.accepted += accepted
+            control.rejected += not accepted
+            self._rejections = 0 if accepted else self._rejections + 1
+            group.rows = rows if accepted else None
+        finally:
+            del self._running[group.task_id]
+            control.running -= 1
+        if not group.from_feed:
+            self._done[group.task_id] = group
+        elif group.rows is not None:
+            self._ready.append(group)
+        self._start_more()
+        self._wake()
+
+    def _fail(self, group: Group, error: Exception) -> None:
+        self._failures += 1
+        if self._failures > self.max_failures:
+            self._error = self._error or error
+            return
+        logger.warning(
+            "prompt %d failed (%d of at most %d per batch): %s: %s",
+            *(group.prompt_id, self._failures, self.max_failures, type(error).__name__, error),
+        )
+
+    def _take_batch(self) -> list[Group] | None:
+        """The prompts of the next batch, once they are there."""
+        control = self.control
+        self._drop_stale()
+        self._ready.sort(key=lambda group: group.task_id)
+        chosen = choose_batch(
+            [group.version for group in self._ready],
+            [group.version for group in self._running.values() if group.from_feed],
+            control.version,
+            control.max_head_offpolicyness,
+            control.batch_size,
+        )
+        if chosen is None:
+            self._refuse_hopeless_filter()
+            return None
+        taken = set(chosen)
+        groups = [self._ready[i] for i in chosen]
+        self._ready = [group for i, group in enumerate(self._ready) if i not in taken]
+        return groups
+
+    def _drop_stale(self) -> None:
+        stale = [group for group in self._ready if self.control.is_too_old(group.version)]
+        if not stale:
+            return
+        self._ready = [group for group in self._ready if not self.control.is_too_old(group.version)]
+        self.control.drop_stale(len(stale))
+        logger.warning(
+            "%d prompts (the first is %d) were dropped: their oldest tokens are of version %d, the trainer is at %d and "
+            "max_head_offpolicyness is %d; the version moved without a batch being taken, or a server missed a push",
+            *(len(stale), stale[0].prompt_id, stale[0].version),
+            *(self.control.version, self.control.max_head_offpolicyness),
+        )
+        self._start_more()
+
+    def _refuse_hopeless_filter(self) -> None:
+        if self._rejections >= max(MIN_REJECTED, MAX_REJECTED_BATCHES * self.control.batch_size):
+            raise NothingAccepted(
+                f"{self._rejections} prompts in a row were rejected at version {self.control.version}: let the workflow or "
+                f"should_accept_fn accept more, or look at the rewards of these prompts"
+            )
+
+    async def _until(self, ready: Callable[[], T | None], wanted: str, timeout_s: float | None) -> T:
+        """What `ready` gives once it is not None; it is asked again after every event."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout_s is None else loop.time() + timeout_s
+        watch = Watch(self._patience, wanted)
+        while True:
+            if self._error is not None:
+                error = self._error
+                await self._cancel_running()
+                self._error = None  # not before: until now it keeps others from starting
+                raise error
+            if (value := ready()) is not None:
+                self._failures = 0
+                return value
+            if end is not None and loop.time() >= end:
+                raise TimeoutError(f"{wanted} were not there within {timeout_s} s: {self._counts()}")
+            woken = loop.create_future()
+            self._waiters.append(woken)
+            left = self._patience.look_every_s if end is None else end - loop.time()
+            await asyncio.wait([woken], timeout=min(left, self._patience.look_every_s))
+            if not woken.done():
+                self._look(watch)
+
+    def _look(self, watch: Watch) -> None:
+        """Nothing has happened for a while: raises if nothing ever will, and otherwise says what is waited for."""
+        control = self.control
+        if self._is_paused:
+            watch.paused()
+        if self._running:
+            watch.look([episode for group in self._running.values() for episode in group.episodes])
+        elif not self._is_paused and control.capacity() <= 0:
+            raise RolloutStuck(
+                f"{watch.wanted} are waited for and no prompt may start: at version {control.version} with "
+                f"max_head_offpolicyness {control.max_head_offpolicyness} and batch_size {control.batch_size} "
+                f"{control.staleness_limit()} prompts may be accepted or running, and {control.accepted} are; take the accepted "
+                f"ones and set_version({control.version + 1}), or raise max_head_offpolicyness"
+            )
+        elif not self._is_paused:
+            raise RolloutStuck(f"{watch.wanted} are waited for and no prompt is left: {self._counts()}")
+
+    def _counts(self) -> str:
+        c = self.control
+        return (
+            f"{len(self._running)} run, {len(self._pending)} wait to start, {len(self._ready) + len(self._done)} have "
+            f"finished and are not fetched (so far {c.accepted} accepted, {c.rejected} rejected, {c.failed} failed)"
+        )
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def close(self) -> None:
+        """Cancels what runs, and starts nothing any more."""
+        self._is_paused = True
+        await self._cancel_running()
+
+    async def _cancel_running(self) -> None:
+        tasks = [group.task for group in self._running.values() if group.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A task that was cancelled before its first step has not counted itself out.
+        self.control.running -= len(self._running)
+        self._running.clear()

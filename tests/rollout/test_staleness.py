@@ -1,0 +1,122 @@
+"""The arithmetic of staleness: capacity, shares of ranks, and the bound on age, whatever finishes first."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_core.rollout.staleness import StalenessControl, choose_batch, per_rank
+
+
+@pytest.mark.parametrize(
+    ("control", "capacity"),
+    [
+        # min(max_concurrent - running, (max_head_offpolicyness + version + 1) * batch_size - (accepted + running))
+        (StalenessControl(4, 100), 4),
+        (StalenessControl(4, 3), 3),
+        (StalenessControl(4, 100, 2), 12),
+        (StalenessControl(4, 100, 2, version=3, accepted=20, running=3), 1),
+        (StalenessControl(4, 100, 2, version=3, accepted=20, running=6), -2),
+        (StalenessControl(4, 8, 2, version=3, accepted=4, running=5), 3),
+        (StalenessControl(4, 100, 2, num_steps=2), 8),
+    ],
+)
+def test_capacity_is_the_smaller_of_two_limits(control, capacity):
+    assert control.capacity() == capacity
+
+
+def test_a_rejection_or_a_failure_makes_room_and_an_acceptance_does_not():
+    control = StalenessControl(2, 10, running=2)
+    assert control.capacity() == 0
+    control.running, control.rejected = 1, 1
+    assert control.capacity() == 1
+    control.running, control.accepted = 0, 1
+    assert control.capacity() == 1
+
+
+@pytest.mark.parametrize(("total", "num_ranks", "share"), [(8, 2, 4), (7, 2, 3), (1, 4, 1), (3, 4, 1)])
+def test_a_ranks_share_is_never_nothing(total, num_ranks, share):
+    assert per_rank(total, num_ranks) == share
+
+
+def test_a_run_that_is_continued_may_start_as_much_as_one_that_was_not():
+    control = StalenessControl(4, 100, 1)
+    control.continue_at(7)
+    assert control.capacity() == 8
+
+
+def test_the_oldest_finished_are_taken():
+    assert choose_batch([2, 1, 2, 1], [], 2, 1, 2) == [1, 3]
+
+
+def test_what_is_missing_is_waited_for():
+    assert choose_batch([1], [1, 1], 1, 2, 2) is None
+
+
+def test_the_trainer_waits_for_old_ones_that_would_not_fit_into_the_batches_to_come():
+    # At version 1, two of version 0 are running. With max_head_offpolicyness 2 and batches of one, version 2 could take only one of them,
+    # so a younger finished one may not be taken before them.
+    assert choose_batch([1], [0, 0], 1, 2, 1) is None
+    assert choose_batch([1, 0], [0], 1, 2, 1) == [1]
+    # With one running there is room for it later.
+    assert choose_batch([1], [0], 1, 2, 1) == [0]
+
+
+def test_running_ones_that_are_too_old_already_hold_nobody_up():
+    assert choose_batch([5], [0, 0], 5, 1, 1) == [0]
+
+
+@given(
+    batch_size=st.integers(1, 4),
+    ahead=st.integers(0, 4),
+    max_concurrent=st.integers(1, 12),
+    choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=400),
+)
+def test_no_sample_is_consumed_too_old_and_none_dropped_whatever_finishes_first(
+    batch_size, ahead, max_concurrent, choices
+):
+    """Events in any order: a random running prompt is accepted, or rejected, or the trainer tries to take a batch."""
+    control = StalenessControl(batch_size, max_concurrent, ahead)
+    running: list[int] = []  # versions at the start
+    ready: list[int] = []
+    num_consumed = 0
+    for choice in choices:
+        while control.capacity() > 0:
+            running.append(control.version)
+            control.running += 1
+        assert 0 < control.running <= max_concurrent or len(ready) >= batch_size
+        event, which = choice % 8, choice // 8
+        if event < 6 and running:
+            version = running.pop(which % len(running))
+            control.running -= 1
+            if event:
+                control.accepted += 1
+                ready.append(version)
+            else:
+                control.rejected += 1
+            continue
+        chosen = choose_batch(ready, running, control.version, ahead, batch_size)
+        if chosen is None:
+            assert running, "the trainer would wait for ever"
+            continue
+        assert [ready[i] for i in chosen] == sorted(ready)[:batch_size]
+        assert all(control.version - ready[i] <= ahead for i in chosen)
+        ready = [version for i, version in enumerate(ready) if i not in chosen]
+        num_consumed += batch_size
+        control.version += 1
+        assert not any(control.is_too_old(version) for version in ready + running)
+    assert num_consumed == control.version * batch_size
+    assert control.accepted == num_consumed + len(ready)
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 30))
+def test_the_trainer_never_waits_when_all_have_finished(batch_size, ahead, num_steps):
+    control = StalenessControl(batch_size, 10**6, ahead)
+    ready: list[int] = []
+    for _ in range(num_steps):
+        while control.capacity() > 0:
+            ready.append(control.version)
+            control.accepted += 1
+        chosen = choose_batch(ready, [], control.version, ahead, batch_size)
+        assert chosen is not None
+        ready = [version for i, version in enumerate(ready) if i not in chosen]
+        control.version += 1
