@@ -144,8 +144,7 @@ def print_verification(record: Path, report: "VerifyReport") -> None:
     plural = "" if len(report.problems) == 1 else "s"
     out.print(f"[red]{len(report.problems)} problem{plural}[/red], {len(report.steps_ok)} steps are intact")
     for problem in report.problems:
-        tensor = f", tensor {problem.tensor}" if problem.tensor else ""
-        out.print(Text(f"  {problem.file}{tensor}: {problem.what}"))
+        out.print(Text(f"  {problem}"))
     if report.steps_missing:
         out.print(f"steps missing: {', '.join(map(str, report.steps_missing))}")
     out.print(

@@ -5,15 +5,18 @@ from recorder.errors import (
     NotARecord,
     RecordError,
     RecordExists,
+    RecordingFailed,
     RecordNotFound,
     StepNotRecorded,
     UnknownFormat,
 )
-from recorder.format import MicroBatch, Outcome, Plan, RecordHeader
+from recorder.format import MicroBatch, Outcome, Plan, RecordHeader, Recording
 from recorder.outcome import OutcomeObserver
 from recorder.reader import Record, RecordedStep, open_record
+from recorder.retention import Retention
+from recorder.step_files import commit_anchor
 from recorder.verify import Problem, VerifyReport, verify
-from recorder.writer import RecordWriter, commit_anchor
+from recorder.writer import RecordingOptions, RecordWriter
 
 __all__ = [
     "DamagedRecord",
@@ -30,6 +33,10 @@ __all__ = [
     "RecordNotFound",
     "RecordWriter",
     "RecordedStep",
+    "Recording",
+    "RecordingFailed",
+    "RecordingOptions",
+    "Retention",
     "StepNotRecorded",
     "UnknownFormat",
     "VerifyReport",

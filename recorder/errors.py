@@ -5,6 +5,7 @@ RecordError (ValueError)
 ├── NotARecord        a folder without record.json
 ├── RecordExists      recording would overwrite something
 ├── UnknownFormat     a newer format version, or keys that this version does not know
+├── RecordingFailed   a rank could not write; the run was asked to stop when that happens
 ├── StepNotRecorded   that step, rank, row or tensor is not in the record
 └── DamagedRecord     bytes that are not the ones written; names file and tensor
 """
@@ -28,6 +29,16 @@ class RecordExists(RecordError):
 
 class UnknownFormat(RecordError):
     """The record was written by a version that this one does not know."""
+
+
+class RecordingFailed(RecordError):
+    """Recording failed on some rank."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; what was committed before is whole. Make room or record elsewhere (debug.path), or train on without a "
+            "record (debug.dump_when_failing=continue)"
+        )
 
 
 class StepNotRecorded(RecordError):

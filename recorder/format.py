@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from recorder.errors import DamagedRecord, UnknownFormat
@@ -11,8 +11,10 @@ FORMAT_VERSION = 1
 RECORD_FILE = "record.json"
 STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
+GAPS_FILE = "gaps.json"
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
+SCOPES = ("rollout", "plan", "full")
 STEP_NAME = re.compile(r"\d{6,}")
 
 T = TypeVar("T")
@@ -67,6 +69,23 @@ class BatchEntry:
 
 
 @dataclass(frozen=True)
+class Recording:
+    """What of a run is recorded.
+
+    `scope` is "rollout" (batches and text), "plan" (also plan and outcome) or "full" (also what the trainer learned from, token by
+    token). Steps that `every` divides are recorded, or exactly those of `steps`.
+    """
+
+    scope: str = "plan"
+    every: int = 1
+    steps: tuple[int, ...] | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether the step is to be recorded."""
+        return step % self.every == 0 if self.steps is None else step in self.steps
+
+
+@dataclass(frozen=True)
 class RankFiles:
     """What one rank wrote in a step: its part of step.json."""
 
@@ -76,7 +95,7 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class StepManifest:
-    """step.json. `version` is the weight version after the step."""
+    """step.json. `version` is the weight version after the step; `batches` describes every safetensors file."""
 
     format_version: int
     step: int
@@ -99,6 +118,7 @@ class RecordHeader:
     tokenizer: dict[str, Any] | None
     environment: dict[str, Any]
     config: dict[str, Any]
+    recording: Recording = field(default_factory=Recording)
 
 
 @dataclass(frozen=True)
@@ -171,7 +191,10 @@ def check_version(document: dict[str, Any], file: str) -> None:
 def parse_header(document: dict[str, Any]) -> RecordHeader:
     """record.json, unsealed."""
     check_version(document, RECORD_FILE)
-    return RecordHeader(**fields_of(RecordHeader, document, RECORD_FILE))
+    members = fields_of(RecordHeader, document, RECORD_FILE)
+    recording = fields_of(Recording, members["recording"], RECORD_FILE)
+    steps = None if recording["steps"] is None else tuple(recording["steps"])
+    return RecordHeader(**members | {"recording": Recording(**recording | {"steps": steps})})
 
 
 def parse_files(document: dict[str, Any], file: str) -> dict[str, FileEntry]:

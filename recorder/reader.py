@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from recorder.errors import DamagedRecord, NotARecord, StepNotRecorded
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    GAPS_FILE,
     RECORD_FILE,
     STEP_FILE,
     STEP_NAME,
@@ -31,6 +32,7 @@ from recorder.format import (
     rank_file,
     step_name,
 )
+from recorder.gaps import Gaps, in_ranges, parse_gaps
 from recorder.sealed import checksum, restored, unseal
 from recorder.storage import Storage, location_of, open_storage
 from recorder.tensors import check_header, read_tensor
@@ -48,11 +50,26 @@ class RecordedStep:
 
         Dtypes are those the trainer saw; bfloat16 and 8-bit floats come as their bits in unsigned integers.
         """
-        name, entry = self.batch_entry(rank)
+        return self.tensors(*self.batch_entry(rank), keys)
+
+    def learning(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """What the trainer of a rank learned from, next-token aligned, flat like `batch`: `prox_logp`, `advantages` and others.
+
+        Raises StepNotRecorded unless the scope of the record is "full".
+        """
+        name = self.rank_name("learning", rank, "safetensors")
+        if name not in self.manifest.batches:
+            raise not_in_scope(self.name_of(name), "full")
+        return self.tensors(name, self.manifest.batches[name], keys)
+
+    def tensors(
+        self, name: str, entry: BatchEntry, keys: Iterable[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Arrays of one of the step's safetensors files, all of them unless `keys` are given."""
         wanted = list(entry.tensors) if keys is None else list(keys)
-        if missing := [key for key in wanted if key not in entry.tensors]:
-            raise StepNotRecorded(f"{self.name_of(name)} has no {missing}: it has {sorted(entry.tensors)}")
         file = self.name_of(name)
+        if missing := [key for key in wanted if key not in entry.tensors]:
+            raise StepNotRecorded(f"{file} has no {missing}: it has {sorted(entry.tensors)}")
         check_header(self.storage, file, entry)
         return {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
 
@@ -68,13 +85,17 @@ class RecordedStep:
         }
 
     def plan(self, rank: int) -> Plan:
-        """What the rank set out to do."""
+        """What the rank set out to do. Raises StepNotRecorded when the scope of the record is "rollout"."""
         name = self.rank_name("plan", rank, "json")
+        if name not in self.manifest.files:
+            raise not_in_scope(self.name_of(name), "plan")
         return parse_plan(restored(json.loads(self.file(name))), self.name_of(name))
 
     def outcome(self, rank: int) -> Outcome:
-        """What came out on the rank."""
+        """What came out on the rank. Raises StepNotRecorded when the scope of the record is "rollout"."""
         name = self.rank_name("outcome", rank, "json")
+        if name not in self.manifest.files:
+            raise not_in_scope(self.name_of(name), "plan")
         return parse_outcome(json.loads(self.file(name)), self.name_of(name))
 
     def text(self, rank: int) -> list[dict[str, Any]] | None:
@@ -116,11 +137,16 @@ class RecordedStep:
         return checked_file(self.storage, self.name_of(name), self.manifest.files[name])
 
 
+def not_in_scope(file: str, scope: str) -> StepNotRecorded:
+    """The error for a file that recording with a smaller scope leaves out."""
+    return StepNotRecorded(f"{file} was not recorded: it takes debug.dump_scope={scope} or a larger one")
+
+
 @dataclass(frozen=True)
 class Record:
     """A record, in a folder or an archive. `steps` are committed, `uncommitted` were being written when the run ended; both ascend.
 
-    `path` is what it was opened with, a path or a URL.
+    `path` is what it was opened with, a path or a URL. `gaps` are the steps that are not there on purpose.
     """
 
     path: str
@@ -128,15 +154,23 @@ class Record:
     header: RecordHeader
     steps: tuple[int, ...]
     uncommitted: tuple[int, ...]
+    gaps: Gaps = field(default_factory=Gaps)
 
     def step(self, step: int) -> RecordedStep:
         """A committed step. Raises StepNotRecorded, or DamagedRecord when its step.json is."""
         if step not in self.steps:
-            state = "was not finished" if step in self.uncommitted else "is not recorded"
             raise StepNotRecorded(
-                f"step {step} {state} in {self.path}: it holds {describe_steps(self.steps)}"
+                f"step {step} {self.why_missing(step)} in {self.path}: it holds {describe_steps(self.steps)}"
             )
         return RecordedStep(self.storage, read_manifest(self.storage, step))
+
+    def why_missing(self, step: int) -> str:
+        """What became of a step that is not there."""
+        if step in self.uncommitted:
+            return "was not finished"
+        if not self.header.recording.wants(step):
+            return "was not asked for when it was recorded"
+        return self.gaps.reason(step) or "is not recorded"
 
     def anchors(self) -> tuple[int, ...]:
         """Steps before which a complete checkpoint was taken."""
@@ -190,15 +224,25 @@ def read_manifest(storage: Storage, step: int) -> StepManifest:
     return manifest
 
 
+def read_gaps(storage: Storage) -> Gaps:
+    """gaps.json, or no gaps where there is none. Raises DamagedRecord."""
+    return Gaps() if storage.size(GAPS_FILE) is None else parse_gaps(read_sealed(storage, GAPS_FILE))
+
+
 def describe_steps(steps: tuple[int, ...]) -> str:
-    """`no steps`, or `steps 0 to 9`."""
-    return f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+    """`no steps`, `steps 0 to 9`, or `90 steps from 0 to 99`."""
+    if not steps:
+        return "no steps"
+    if steps[-1] - steps[0] + 1 == len(steps):
+        return f"steps {steps[0]} to {steps[-1]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
-def step_folders(storage: Storage) -> list[int]:
-    """Numbers of all step folders, ascending."""
+def step_folders(storage: Storage, gaps: Gaps = Gaps()) -> list[int]:
+    """Numbers of all step folders, ascending, without those that were being removed when their run ended."""
     # STEP_NAME in a form that is twice as fast, which shows with 10,000 steps
-    return sorted([int(name) for name in storage.names(STEPS_FOLDER) if len(name) >= 6 and name.isdecimal()])
+    steps = sorted([int(name) for name in storage.names(STEPS_FOLDER) if len(name) >= 6 and name.isdecimal()])
+    return [step for step in steps if not in_ranges(step, gaps.removed)] if gaps.removed else steps
 
 
 def anchor_steps(storage: Storage) -> tuple[int, ...]:
@@ -218,8 +262,9 @@ def open_record(path: str | os.PathLike[str]) -> Record:
     if storage.size(RECORD_FILE) is None:
         raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header = parse_header(read_sealed(storage, RECORD_FILE))
-    steps = step_folders(storage)
+    gaps = read_gaps(storage)
+    steps = step_folders(storage, gaps)
     committed = len(steps)
     while committed and storage.size(f"{STEPS_FOLDER}/{step_name(steps[committed - 1])}/{STEP_FILE}") is None:
         committed -= 1
-    return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]))
+    return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]), gaps)

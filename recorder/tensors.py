@@ -86,17 +86,20 @@ def narrow(array: np.ndarray) -> np.ndarray:
     return array.astype(narrowest) if narrowest.itemsize < array.dtype.itemsize else array
 
 
-def ragged(key: str, padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B, T, ...] to [tokens, ...]. Raises RecordError when the padding is not zero, for it could not be restored."""
+def without_padding(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B, T, ...] to [tokens, ...]."""
     # memcpy of row slices: a boolean index over [256, 8192] takes ten times as long
     none = padded[:0].reshape(0, *padded.shape[2:])
-    flat = np.concatenate([none, *(row[:n] for row, n in zip(padded, lengths, strict=True))])
+    return np.concatenate([none, *(row[:n] for row, n in zip(padded, lengths, strict=True))])
+
+
+def check_padding(key: str, padded: np.ndarray, flat: np.ndarray) -> None:
+    """Raises RecordError when the padding is not zero, for it could not be restored."""
     bits = f"u{padded.itemsize}"  # as integers, because -0.0 counts as zero, and counting floats takes four times as long
     if np.count_nonzero(padded.view(bits)) != np.count_nonzero(flat.view(bits)):
         raise RecordError(
             f"batch[{key!r}] has padding that is not 0: set it to 0 where attention_mask is false"
         )
-    return flat
 
 
 def sequence_lengths(attention_mask: Any) -> np.ndarray:
@@ -110,8 +113,8 @@ def sequence_lengths(attention_mask: Any) -> np.ndarray:
     return lengths
 
 
-def flatten(batch: Mapping[str, Any]) -> FlatBatch:
-    """A padded batch (ARCHITECTURE.md, "The batch") without its padding. All arrays are copies.
+def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
+    """A padded batch (ARCHITECTURE.md, "The batch") without its padding, which must be zeros unless `any_padding`. All arrays are copies.
 
     Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask` [B, T] bool gives the lengths and
     is not stored. Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
@@ -123,7 +126,9 @@ def flatten(batch: Mapping[str, Any]) -> FlatBatch:
     for key in sorted(set(batch) - {"attention_mask"}):
         dtype, array = as_array(batch[key])
         if array.shape[:2] == mask_shape:
-            flat = ragged(key, array, lengths)
+            flat = without_padding(array, lengths)
+            if not any_padding:
+                check_padding(key, array, flat)
             tensors[key] = FlatTensor(dtype, "token", flat if dtype in BITS_ONLY.values() else narrow(flat))
         elif array.shape[:1] == mask_shape[:1]:
             tensors[key] = FlatTensor(dtype, "row", array.copy())

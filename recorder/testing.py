@@ -1,14 +1,15 @@
 """A small record with known contents, written by the real writer, for tests and benchmarks: ours and users'."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recorder.format import FORMAT_VERSION, RecordHeader
-from recorder.writer import RecordWriter, write_header
+from recorder.header import write_header
+from recorder.writer import RankState, RecordingOptions, RecordWriter
 
 SCRIPTED_HEADER = RecordHeader(
     format_version=FORMAT_VERSION,
@@ -63,10 +64,20 @@ def literal_batch() -> dict[str, np.ndarray]:
     }
 
 
+def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What a trainer computes from the batch before its loss, next-token aligned: here simple functions of it."""
+    mask, rewards, logprobs = (np.asarray(batch[key]) for key in ("loss_mask", "rewards", "logprobs"))
+    trained = np.roll(mask, -1, axis=1).astype(np.float32)
+    advantages = trained * (rewards[:, None] - np.float32(0.5))
+    prox_logp = np.roll(logprobs, -1, axis=1) * np.float32(1.001)
+    return {"prox_logp": prox_logp, "advantages": advantages}
+
+
 def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
     """The events of one training step on one rank, with losses and checksums that follow from the step."""
     num_rows = len(batch["rewards"])
     observer("batch", step=step, version=step, batch=batch, rng=rng)
+    observer("advantages", step=step, inputs=batch | scripted_learning(batch))
     observer(
         "micro_batch",
         step=step,
@@ -87,29 +98,46 @@ def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str,
     )
 
 
+def gatherers(num_ranks: int) -> list[Callable[[RankState], list[RankState]]]:
+    """The `gather` of each of several writers in threads of one process."""
+    barrier = threading.Barrier(num_ranks)
+    states: list[Any] = [None] * num_ranks
+
+    def gatherer(rank: int) -> Callable[[RankState], list[RankState]]:
+        def gather(state: RankState) -> list[RankState]:
+            states[rank] = state
+            barrier.wait()  # all have told theirs
+            gathered = list(states)
+            barrier.wait()  # all have read before anybody tells again
+            return gathered
+
+        return gather
+
+    return [gatherer(rank) for rank in range(num_ranks)]
+
+
 def write_scripted_record(
     folder: Path,
     num_steps: int = 3,
     num_ranks: int = 1,
     num_rows: int = 4,
     rng: Mapping[str, str] = SCRIPTED_RNG,
+    options: RecordingOptions = RecordingOptions(),
 ) -> None:
     """A record of `num_steps` steps; rank r of step s holds `scripted_batch` of seed `100 s + r`."""
-    barrier = threading.Barrier(num_ranks)
     lengths = [3 + (5 * row) % 7 for row in range(num_rows)]
-
-    def meet() -> None:
-        barrier.wait()
-
-    writers = [RecordWriter(folder, rank, num_ranks, meet) for rank in range(num_ranks)]
+    writers = [
+        RecordWriter(folder, rank, num_ranks, gather, options)
+        for rank, gather in enumerate(gatherers(num_ranks))
+    ]
     folder.mkdir(parents=True)
-    write_header(
-        folder, RecordHeader(**{**vars(SCRIPTED_HEADER), "num_ranks": num_ranks, "world_size": num_ranks})
-    )
+    changes = {"num_ranks": num_ranks, "world_size": num_ranks, "recording": options.recording}
+    write_header(folder, RecordHeader(**{**vars(SCRIPTED_HEADER), **changes}))
 
     def run(rank: int) -> None:
         for step in range(num_steps):
             send_step(writers[rank], step, scripted_batch(lengths, seed=100 * step + rank), rng)
+        writers[rank]("end", steps=num_steps, error=None)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -120,7 +148,7 @@ def write_scripted_record(
 
 def write_worked_example(folder: Path) -> None:
     """The record that FORMAT.md lists, into an empty or absent folder."""
-    writer = RecordWriter(folder, 0, 1, lambda: None)
+    writer = RecordWriter(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, SCRIPTED_HEADER)
     send_step(writer, 0, literal_batch())

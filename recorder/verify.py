@@ -10,35 +10,45 @@ from recorder.errors import DamagedRecord, NotARecord
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    GAPS_FILE,
     RECORD_FILE,
     STEP_FILE,
     STEP_NAME,
     STEPS_FOLDER,
     BatchEntry,
     FileEntry,
+    Recording,
     parse_anchor,
     parse_header,
     step_name,
 )
-from recorder.reader import anchor_steps, read_manifest, read_sealed, step_folders
-from recorder.storage import Storage, open_storage, walk
+from recorder.gaps import Gaps
+from recorder.reader import anchor_steps, read_gaps, read_manifest, read_sealed, step_folders
+from recorder.storage import Storage, file_blocks, open_storage, walk
 from recorder.tensors import check_header, checked_bytes
-
-BLOCK_BYTES = 1 << 24  # of an anchor's file, which may be larger than memory
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it was written; `tensor` is None where a whole file is meant."""
+    """Something that is not as it was written; `tensor` is None where a whole file is meant.
+
+    `kind` is "damaged" (bytes are missing or not the ones written), "foreign" (no part of the record) or "unfinished" (a last step that was
+    being written when the run ended: nothing that was committed is lost).
+    """
 
     file: str
     tensor: str | None
     what: str
+    kind: str = "damaged"
+
+    def __str__(self) -> str:
+        place = f"{self.file}, tensor {self.tensor}" if self.tensor else self.file
+        return f"{place}: {self.what}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """`steps_missing` were begun and not finished, or lie in a gap between the steps that are there."""
+    """`steps_missing` were begun and not finished, or lie between the steps that are there and no limit or choice explains it."""
 
     problems: tuple[Problem, ...]
     steps_ok: tuple[int, ...]
@@ -58,17 +68,19 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     storage = open_storage(path)
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
-    problems = [*header_problems(storage), *layout_problems(storage)]
-    steps = step_folders(storage)
-    missing = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
+    recording, gaps, problems = read_top(storage)
+    problems += layout_problems(storage)
+    steps = step_folders(storage, gaps)
+    last_committed = max((s for s in steps if storage.size(step_file(s)) is not None), default=-1)
+    missing = unexplained(steps, recording, gaps)
     problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
     steps_ok = []
     for step in steps:
-        found = list(step_problems(storage, step))
+        found = list(step_problems(storage, step)) if step <= last_committed else [unfinished(step)]
         problems += found
         if not found:
             steps_ok.append(step)
-        elif storage.size(f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}") is None:
+        elif storage.size(step_file(step)) is None:
             missing.append(step)
         on_step(step)
     for step in anchor_steps(storage):
@@ -81,34 +93,53 @@ def damage(error: DamagedRecord) -> Problem:
     return Problem(error.file, error.tensor, error.what)
 
 
-def header_problems(storage: Storage) -> Iterator[Problem]:
-    """What is wrong with record.json."""
+def read_top(storage: Storage) -> tuple[Recording, Gaps, list[Problem]]:
+    """What record.json and gaps.json say of the steps that are not there, and what is wrong with those files."""
+    recording, gaps, problems = Recording(), Gaps(), []
     try:
-        parse_header(read_sealed(storage, RECORD_FILE))
+        recording = parse_header(read_sealed(storage, RECORD_FILE)).recording
     except DamagedRecord as error:
-        yield damage(error)
+        problems.append(damage(error))
+    try:
+        gaps = read_gaps(storage)
+    except DamagedRecord as error:
+        problems.append(damage(error))
+    return recording, gaps, problems
+
+
+def unexplained(steps: list[int], recording: Recording, gaps: Gaps) -> list[int]:
+    """Steps that are absent between the first and the last although they were recorded and neither removed nor dropped."""
+    absent = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
+    return [step for step in absent if recording.wants(step) and gaps.reason(step) is None]
+
+
+def step_file(step: int) -> str:
+    """The file that commits a step."""
+    return f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
 
 
 def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Entries that are no part of a record, at the top and among the steps and anchors."""
-    known = {RECORD_FILE, STEPS_FOLDER, ANCHORS_FOLDER}
+    known = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER}
     yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
         names = sorted(storage.names(folder))
         yield from (unexpected(f"{folder}/{name}") for name in names if not STEP_NAME.fullmatch(name))
 
 
+def unfinished(step: int) -> Problem:
+    """A step that was being written when the run ended."""
+    return Problem(step_file(step), None, "is missing: the step was not finished", kind="unfinished")
+
+
 def unexpected(file: str) -> Problem:
     """A file or folder that the record does not list."""
-    return Problem(file, None, "is no part of the record")
+    return Problem(file, None, "is no part of the record", kind="foreign")
 
 
 def step_problems(storage: Storage, step: int) -> Iterator[Problem]:
-    """What is wrong with a step; without step.json nothing else in it can be judged."""
+    """What is wrong with a step that was committed; without step.json nothing else in it can be judged."""
     folder = f"{STEPS_FOLDER}/{step_name(step)}"
-    if storage.size(f"{folder}/{STEP_FILE}") is None:
-        yield Problem(f"{folder}/{STEP_FILE}", None, "is missing: the step was not finished")
-        return
     try:
         manifest = read_manifest(storage, step)
     except DamagedRecord as error:
@@ -148,8 +179,8 @@ def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Pro
     else:
         try:
             crc = 0
-            for offset in range(0, size_bytes, BLOCK_BYTES):
-                crc = crc32c(storage.read(file, offset, BLOCK_BYTES), crc)
+            for block in file_blocks(storage, file):
+                crc = crc32c(block, crc)
             if f"{crc:08x}" != entry.crc32c:
                 yield Problem(file, None, f"bytes do not match their crc32c {entry.crc32c}")
         except DamagedRecord as error:

@@ -1,91 +1,139 @@
-"""Writes a record while a run trains: an observer on every data-parallel rank, committed by rank 0.
+"""Records a run while it trains: an observer on every data-parallel rank, which agree on each step before it is written.
 
-    rank r   `step` ─> batch, plan, outcome ─ fsync ─> manifest ─> barrier ─> goes on training
-    rank 0   `step` ─> batch, plan, outcome ─ fsync ─────────────> barrier ─> takes the manifests ─> step.json
+    training thread   `batch` ─> copy ─> ... ─> `step` ─> agree with all ranks ─> queue ─> goes on training
+                                                            │ somebody failed: stop, or go on without recording
+                                                            │ somebody's queue is full: wait and agree again, or drop the step
+    writer thread     queue ─> this rank's files ─ fsync ─> manifest ─(rank 0)─> waits for all manifests ─> step.json ─> retention
 
-Everybody waits in the barrier for the slowest rank's disk; nobody but rank 0 waits for step.json. A step without step.json never
-happened, so a process may die at any byte.
+Only training threads meet in a collective; writer threads meet in the folder. So all ranks record the same steps, and a rank that failed is
+known to all at the next step, which also ends rank 0's wait for its files. A step without step.json never happened, so a process may die at
+any byte. Without a queue the training thread does the work of both.
 """
 
+import copy
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recorder.environment import environment, file_identity, folder_identity
-from recorder.errors import RecordError, RecordExists
-from recorder.format import (
-    ANCHOR_FILE,
-    ANCHORS_FOLDER,
-    FORMAT_VERSION,
-    RECORD_FILE,
-    STEP_FILE,
-    STEPS_FOLDER,
-    AnchorManifest,
-    FileEntry,
-    Outcome,
-    Plan,
-    RankFiles,
-    RecordHeader,
-    StepManifest,
-    outcome_document,
-    parse_rank_files,
-    rank_file,
-    step_name,
-)
+from recorder.background import Background
+from recorder.errors import RecordError, RecordingFailed
+from recorder.format import STEPS_FOLDER, Outcome, Plan, Recording, step_name
+from recorder.header import check_folder, clear_record, describe_run, write_header
 from recorder.outcome import OutcomeObserver
-from recorder.sealed import (
-    checksum,
-    commit_file,
-    json_bytes,
-    json_text,
-    seal,
-    sync,
-    unseal,
-    write_durably,
+from recorder.retention import KeptSteps, Retention
+from recorder.step_files import (
+    RankStep,
+    commit_step,
+    decode_rows,
+    hand_over,
+    learned_tensors,
+    step_bytes,
+    take_over,
+    write_rank,
 )
-from recorder.tensors import FlatBatch, flatten, write_batch
+from recorder.tensors import flatten
+
+POLL_S = 0.005  # how often rank 0 looks for the other ranks' manifests
+AGREE_S = 1.0  # how long a rank waits for its own disk before it hears from the others again
+DEATH_S = 20.0  # how long a run that failed waits for its last steps, which some rank may never write
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """How a run is recorded. `queue_steps` is how many steps may wait for the disk; 0 makes the run wait for each.
+
+    `when_slow` is what a full queue does: "wait" or "drop" the step. `when_failing`: "stop" the run, or "continue" without recording.
+    `text` also stores decoded prompts and completions. `overwrite` clears a record that is already there when the run starts.
+    """
+
+    recording: Recording = field(default_factory=Recording)
+    text: bool = False
+    overwrite: bool = False
+    queue_steps: int = 0
+    when_slow: str = "wait"
+    when_failing: str = "stop"
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank tells the others about its recording."""
+
+    failure: str | None
+    has_room: bool
+    idle: bool
+
+
+def alone(state: RankState) -> list[RankState]:
+    """The states of all ranks of a run with one."""
+    return [state]
+
+
+def say_on_stderr(sentence: str) -> None:
+    """Tells the user."""
+    print(f"recording: {sentence}", file=sys.stderr, flush=True)
 
 
 class RecordWriter:
     """An observer that records a run into `folder`, which all ranks share.
 
-    `rank` and `num_ranks` count data-parallel ranks; `barrier` returns when every rank has called it. `overwrite` clears a record that
-    is already there when the run starts. `text` also stores decoded prompts and completions. Raises RecordExists when the folder
-    holds a record (unless `overwrite`) or anything else.
+    Args:
+        rank, num_ranks: data-parallel rank, and how many there are.
+        gather: every rank's value in rank order; a collective, called from the training thread only.
+        say: told in one sentence what the user must know and no error says.
+
+    Raises RecordExists when the folder holds a record (unless `overwrite`) or anything else. Events raise RecordingFailed when
+    recording failed on any rank and `when_failing` is "stop".
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        rank: int,
-        num_ranks: int,
-        barrier: Callable[[], None],
-        overwrite: bool = False,
-        text: bool = False,
+        rank: int = 0,
+        num_ranks: int = 1,
+        gather: Callable[[RankState], list[RankState]] = alone,
+        options: RecordingOptions = RecordingOptions(),
+        say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self.folder = Path(folder)
-        self.rank, self.num_ranks, self.barrier, self.text = rank, num_ranks, barrier, text
-        self.outcome = OutcomeObserver(self.write_step)
+        self.rank, self.num_ranks, self.gather, self.options, self.say = rank, num_ranks, gather, options, say
         self.tokenizer: Any = None
-        self.batch: FlatBatch | None = None
-        self.plan: Plan | None = None
-        check_folder(self.folder, overwrite)
+        self.current: RankStep | None = None
+        self.outcome = OutcomeObserver(self.end_step)
+        self.kept = KeptSteps(self.folder, options.retention)
+        self.background = Background(self.record, options.queue_steps) if options.queue_steps else None
+        self.given_up = threading.Event()  # ends rank 0's wait for the others
+        self.failure: str | None = None  # of this rank, in the training thread
+        self.dropped: list[int] = []
+        self.ended: str | None = None  # why nothing is recorded any more
+        check_folder(self.folder, options.overwrite)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md; `batch`, `step` and `start` may raise RecordError or OSError."""
+        """Takes one event with the facts of ARCHITECTURE.md. `start`, `step` and the `end` of a good run are collectives."""
         if event == "start":
             self.start(**facts)
-        elif event == "batch":
-            # copies: the trainer is free to change its tensors afterwards
-            self.batch = flatten(facts["batch"])
-            self.plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
-        elif event == "step" and self.plan is not None:
-            self.plan = replace(self.plan, details=facts["plan"])
-        self.outcome(event, **facts)
+        elif event == "end":
+            self.end(facts["error"])
+        elif event in ("batch", "advantages", "micro_batch", "step") and self.wants(facts["step"]):
+            if event == "batch":
+                plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
+                # flatten copies: the trainer is free to change its tensors afterwards
+                self.current = RankStep(facts["step"], facts["version"], flatten(facts["batch"]), plan)
+            elif event == "advantages" and self.current and self.options.recording.scope == "full":
+                learning = learned_tensors(facts["inputs"], self.current.batch)
+                self.current = replace(self.current, learning=learning)
+            elif event == "step" and self.current and self.current.plan:
+                plan = replace(self.current.plan, details=facts["plan"])
+                self.current = replace(self.current, plan=plan)
+            self.outcome(event, **facts)
+
+    def wants(self, step: int) -> bool:
+        """Whether the step is recorded, as far as can be said before it ends."""
+        return self.ended is None and self.options.recording.wants(step)
 
     def start(self, **facts: Any) -> None:
         """Rank 0 clears the folder and writes record.json."""
@@ -94,145 +142,140 @@ class RecordWriter:
                 f"the run is data-parallel rank {facts['data_parallel_rank']} of {facts['data_parallel_size']}, "
                 f"its RecordWriter {self.rank} of {self.num_ranks}: build it with the run's numbers"
             )
-        self.tokenizer = facts["tokenizer"]
-        self.barrier()  # every rank has looked into the folder before rank 0 writes into it
-        if self.rank == 0:
-            clear_record(self.folder)
-            write_header(self.folder, describe_run(facts))
-        self.barrier()  # nobody writes a step before the folder is cleared
+        if self.options.text:
+            # a copy: the writer thread decodes while the run encodes, and a fast tokenizer serves one thread at a time
+            self.tokenizer = copy.deepcopy(facts["tokenizer"])
+        self.agree()  # every rank has looked into the folder before rank 0 writes into it
+        if self.rank == 0 and self.ended is None:
+            self.attempt(lambda: self.begin(facts))
+        self.agree()  # nobody writes a step before the folder is cleared
 
-    def write_step(self, outcome: Outcome) -> None:
-        """Writes this rank's files and, on rank 0, commits the step once all ranks have theirs on disk."""
-        batch, plan = self.batch, self.plan
-        if batch is None or plan is None or plan.step != outcome.step:
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Makes an empty record of the run."""
+        clear_record(self.folder)
+        write_header(self.folder, describe_run(facts, self.options.recording))
+
+    def end_step(self, outcome: Outcome) -> None:
+        """Writes the step that just ended, or queues it, or neither, as all ranks agree."""
+        step, self.current = self.current, None
+        if step is None or step.step != outcome.step:
             raise RecordError(f"step {outcome.step} ended without a `batch` event: send one before `step`")
-        folder = self.folder / STEPS_FOLDER / step_name(outcome.step)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = decode_rows(batch, self.tokenizer) if self.text and self.tokenizer is not None else None
-        written = write_rank(folder, self.rank, self.num_ranks, batch, plan, outcome, text)
-        if self.rank != 0:
-            hand_over(folder, self.rank, self.num_ranks, written)
-        self.batch = self.plan = None
-        self.barrier()
+        step = replace(step, version=outcome.version, outcome=outcome)
+        if self.options.recording.scope == "rollout":
+            step = replace(step, plan=None, outcome=None)
+        if self.background is None:
+            self.attempt(lambda: self.write(step))
+            self.agree()
+            if self.rank == 0 and self.ended is None:
+                self.attempt(lambda: self.commit(step))
+            self.agree()
+        elif self.agree_on_room():
+            self.background.put(step)
+        elif self.ended is None:
+            self.drop(step.step)
+
+    def agree_on_room(self) -> bool:
+        """Whether every rank can take one more step; waits for it unless slow disks are to drop steps."""
+        assert self.background is not None
+        while not all(state.has_room for state in self.agree()):
+            if self.options.when_slow == "drop":
+                return False
+            self.background.wait(AGREE_S)
+        return self.ended is None
+
+    def drop(self, step: int) -> None:
+        """Counts a step that was not recorded."""
+        self.dropped.append(step)
+        if self.rank == 0 and len(self.dropped) == 1:
+            self.say(f"the disk is slower than the run: step {step} is dropped, and others may be")
+
+    def record(self, step: RankStep) -> None:
+        """In the writer thread: everything about one step."""
+        self.write(step)
         if self.rank == 0:
-            others = [take_over(folder, rank, self.num_ranks) for rank in range(1, self.num_ranks)]
-            commit_step(folder, outcome.step, outcome.version, [written, *others])
+            self.commit(step)
+
+    def write(self, step: RankStep) -> None:
+        """Writes this rank's files and leaves their checksums for rank 0."""
+        if self.rank == 0:
+            self.kept.check_room()
+        if self.tokenizer is not None:
+            step = replace(step, text=decode_rows(step.batch, self.tokenizer))
+        folder = self.step_folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        hand_over(folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step))
+
+    def commit(self, step: RankStep) -> None:
+        """On rank 0: commits the step once all ranks have written theirs, then keeps to the limits."""
+        folder = self.step_folder(step)
+        ranks = [
+            take_over(folder, rank, self.num_ranks, lambda: self.given_up.wait(POLL_S))
+            for rank in range(self.num_ranks)
+        ]
+        self.kept.note_dropped(self.dropped)
+        manifest = commit_step(folder, step.step, step.version, ranks)
+        self.kept.add(step.step, step_bytes(manifest))
+
+    def step_folder(self, step: RankStep) -> Path:
+        """Where the step is written."""
+        return self.folder / STEPS_FOLDER / step_name(step.step)
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Does work of this rank, whose failure all ranks must hear of before anybody acts on it."""
+        try:
+            work()
+        except Exception as error:
+            self.failure = describe(error)
+
+    def agree(self) -> list[RankState]:
+        """The states of all ranks, none of which has failed; none at all once recording has ended. A collective until then."""
+        if self.ended is not None:
+            return []
+        failure, background = self.failure, self.background
+        if background is not None and background.error is not None:
+            failure = describe(background.error)
+        state = RankState(
+            failure, background is None or background.has_room, background is None or background.idle
+        )
+        states = self.gather(state)
+        for rank, state in enumerate(states):
+            if state.failure is not None:
+                self.fail(rank, state.failure)
+                return []
+        return states
+
+    def fail(self, rank: int, failure: str) -> None:
+        """Ends the recording, on every rank alike, and the run if that is what failing shall do."""
+        self.given_up.set()
+        if self.background is not None:
+            self.background.close()
+        self.ended = f"recording into {self.folder} failed on rank {rank}: {failure}"
+        if self.options.when_failing == "stop":
+            raise RecordingFailed(self.ended)
+        if self.rank == 0:
+            self.say(f"{self.ended}; the run goes on without recording")
+
+    def end(self, error: str | None) -> None:
+        """Waits for the last steps, and says what is not in the record."""
+        if error is None:
+            while not all(state.idle for state in self.agree()):
+                assert self.background is not None
+                self.background.wait(AGREE_S)
+        if self.background is not None and self.ended is None:
+            # after an error there is no collective any more: another rank may be dead
+            if not self.background.close(DEATH_S):
+                self.say(f"rank {self.rank} gave up on the last steps: another rank did not write its files")
+            self.given_up.set()
+        if self.rank != 0:
+            return
+        if self.dropped:
+            if self.ended is None:
+                self.attempt(lambda: self.kept.note_dropped(self.dropped))
+            self.say(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
+        if self.ended is not None and error is None:
+            self.say(f"the record is not complete: {self.ended}")
 
 
-def check_folder(folder: Path, overwrite: bool) -> None:
-    """Raises RecordExists unless a record may be written here: absent, empty, or a record and `overwrite`."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise RecordExists(f"{folder} is a file: give a folder to record into")
-    names = {path.name for path in folder.iterdir()}
-    if RECORD_FILE in names and not overwrite:
-        raise RecordExists(f"{folder} already holds a record: choose another folder, or ask to overwrite it")
-    allowed = {RECORD_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
-    if foreign := sorted(names - allowed):
-        raise RecordExists(f"{folder} holds {foreign}, which is no part of a record: choose another folder")
-
-
-def clear_record(folder: Path) -> None:
-    """Makes the folder, or empties it of a record. record.json goes last: half cleared, it is still a record."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (STEPS_FOLDER, ANCHORS_FOLDER):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-    (folder / RECORD_FILE).unlink(missing_ok=True)
-
-
-def describe_run(facts: Mapping[str, Any]) -> RecordHeader:
-    """The header of a run from the facts of its `start` event."""
-    config, tokenizer = facts["config"], facts["tokenizer"]
-    return RecordHeader(
-        format_version=FORMAT_VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        world_size=facts["world_size"],
-        num_ranks=facts["data_parallel_size"],
-        allocation=config.get("allocation_mode"),
-        model=folder_identity(str(facts["model_path"])),
-        tokenizer=None if tokenizer is None else folder_identity(str(tokenizer.name_or_path)),
-        environment=environment(),
-        config=config,
-    )
-
-
-def write_header(folder: Path, header: RecordHeader) -> None:
-    """Commits record.json."""
-    commit_file(folder / RECORD_FILE, seal(vars(header)))
-
-
-def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
-    """JSON lines: prompt, completion and reward of each row. The prompt ends at the first token that the model sampled."""
-    arrays = {key: tensor.array for key, tensor in batch.tensors.items()}
-    lines = []
-    for row, (begin, end) in enumerate(zip(arrays["cu_seqlens"], arrays["cu_seqlens"][1:], strict=False)):
-        ids, trained = arrays["input_ids"][begin:end].tolist(), arrays["loss_mask"][begin:end]
-        split = int(trained.argmax()) if trained.any() else len(ids)
-        line = {
-            "row": row,
-            "prompt": tokenizer.decode(ids[:split]),
-            "completion": tokenizer.decode(ids[split:]),
-            "reward": float(arrays["rewards"][row]),
-        }
-        lines.append(json_text(line) + "\n")
-    return "".join(lines).encode()
-
-
-def write_rank(
-    folder: Path,
-    rank: int,
-    num_ranks: int,
-    batch: FlatBatch,
-    plan: Plan,
-    outcome: Outcome,
-    text: bytes | None,
-) -> RankFiles:
-    """Writes one rank's files of a step, durably."""
-    documents = {
-        rank_file("plan", rank, num_ranks, "json"): json_bytes(vars(plan)),
-        rank_file("outcome", rank, num_ranks, "json"): json_bytes(outcome_document(outcome)),
-    }
-    if text is not None:
-        documents[rank_file("text", rank, num_ranks, "jsonl")] = text
-    for name, data in documents.items():
-        write_durably(folder / name, data)
-    batch_name = rank_file("batch", rank, num_ranks, "safetensors")
-    batch_entry = write_batch(folder / batch_name, batch)
-    sync(folder)
-    return RankFiles(
-        batches={batch_name: batch_entry},
-        files={name: FileEntry(len(data), checksum(data)) for name, data in documents.items()},
-    )
-
-
-def hand_over(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
-    """Leaves a rank's part of step.json for rank 0; not waited for, because it is read once and never again."""
-    (folder / rank_file("manifest", rank, num_ranks, "json")).write_bytes(seal(vars(written)))
-
-
-def take_over(folder: Path, rank: int, num_ranks: int) -> RankFiles:
-    """Takes a rank's part of step.json away."""
-    path = folder / rank_file("manifest", rank, num_ranks, "json")
-    written = parse_rank_files(unseal(path.read_bytes(), path.name), path.name)
-    path.unlink()
-    return written
-
-
-def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles]) -> None:
-    """Writes step.json, whose rename is the commit; `ranks` are what every rank wrote, in order."""
-    batches = {name: entry for written in ranks for name, entry in written.batches.items()}
-    files = {name: entry for written in ranks for name, entry in written.files.items()}
-    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
-    sync(folder.parent)
-    commit_file(folder / STEP_FILE, seal(vars(manifest)))
-
-
-def commit_anchor(folder: Path, step: int) -> None:
-    """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        sync(path)
-    files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}
-    commit_file(folder / ANCHOR_FILE, seal(vars(AnchorManifest(FORMAT_VERSION, step, files))))
+def describe(error: Exception) -> str:
+    """What happened, with the kind of error: an OSError's own words do not say that it is one."""
+    return f"{type(error).__name__}: {error}"

@@ -1,7 +1,8 @@
 """Records with real writer processes and kills them with SIGKILL; run by test_kill.py, which looks at what is left.
 
-killed_writers.py FOLDER stages    one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
-killed_writers.py FOLDER times     two ranks, both killed after a random time, in FOLDER/0 to FOLDER/9
+killed_writers.py FOLDER stages                         one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
+killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS  all ranks killed after a random time, in FOLDER/0, FOLDER/1, ...; what rank 0 had
+                                                        committed by then is in FOLDER/0.committed
 """
 
 import multiprocessing
@@ -12,27 +13,30 @@ import sys
 import time
 from pathlib import Path
 
-from recorder import RecordWriter
+import recorder.writer
+from recorder import Recording, RecordingOptions, RecordWriter, Retention
+from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
-from recorder.writer import write_header
+from recorder.writer import alone
 
 fork = multiprocessing.get_context("fork")
-NUM_STEPS = 2
+BATCHES = [scripted_batch([3, 8, 6], seed=seed) for seed in range(200)]
 
 
-def record_steps(folder, rank, num_ranks, barrier, num_steps):
-    writer = RecordWriter(folder, rank, num_ranks, barrier)
-    barrier()
+def record_steps(folder, rank, num_ranks, gather, options, num_steps):
+    writer = RecordWriter(folder, rank, num_ranks, gather, options)
+    writer.agree()
     if rank == 0:
         folder.mkdir()
         write_header(folder, SCRIPTED_HEADER)
-    barrier()
+    writer.agree()
     for step in range(num_steps):
-        send_step(writer, step, scripted_batch([3, 8, 6], seed=100 * step + rank))
+        send_step(writer, step, BATCHES[(2 * step + rank) % 200])
+    writer("end", steps=num_steps, error=None)
 
 
 def record_until_call(folder, last_call):
-    """Dies just before its `last_call`-th fsync, write, rename or unlink."""
+    """Dies just before its `last_call`-th fsync, mkdir, rename or unlink."""
     calls = 0
 
     def counted(function):
@@ -47,7 +51,7 @@ def record_until_call(folder, last_call):
 
     for name in ("fsync", "mkdir", "rename", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    record_steps(folder, 0, 1, lambda: None, NUM_STEPS)
+    record_steps(folder, 0, 1, alone, RecordingOptions(), num_steps=2)
 
 
 def kill_at_every_stage(root):
@@ -61,24 +65,64 @@ def kill_at_every_stage(root):
             return
 
 
-def kill_at_random_times(root):
-    rng = random.Random(0)
-    for trial in range(10):
-        barrier = fork.Barrier(2)
+def gatherers(num_ranks):
+    """A collective of one or two processes, over a pipe."""
+    if num_ranks == 1:
+        return [alone]
+    ends = fork.Pipe()
+
+    def gatherer(rank):
+        def gather(state):
+            ends[rank].send(state)
+            other = ends[rank].recv()
+            return [state, other] if rank == 0 else [other, state]
+
+        return gather
+
+    return [gatherer(rank) for rank in (0, 1)]
+
+
+def record_and_tell(committed, rank, *arguments):
+    """Records without end, and tells of each commit when it is done."""
+    commit = recorder.writer.commit_step
+
+    def commit_and_tell(folder, step, version, ranks):
+        manifest = commit(folder, step, version, ranks)
+        os.write(committed, f"{step} ".encode())
+        return manifest
+
+    recorder.writer.commit_step = commit_and_tell
+    record_steps(*arguments[:1], rank, *arguments[1:], num_steps=10**6)
+
+
+def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
+    rng = random.Random(num_ranks + 10 * queue_steps)
+    options = RecordingOptions(
+        Recording(scope="full"), queue_steps=queue_steps, retention=Retention(keep_last=keep_last)
+    )
+    for trial in range(trials):
+        committed = os.open(root / f"{trial}.committed", os.O_CREAT | os.O_WRONLY)
         ranks = [
-            fork.Process(target=record_steps, args=(root / str(trial), rank, 2, barrier.wait, 10**6))
-            for rank in (0, 1)
+            fork.Process(
+                target=record_and_tell,
+                args=(committed, rank, root / str(trial), num_ranks, gather, options),
+            )
+            for rank, gather in enumerate(gatherers(num_ranks))
         ]
         for process in ranks:
             process.start()
-        # a rank that begins step 2 has met rank 0 at the end of step 1, so step 0 is committed
-        while not (root / str(trial) / "steps/000002").exists():
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
-        for process in ranks:
+        time.sleep(rng.uniform(0.01, 0.08))
+        for process in rng.sample(ranks, num_ranks):
             process.kill()
+        for process in ranks:
             process.join()
+        os.close(committed)
 
 
 if __name__ == "__main__":
-    {"stages": kill_at_every_stage, "times": kill_at_random_times}[sys.argv[2]](Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    if sys.argv[2] == "stages":
+        kill_at_every_stage(folder)
+    else:
+        num_ranks, queue_steps, keep_last, trials = map(int, sys.argv[3:])
+        kill_at_random_times(folder, num_ranks, queue_steps, keep_last or None, trials)

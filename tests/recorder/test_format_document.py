@@ -11,7 +11,7 @@ from recorder.testing import write_worked_example
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
 CHECKSUMS = {
-    "record.json": "082fbc8a",
+    "record.json": "90398def",
     "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
     "steps/000000/outcome-00000-of-00001.json": "1c91c877",
     "steps/000000/plan-00000-of-00001.json": "893bd5f3",

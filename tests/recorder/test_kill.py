@@ -12,29 +12,32 @@ from recorder.testing import scripted_batch
 PROGRAM = Path(__file__).parent / "killed_writers.py"
 
 
-def records_left_by(tmp_path, how):
-    subprocess.run([sys.executable, str(PROGRAM), str(tmp_path), how], check=True, timeout=120)
-    return sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+def kill_writers(folder, *how):
+    arguments = [str(argument) for argument in (PROGRAM, folder, *how)]
+    subprocess.run([sys.executable, *arguments], check=True, timeout=600)
+    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: int(path.name))
 
 
 def check_whole(folder):
     """Every committed step has the bits that were sent, and `verify` blames nothing but the unfinished steps."""
     record = open_record(folder)
-    for step in record.steps:
-        for rank in range(record.step(step).manifest.num_ranks):
-            batch = scripted_batch([3, 8, 6], seed=100 * step + rank)
-            arrays = record.step(step).batch(rank)
+    for number in record.steps:
+        step = record.step(number)
+        for rank in range(step.manifest.num_ranks):
+            batch = scripted_batch([3, 8, 6], seed=(2 * number + rank) % 200)
+            arrays = step.batch(rank)
             assert arrays["logprobs"].tobytes() == batch["logprobs"][batch["attention_mask"]].tobytes()
-            assert record.step(step).outcome(rank).version == step + 1
+            assert step.outcome(rank).version == number + 1
     report = verify(folder)
     assert report.steps_ok == record.steps
+    assert {problem.kind for problem in report.problems} <= {"unfinished"}
     assert report.steps_missing == record.uncommitted
     return record
 
 
 def test_a_kill_at_every_call_to_the_disk_loses_no_committed_step(tmp_path):
     seen = set()
-    for folder in records_left_by(tmp_path, "stages"):
+    for folder in kill_writers(tmp_path, "stages"):
         if not (folder / "record.json").exists():
             with pytest.raises(NotARecord):
                 open_record(folder)
@@ -44,8 +47,33 @@ def test_a_kill_at_every_call_to_the_disk_loses_no_committed_step(tmp_path):
     assert seen == {((), ()), ((), (0,)), ((0,), ()), ((0,), (1,)), ((0, 1), ())}
 
 
-def test_two_ranks_killed_in_the_middle_of_steps_lose_no_committed_step(tmp_path):
-    records = [check_whole(folder) for folder in records_left_by(tmp_path, "times")]
-    assert len(records) == 10
-    assert all(record.steps == tuple(range(len(record.steps))) and record.steps for record in records)
-    assert all(len(record.uncommitted) <= 2 for record in records)
+def check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials):
+    """Kills writers at random times; the number of records in which a step was being written."""
+    kill_writers(tmp_path, "times", num_ranks, queue_steps, keep_last, trials)
+    num_caught = 0
+    for trial in range(trials):
+        committed = set(map(int, (tmp_path / f"{trial}.committed").read_text().split()))
+        if not (tmp_path / str(trial) / "record.json").exists():
+            assert not committed
+            continue
+        record = check_whole(tmp_path / str(trial))
+        lost = {step for step in committed - set(record.steps) if record.gaps.reason(step) is None}
+        assert not lost
+        assert len(record.uncommitted) <= queue_steps + 1
+        if keep_last:
+            assert len(record.steps) <= keep_last + 1
+        num_caught += bool(record.uncommitted)
+    return num_caught
+
+
+@pytest.mark.parametrize(("num_ranks", "queue_steps", "keep_last"), [(1, 2, 3), (2, 0, 0), (2, 2, 0)])
+def test_ranks_killed_at_random_times_lose_no_committed_step(tmp_path, num_ranks, queue_steps, keep_last):
+    assert check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials=8) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_ranks", "queue_steps", "keep_last"), [(1, 0, 0), (1, 2, 3), (2, 0, 3), (2, 2, 0)]
+)
+def test_500_kills_lose_no_committed_step(tmp_path, num_ranks, queue_steps, keep_last):
+    assert check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials=125) > 30

@@ -152,7 +152,7 @@ def test_opening_looks_at_the_last_step_only(tmp_path, monkeypatch):
     is_file = type(tmp_path).is_file
     monkeypatch.setattr(type(tmp_path), "is_file", lambda path: looked_at.append(path.name) or is_file(path))
     assert len(open_record(tmp_path / "record").steps) == 500
-    assert looked_at == ["zarr.json", "record.json", "step.json"]
+    assert looked_at == ["zarr.json", "record.json", "gaps.json", "step.json"]
 
 
 def test_a_record_is_read_and_verified_where_torch_cannot_be_imported(record_of_one_rank):

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_debug.cli import main
-from recorder import RecordWriter
+from recorder import RecordingOptions, RecordWriter
 from recorder.environment import folder_identity
+from recorder.header import write_header
 from recorder.samples import token_texts
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
-from recorder.writer import write_header
 
 
 def run(*arguments):
@@ -43,7 +43,7 @@ def record_of_one_row(folder, tokenizer, text, logprobs=()):
     batch = scripted_batch([len(ids)], prompt_length=4)
     batch["input_ids"] = np.array([ids], np.int32)
     batch["logprobs"][0, 4 : 4 + len(logprobs)] = logprobs
-    writer = RecordWriter(folder / "record", 0, 1, lambda: None)
+    writer = RecordWriter(folder / "record")
     (folder / "record").mkdir()
     write_header(folder / "record", replace(SCRIPTED_HEADER, model=folder_identity(str(folder / "model"))))
     send_step(writer, 0, batch)
@@ -151,7 +151,7 @@ def test_show_falls_back_to_the_recorded_text_when_the_tokenizer_is_gone(tmp_pat
         def decode(self, ids):
             return " ".join(f"w{token}" for token in ids)
 
-    writer = RecordWriter(tmp_path / "record", 0, 1, lambda: None, text=True)
+    writer = RecordWriter(tmp_path / "record", options=RecordingOptions(text=True))
     writer.tokenizer = Words()
     (tmp_path / "record").mkdir()
     write_header(tmp_path / "record", SCRIPTED_HEADER)

@@ -2,15 +2,24 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from recorder import RecordError, RecordExists, RecordWriter, open_record
+import recorder.writer as writer_module
+from recorder import RecordError, RecordExists, RecordingOptions, RecordWriter, open_record
+from recorder.header import write_header
 from recorder.sealed import checksum
-from recorder.testing import SCRIPTED_HEADER, literal_batch, scripted_batch, send_step, write_scripted_record
-from recorder.writer import write_header
+from recorder.testing import (
+    SCRIPTED_HEADER,
+    gatherers,
+    literal_batch,
+    scripted_batch,
+    send_step,
+    write_scripted_record,
+)
 
 
 class Letters:
@@ -38,7 +47,7 @@ def start_facts(model_path, tokenizer=None, **changes):
 
 
 def writer_of_one_rank(folder, **options):
-    return RecordWriter(folder, 0, 1, lambda: None, **options)
+    return RecordWriter(folder, options=RecordingOptions(**options))
 
 
 def test_a_run_is_recorded_through_its_events(tmp_path):
@@ -103,29 +112,65 @@ def test_text_holds_prompt_completion_and_reward(tmp_path):
     assert [json.loads(line)["row"] for line in lines] == [0, 1]
 
 
-def test_two_ranks_commit_once_both_have_written(tmp_path):
-    entered, barrier = [], threading.Barrier(2)
+def run_ranks(writers, work):
+    """Calls `work(rank, writer)` in a thread a rank; what each raised, or None."""
+    errors = [None] * len(writers)
 
-    def meet():
-        entered.append((tmp_path / "steps/000000/step.json").exists())
-        barrier.wait()
+    def run(rank):
+        try:
+            work(rank, writers[rank])
+        except Exception as error:
+            errors[rank] = error
 
-    writers = [RecordWriter(tmp_path, rank, 2, meet) for rank in (0, 1)]
-    write_header(tmp_path, SCRIPTED_HEADER)
-    threads = [
-        threading.Thread(target=send_step, args=(writer, 0, scripted_batch([3, 4], seed=rank)))
-        for rank, writer in enumerate(writers)
-    ]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(writers))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert entered == [False, False]
+    return errors
+
+
+def writers_of_two_ranks(folder, **options):
+    folder.mkdir(exist_ok=True)
+    return [
+        RecordWriter(folder, rank, 2, gather, RecordingOptions(**options))
+        for rank, gather in enumerate(gatherers(2))
+    ]
+
+
+@pytest.mark.parametrize("queue_steps", [0, 2])
+def test_two_ranks_commit_once_both_have_written(tmp_path, queue_steps, monkeypatch):
+    written, seen = [], []
+    write_rank = writer_module.write_rank
+
+    def spied(folder, rank, *arguments):
+        seen.append((folder / "step.json").exists())
+        files = write_rank(folder, rank, *arguments)
+        written.append(rank)
+        return files
+
+    def commit(folder, step, version, ranks):
+        assert sorted(written) == [0, 1]
+        return commit_step(folder, step, version, ranks)
+
+    commit_step = writer_module.commit_step
+    monkeypatch.setattr(writer_module, "write_rank", spied)
+    monkeypatch.setattr(writer_module, "commit_step", commit)
+    writers = writers_of_two_ranks(tmp_path, queue_steps=queue_steps)
+    write_header(tmp_path, replace(SCRIPTED_HEADER, num_ranks=2))
+
+    def work(rank, writer):
+        send_step(writer, 0, scripted_batch([3, 4], seed=rank))
+        writer("end", steps=1, error=None)
+
+    assert run_ranks(writers, work) == [None, None]
+    assert seen == [False, False]
     step = open_record(tmp_path).step(0)
     assert sorted(step.manifest.files) == [
         f"{kind}-0000{rank}-of-00002.json" for kind in ("outcome", "plan") for rank in (0, 1)
     ]
     assert step.batch(1)["versions"].max() == 1
+    assert not list(tmp_path.rglob("*.tmp")) + list(tmp_path.rglob("manifest-*"))
 
 
 def test_recording_into_a_record_is_refused_unless_asked(tmp_path):

@@ -1,0 +1,67 @@
+"""The steps that a record lacks on purpose: what was not asked for, what retention removed, what a slow disk dropped.
+
+A gap that this cannot explain is damage. `gaps.json` is on the disk before a step is removed: no step is ever missing without its reason.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recorder.format import FORMAT_VERSION, GAPS_FILE, check_version, fields_of
+from recorder.sealed import commit_file, seal
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """`removed` are ranges, both ends included and ascending; `dropped` are single steps."""
+
+    removed: Ranges = ()
+    dropped: tuple[int, ...] = ()
+
+    def reason(self, step: int) -> str | None:
+        """Why the step is not there, or None where no reason is known."""
+        if in_ranges(step, self.removed):
+            return "was removed to keep the record within its limits"
+        return "was dropped because the disk was slower than the run" if step in self.dropped else None
+
+    def with_removed(self, steps: Iterable[int]) -> "Gaps":
+        """These gaps and the steps that are about to be removed."""
+        return replace(self, removed=merge_ranges([*self.removed, *((step, step) for step in steps)]))
+
+    def with_dropped(self, steps: Iterable[int]) -> "Gaps":
+        """These gaps and steps that were dropped."""
+        return replace(self, dropped=tuple(sorted({*self.dropped, *steps})))
+
+
+def in_ranges(step: int, ranges: Ranges) -> bool:
+    """Whether one of the ranges, which ascend, holds the step."""
+    before = bisect_right(ranges, step, key=lambda ends: ends[0])
+    return before > 0 and step <= ranges[before - 1][1]
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same numbers in as few ranges as possible: (1, 2), (3, 3), (7, 7) are (1, 3), (7, 7)."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def parse_gaps(document: dict[str, Any]) -> Gaps:
+    """gaps.json, unsealed."""
+    check_version(document, GAPS_FILE)
+    members = {name: value for name, value in document.items() if name != "format_version"}
+    members = fields_of(Gaps, members, GAPS_FILE)
+    return Gaps(tuple((first, last) for first, last in members["removed"]), tuple(members["dropped"]))
+
+
+def write_gaps(record: Path, gaps: Gaps) -> None:
+    """Commits gaps.json."""
+    commit_file(record / GAPS_FILE, seal({"format_version": FORMAT_VERSION} | vars(gaps)))

@@ -1,0 +1,66 @@
+"""The folder of a record and its record.json: where one may be written, and what it says of the run."""
+
+import shutil
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from recorder.environment import environment, folder_identity
+from recorder.errors import RecordExists
+from recorder.format import (
+    ANCHORS_FOLDER,
+    FORMAT_VERSION,
+    GAPS_FILE,
+    RECORD_FILE,
+    STEPS_FOLDER,
+    RecordHeader,
+    Recording,
+)
+from recorder.sealed import commit_file, seal
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raises RecordExists unless a record may be written here: absent, empty, or a record and `overwrite`."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RecordExists(f"{folder} is a file: give a folder to record into")
+    names = {path.name for path in folder.iterdir()}
+    if RECORD_FILE in names and not overwrite:
+        raise RecordExists(f"{folder} already holds a record: choose another folder, or ask to overwrite it")
+    allowed = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
+    if foreign := sorted(names - allowed):
+        raise RecordExists(f"{folder} holds {foreign}, which is no part of a record: choose another folder")
+
+
+def clear_record(folder: Path) -> None:
+    """Makes the folder, or empties it of a record. record.json goes last: half cleared, it is still a record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (STEPS_FOLDER, ANCHORS_FOLDER):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+    for name in (GAPS_FILE, RECORD_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -> RecordHeader:
+    """The header of a run from the facts of its `start` event."""
+    config, tokenizer = facts["config"], facts["tokenizer"]
+    return RecordHeader(
+        format_version=FORMAT_VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=facts["world_size"],
+        num_ranks=facts["data_parallel_size"],
+        allocation=config.get("allocation_mode"),
+        model=folder_identity(str(facts["model_path"])),
+        tokenizer=None if tokenizer is None else folder_identity(str(tokenizer.name_or_path)),
+        environment=environment(),
+        config=config,
+        recording=recording,
+    )
+
+
+def write_header(folder: Path, header: RecordHeader) -> None:
+    """Commits record.json."""
+    commit_file(folder / RECORD_FILE, seal(vars(header)))

@@ -1,0 +1,103 @@
+"""Which steps of a growing record to remove, so that it stays within limits that were agreed on beforehand.
+
+    pinned                     never removed
+    the last `keep_last`       removed only for room: the byte cap, the free-disk floor; the very last one never
+    divisible by `keep_every`  as those
+    all others                 removed as soon as `keep_last` newer ones are there
+
+Room is made from the oldest end. Anchors are not counted and not removed: one of them is worth thousands of steps.
+"""
+
+import errno
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recorder.format import STEPS_FOLDER, step_name
+from recorder.gaps import Gaps, write_gaps
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Limits of a record. None, and 0 for the floor, are no limit.
+
+    `keep_last` counts recorded steps; `max_bytes` caps the bytes of all steps, `min_free_bytes` is what the disk must have left.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    pinned: frozenset[int] = frozenset()
+    max_bytes: int | None = None
+    min_free_bytes: int = 0
+
+
+def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention) -> list[int]:
+    """The steps to remove, ascending.
+
+    Args:
+        sizes: bytes of each committed step.
+        free_bytes: what the disk has left.
+    """
+    steps = sorted(sizes)
+    removable = [step for step in steps[:-1] if step not in limits.pinned]
+    last = set(steps if limits.keep_last is None else steps[-limits.keep_last :])
+    outdated = {step for step in removable if step not in last and not kept_by_number(step, limits)}
+    remaining = sum(sizes.values()) - sum(sizes[step] for step in outdated)
+    free = free_bytes + sum(sizes[step] for step in outdated)
+    for step in removable:
+        over_cap = limits.max_bytes is not None and remaining > limits.max_bytes
+        if not over_cap and free >= limits.min_free_bytes:
+            break
+        if step not in outdated:
+            outdated.add(step)
+            remaining, free = remaining - sizes[step], free + sizes[step]
+    return sorted(outdated)
+
+
+def kept_by_number(step: int, limits: Retention) -> bool:
+    """Whether `keep_every` divides the step."""
+    return limits.keep_every is not None and step % limits.keep_every == 0
+
+
+class KeptSteps:
+    """Rank 0's account of the steps in a record that it writes: what they take, what was removed, what was dropped."""
+
+    def __init__(self, record: Path, limits: Retention) -> None:
+        self.record, self.limits = record, limits
+        self.sizes: dict[int, int] = {}
+        self.gaps = Gaps()
+
+    def add(self, step: int, size_bytes: int) -> None:
+        """Takes a committed step into account and removes those that are too many."""
+        self.sizes[step] = size_bytes
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Removes what the limits say; gaps.json says so first."""
+        steps = steps_to_remove(self.sizes, shutil.disk_usage(self.record).free, self.limits)
+        if not steps:
+            return
+        self.gaps = self.gaps.with_removed(steps)
+        write_gaps(self.record, self.gaps)
+        for step in steps:
+            shutil.rmtree(self.record / STEPS_FOLDER / step_name(step))
+            del self.sizes[step]
+
+    def check_room(self) -> None:
+        """Raises OSError (ENOSPC) when the disk has less left than it must, after removing what may be removed."""
+        if not self.limits.min_free_bytes:
+            return
+        self.make_room()
+        free = shutil.disk_usage(self.record).free
+        if free < self.limits.min_free_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk has {free:,} bytes left, and {self.limits.min_free_bytes:,} are to stay free",
+            )
+
+    def note_dropped(self, steps: Sequence[int]) -> None:
+        """Writes down steps that were dropped, if any are new."""
+        if len(steps) > len(self.gaps.dropped):
+            self.gaps = self.gaps.with_dropped(steps)
+            write_gaps(self.record, self.gaps)

@@ -1,0 +1,142 @@
+"""The files of one step: each rank writes its own and leaves their checksums for rank 0, which commits the step.
+
+    rank r   batch, plan, outcome ─ fsync ─> manifest-r (renamed into place)
+    rank 0   batch, plan, outcome ─ fsync ─> waits for the manifests ─> step.json (renamed into place)
+
+Ranks share nothing but the folder. A rank that failed leaves no manifest: whoever waits for it must be told so (`given_up`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recorder.environment import file_identity
+from recorder.errors import RecordError
+from recorder.format import (
+    ANCHOR_FILE,
+    FORMAT_VERSION,
+    STEP_FILE,
+    AnchorManifest,
+    FileEntry,
+    Outcome,
+    Plan,
+    RankFiles,
+    StepManifest,
+    outcome_document,
+    parse_rank_files,
+    rank_file,
+)
+from recorder.sealed import checksum, commit_file, json_bytes, json_text, seal, sync, unseal, write_durably
+from recorder.tensors import FlatBatch, flatten, write_batch
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank records of a step; None for what its scope leaves out. Nothing in it belongs to the trainer any more."""
+
+    step: int
+    version: int
+    batch: FlatBatch
+    plan: Plan | None = None
+    outcome: Outcome | None = None
+    learning: FlatBatch | None = None
+    text: bytes | None = None
+
+
+def learned_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
+    """What the trainer computed from a batch before its first loss: every tensor that the batch itself does not have."""
+    own = {key: value for key, value in inputs.items() if key not in batch.tensors}
+    return flatten(own, any_padding=True)  # never padded again; a masked product leaves -0.0 there
+
+
+def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
+    """JSON lines: prompt, completion and reward of each row. The prompt ends at the first token that the model sampled."""
+    arrays = {key: tensor.array for key, tensor in batch.tensors.items()}
+    lines = []
+    for row, (begin, end) in enumerate(zip(arrays["cu_seqlens"], arrays["cu_seqlens"][1:], strict=False)):
+        ids, trained = arrays["input_ids"][begin:end].tolist(), arrays["loss_mask"][begin:end]
+        split = int(trained.argmax()) if trained.any() else len(ids)
+        line = {
+            "row": row,
+            "prompt": tokenizer.decode(ids[:split]),
+            "completion": tokenizer.decode(ids[split:]),
+            "reward": float(arrays["rewards"][row]),
+        }
+        lines.append(json_text(line) + "\n")
+    return "".join(lines).encode()
+
+
+def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> RankFiles:
+    """Writes one rank's files of a step, durably."""
+    documents = {
+        ("plan", "json"): None if recorded.plan is None else json_bytes(vars(recorded.plan)),
+        ("outcome", "json"): None
+        if recorded.outcome is None
+        else json_bytes(outcome_document(recorded.outcome)),
+        ("text", "jsonl"): recorded.text,
+    }
+    files = {}
+    for (kind, suffix), data in documents.items():
+        if data is not None:
+            name = rank_file(kind, rank, num_ranks, suffix)
+            write_durably(folder / name, data)
+            files[name] = FileEntry(len(data), checksum(data))
+    batches = {}
+    for kind, batch in (("batch", recorded.batch), ("learning", recorded.learning)):
+        if batch is not None:
+            name = rank_file(kind, rank, num_ranks, "safetensors")
+            batches[name] = write_batch(folder / name, batch)
+    sync(folder)
+    return RankFiles(batches, files)
+
+
+def hand_over(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
+    """Leaves a rank's part of step.json for rank 0, whole or not at all; read once and never again, so no fsync."""
+    path = folder / rank_file("manifest", rank, num_ranks, "json")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(seal(vars(written)))
+    temporary.rename(path)
+
+
+def take_over(
+    folder: Path, rank: int, num_ranks: int, wait_or_give_up: Callable[[], bool] = lambda: True
+) -> RankFiles:
+    """Takes a rank's part of step.json away, waiting for it as long as `wait_or_give_up` returns False.
+
+    Raises RecordError when it gave up.
+    """
+    path = folder / rank_file("manifest", rank, num_ranks, "json")
+    while not path.exists():
+        if wait_or_give_up():
+            raise RecordError(
+                f"rank {rank} has not written its files of {folder.name}: see what that rank says"
+            )
+    written = parse_rank_files(unseal(path.read_bytes(), path.name), path.name)
+    path.unlink()
+    return written
+
+
+def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles]) -> StepManifest:
+    """Writes step.json, whose rename is the commit; `ranks` are what every rank wrote, in order."""
+    batches = {name: entry for written in ranks for name, entry in written.batches.items()}
+    files = {name: entry for written in ranks for name, entry in written.files.items()}
+    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
+    sync(folder.parent)
+    commit_file(folder / STEP_FILE, seal(vars(manifest)))
+    return manifest
+
+
+def step_bytes(manifest: StepManifest) -> int:
+    """Bytes of all files of a step but step.json."""
+    batches, files = manifest.batches.values(), manifest.files.values()
+    return sum(entry.size_bytes for entry in batches) + sum(entry.size_bytes for entry in files)
+
+
+def commit_anchor(folder: Path, step: int) -> None:
+    """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        sync(path)
+    files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}
+    commit_file(folder / ANCHOR_FILE, seal(vars(AnchorManifest(FORMAT_VERSION, step, files))))
