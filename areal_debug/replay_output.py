@@ -1,36 +1,23 @@
-"""What a replay says on rank 0: what was set differently, one line a step, and a verdict."""
-
-import os
-from collections.abc import Callable
-from typing import Any
+"""What a replay says: what was set differently, what may then be expected, one line a step, and a verdict."""
 
 from rich.console import Console
 
-from areal_debug.render import console, difference_table, escaped, format_number, format_value
-from areal_debug.report_file import QUIET, write_report
-from replayer.check import RankDifference, ReplayCheck, ReplayReport, StepResult
-from replayer.compare import HeaderComparison
+from areal_debug.render import difference_table, escaped, format_number, format_value
+from replayer.check import GRAD_NORM, LOSS, RankDifference, ReplayReport, StepResult
 
 SHOWN_OF_A_KIND = 2
+EXPECTED = {
+    "bitwise": "bit-identical numbers",
+    "noise": "numbers within a few times of this machine's own noise",
+    "statistical": "agreement over many steps, not of single ones",
+    "changed": "other numbers, because something was set differently",
+}
 
 
-def print_and_report(check: ReplayCheck) -> Callable[..., None]:
-    """The check as an observer that also prints as it goes and leaves its report behind at the end."""
-    out = Console(quiet=True) if os.environ.get(QUIET) else console()
-    check.on_header = lambda header: print_header(out, header)
-    check.on_step = lambda result: print_step(out, result)
-
-    def observe(event: str, **facts: Any) -> None:
-        check(event, **facts)
-        if event == "end" and facts["error"] is None:
-            print_verdict(out, check.report)
-            write_report(check.report.to_dict())
-
-    return observe
-
-
-def print_header(out: Console, header: HeaderComparison) -> None:
-    """What was set differently, before any number that follows from it."""
+def print_start(out: Console, report: ReplayReport) -> None:
+    """What was set differently, before any number that follows from it, and what may be expected."""
+    header = report.set_differently
+    assert header is not None
     for title, differences in (
         ("Set differently in the config", header.config),
         ("Different environment", header.environment),
@@ -39,16 +26,25 @@ def print_header(out: Console, header: HeaderComparison) -> None:
         if differences:
             out.print(difference_table(title, differences))
             out.print()
+    if report.promise.kind != "bitwise":
+        out.print(f"[bold]Expect[/bold] {EXPECTED[report.promise.kind]}:")
+        for reason in report.promise.reasons:
+            out.print(f"  {escaped(reason)}")
+        out.print()
 
 
-def print_step(out: Console, result: StepResult) -> None:
-    """One line, and the first differences of each kind below it."""
+def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None:
+    """One line, and the first differences of each kind below it; without them where numbers are expected to differ."""
     numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
     if result.identical:
         out.print(
             f"step {result.step:>4}  [green]identical[/green]  {numbers}  "
             f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in all[/dim]"
         )
+        return
+    if not in_detail:
+        recorded = [format_number(result.recorded[name]) for name in (LOSS, GRAD_NORM)]
+        out.print(f"step {result.step:>4}  {numbers}  [dim]recorded {recorded[0]} and {recorded[1]}[/dim]")
         return
     out.print(f"step {result.step:>4}  [red]differs in {len(result.differences)} values[/red]  {numbers}")
     by_kind = {
@@ -69,9 +65,8 @@ def describe(difference: RankDifference) -> str:
 
 
 def print_verdict(out: Console, report: ReplayReport) -> None:
-    """Whether the replay met the record, and where it left it."""
-    first = report.first_different
-    count = len(report.steps)
+    """Whether the replay met the record, as closely as could be expected, and where it left it."""
+    first, count = report.first_different, len(report.steps)
     if first is None:
         out.print(
             f"[bold green]Bit-identical:[/bold green] {count} of {count} steps: every loss, gradient norm, statistic and "
@@ -80,14 +75,51 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
         return
     num_different = sum(not result.identical for result in report.steps)
     kinds = sorted({difference.kind for difference in first.differences})
-    out.print(
-        f"[bold red]Different:[/bold red] {num_different} of {count} steps; the first is step {first.step} "
-        f"({', '.join(kinds)})."
-    )
-    header = report.set_differently
-    if header is not None and not header.identical:
-        out.print("What was set differently stands above; the numbers follow from it.")
-    else:
+    where = f"{num_different} of {count} steps; the first is step {first.step} ({', '.join(kinds)})."
+    verdict = report.verdict
+    if verdict is None:
+        out.print(f"[bold yellow]Not told:[/bold yellow] bits differ in {where}")
         out.print(
-            "Nothing was set differently: look at the code, the hardware, or a kernel that is not deterministic."
+            "They may: see above. `areal-debug replay` measures this machine's noise and says how many times."
         )
+    elif report.promise.kind in ("noise", "statistical"):
+        print_distance(out, report, where)
+    else:
+        out.print(f"[bold red]Different:[/bold red] {where}")
+        out.print(reason_of(report))
+
+
+def print_distance(out: Console, report: ReplayReport, where: str) -> None:
+    """A verdict that counts noises or standard errors."""
+    verdict = report.verdict
+    assert verdict is not None
+    unit = "own noise" if report.promise.kind == "noise" else "standard errors over steps"
+    word = {
+        "within": f"[bold green]Within {unit}:[/bold green]",
+        "unclear": "[bold yellow]Not told:[/bold yellow]",
+        "different": "[bold red]Different:[/bold red]",
+    }[verdict.finding]
+    out.print(f"{word} bits differ in {where}")
+    if verdict.k is None:
+        out.print("Too little could be compared: replay more steps.")
+        return
+    at = f" in step {verdict.step}" if verdict.step is not None else ""
+    out.print(f"The farthest statistic is {verdict.k:.3g} x {unit} away: {verdict.where}{at}.")
+    if verdict.finding == "within":
+        out.print(
+            f"A defect smaller than that cannot be excluded; the guarantee is {report.promise.kind}, not bitwise."
+        )
+    elif verdict.finding == "unclear":
+        out.print(
+            "More than rounding is expected to do, less than a defect usually does: replay on the recorded machine."
+        )
+
+
+def reason_of(report: ReplayReport) -> str:
+    """Where to look for the cause of different numbers."""
+    header = report.set_differently
+    if report.promise.kind == "changed" or (header is not None and not header.identical):
+        return "What was set differently stands above; the numbers follow from it."
+    return (
+        "Nothing was set differently: look at the code, the hardware, or a kernel that is not deterministic."
+    )

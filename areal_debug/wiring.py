@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, load_expr_config
+from areal_core.config.experiment import DebugConfig
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.flags import take_flags
-from areal_debug.replay_output import print_and_report
+from areal_debug.replay_observer import check_that_tells
 from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
-from recorder import Record, RecordWriter, commit_anchor
-from replayer.check import ReplayCheck
+from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
+from replayer.anchors import AnchorPolicy, AnchorTaker
+from replayer.before import step_range
+from replayer.request import Request
 from replayer.run import replay_hooks, without_side_effects
 
 C = TypeVar("C", bound=PPOConfig)
+GIGABYTE = 1e9
 
 
 def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]:
@@ -38,7 +42,8 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     hooks: dict[str, Any] = {"observers": []}
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)
-        hooks = replay_hooks(config.debug.path, make_check) | {"print_steps": False}
+        request = Request(config.debug.path, *step_range(open_record(config.debug.path), None, None))
+        hooks = replay_hooks(request, [check_that_tells])
     elif config.debug.dump_rollout_data:
         hooks["observers"].append(make_recorder)
     if config.consistency.every_k_steps:
@@ -49,19 +54,52 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
 
 
 def make_recorder(trainer: PPOTrainer) -> Observer:
-    """An observer that records the run, and the weights that it starts from if asked to."""
-    debug, ranks = trainer.config.debug, trainer.ranks
-    folder = record_folder(trainer.config)
-    writer = RecordWriter(
-        folder, ranks.rank, ranks.world_size, ranks.barrier, debug.overwrite, debug.record_text
-    )
+    """An observer that records the run as the section `debug` says."""
+    return recorder_of(trainer, record_folder(trainer.config), recording_options(trainer.config.debug))
+
+
+def recorder_of(trainer: PPOTrainer, folder: Path, options: RecordingOptions) -> Observer:
+    """An observer that records the run into a folder, with anchors as the section `debug` says."""
+    ranks = trainer.ranks
+    writer = RecordWriter(folder, ranks.rank, ranks.world_size, ranks.gather_objects, options)
+    anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
 
     def observe(event: str, **facts: Any) -> None:
         writer(event, **facts)
-        if event == "start" and debug.save_initial_weights:
-            write_anchor(folder, trainer.first_step, ranks.rank, facts["save_checkpoint"])
+        anchors(event, **facts)
 
     return observe
+
+
+def anchor_policy(debug: DebugConfig) -> AnchorPolicy:
+    """When the section `debug` wants anchors."""
+    return AnchorPolicy(
+        every_steps=debug.anchor_every_steps,
+        max_replay_s=debug.anchor_max_replay_s,
+        max_bytes=None if debug.anchor_max_gb is None else int(debug.anchor_max_gb * GIGABYTE),
+        at_start=debug.save_initial_weights,
+    )
+
+
+def recording_options(debug: DebugConfig) -> RecordingOptions:
+    """The options of the recorder in the section `debug`."""
+    limits = Retention(
+        keep_last=debug.max_keep,
+        keep_every=debug.keep_every,
+        pinned=frozenset(debug.pin_steps or ()),
+        max_bytes=None if debug.max_size_gb is None else int(debug.max_size_gb * GIGABYTE),
+        min_free_bytes=int(debug.min_free_gb * GIGABYTE),
+    )
+    steps = None if debug.dump_steps is None else tuple(debug.dump_steps)
+    return RecordingOptions(
+        Recording(debug.dump_scope, debug.dump_every, steps),
+        text=debug.record_text,
+        overwrite=debug.overwrite,
+        queue_steps=debug.dump_queue_steps,
+        when_slow=debug.dump_when_slow,
+        when_failing=debug.dump_when_failing,
+        retention=limits,
+    )
 
 
 def make_consistency_check(trainer: PPOTrainer) -> Observer:
@@ -70,17 +108,3 @@ def make_consistency_check(trainer: PPOTrainer) -> Observer:
     return InLoop(
         trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_objects, trainer.ranks.rank
     )
-
-
-def write_anchor(record: Path, step: int, rank: int, save_checkpoint: Any) -> None:
-    """Put a checkpoint into the record that replays of `step` and later can start from; a collective."""
-    folder = record / "anchors" / f"{step:06d}"
-    save_checkpoint(folder / "checkpoint", step)
-    if rank == 0:
-        commit_anchor(folder, step)
-
-
-def make_check(record: Record, trainer: PPOTrainer, first_step: int) -> Observer:
-    """An observer that compares each step with the record and prints what it finds on rank 0."""
-    check = ReplayCheck(record, trainer.ranks.rank, trainer.ranks.gather_objects, first_step)
-    return print_and_report(check) if trainer.ranks.rank == 0 else check

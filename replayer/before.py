@@ -6,7 +6,10 @@ from pathlib import Path
 
 from recorder import Problem, Record, verify
 from recorder.environment import folder_identity
-from replayer.errors import ReplayError, WrongModel, WrongRankCount
+from recorder.header import check_folder
+from replayer.errors import ReplayError, WrongEdit, WrongModel
+from replayer.expression import ROW_NAMES, parse_expression
+from replayer.request import Request
 
 
 def step_range(record: Record, first_step: int | None, last_step: int | None) -> tuple[int, int]:
@@ -24,12 +27,6 @@ def step_range(record: Record, first_step: int | None, last_step: int | None) ->
             f"steps {first} to {last} were asked for, the record holds {record.steps[0]} to {record.steps[-1]}"
         )
     return first, last
-
-
-def check_ranks(record: Record, num_ranks: int) -> None:
-    """Raises WrongRankCount unless the record was written by as many data-parallel ranks."""
-    if num_ranks != record.header.num_ranks:
-        raise WrongRankCount(record.header.num_ranks, num_ranks)
 
 
 def check_model(record: Record, path: str, first_step: int = 0) -> None:
@@ -58,4 +55,18 @@ def check_model(record: Record, path: str, first_step: int = 0) -> None:
 
 def verify_bytes(folder: str | os.PathLike[str], on_step: Callable[[int], None]) -> list[Problem]:
     """Damage in a record; a step that was being written when the run ended is none."""
-    return [problem for problem in verify(folder, on_step).problems if "was not finished" not in problem.what]
+    return [problem for problem in verify(folder, on_step).problems if problem.kind != "unfinished"]
+
+
+def check_edits(record: Record, request: Request) -> None:
+    """Raises WrongFilter, WrongEdit or RecordExists for what can be seen to be wrong before anything runs."""
+    if request.row_filter is not None:
+        parse_expression(request.row_filter, ROW_NAMES)
+    if request.edit is not None and not Path(request.edit).is_file():
+        raise WrongEdit(
+            f"there is no edit script {request.edit}: give a file with a function edit(batch, step)"
+        )
+    if request.record_to is not None:
+        check_folder(Path(request.record_to), overwrite=False)
+        if Path(request.record_to).resolve().is_relative_to(Path(record.path).resolve()):
+            raise WrongEdit(f"{request.record_to} lies inside the record, which is never written into")

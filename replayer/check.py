@@ -1,13 +1,15 @@
 """Watches a replay and compares every step with the record, on all ranks, as it happens."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from recorder import Outcome, OutcomeObserver, Record
+from recorder import Outcome, OutcomeObserver, Record, RecordHeader
 from recorder.difference import Difference
-from recorder.writer import describe_run
+from recorder.header import describe_run
 from replayer.compare import HeaderComparison, StepComparison, compare_headers, compare_outcomes
+from replayer.errors import ReplayError
+from replayer.noise import Promise, Trajectory, Verdict, is_division, promise, smooth
 
 # Options that say where a run keeps its files, what it tells, and whether it is recorded: none changes a number.
 WITHOUT_EFFECT = frozenset(
@@ -15,6 +17,7 @@ WITHOUT_EFFECT = frozenset(
         "allocation_mode",
         "checkpointer",
         "cluster",
+        "consistency",
         "debug",
         "evaluator",
         "experiment_name",
@@ -32,6 +35,7 @@ WITHOUT_EFFECT = frozenset(
 )
 # Statistics of the machine, not of the batch.
 NOT_COMPUTED = ("timeperf/",)
+LOSS, GRAD_NORM = "ppo_actor/update/loss", "ppo_actor/update/grad_norm"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class RankDifference:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of all ranks. `num_compared` counts values, so that "identical" cannot mean "nothing compared"."""
+    """One step of all ranks. `num_compared` counts values, so that "identical" cannot mean "nothing compared".
+
+    `recorded` and `replayed` are the statistics, without times.
+    """
 
     step: int
     num_compared: int
@@ -55,6 +62,8 @@ class StepResult:
     loss: float
     grad_norm: float
     differences: tuple[RankDifference, ...]
+    recorded: dict[str, float]
+    replayed: dict[str, float]
 
     @property
     def identical(self) -> bool:
@@ -64,27 +73,78 @@ class StepResult:
 
 @dataclass
 class ReplayReport:
-    """What a replay found. `set_differently` came before any number; `steps` are in order."""
+    """What a replay found. `set_differently` and `promise` came before any number; `steps` are in order.
+
+    `verdict` is None until the numbers are judged; noise may have to be measured first (`replayer.rerun`).
+    """
 
     record: str
     set_differently: HeaderComparison | None = None
+    promise: Promise = field(default_factory=lambda: Promise("bitwise"))
     steps: list[StepResult] = field(default_factory=list)
+    verdict: Verdict | None = None
 
     @property
     def first_different(self) -> StepResult | None:
         """The first step that differs, or None."""
         return next((result for result in self.steps if not result.identical), None)
 
+    @property
+    def identical(self) -> bool:
+        """Every step has the recorded bits, and there was one."""
+        return bool(self.steps) and self.first_different is None
+
+    @property
+    def recorded(self) -> Trajectory:
+        """The smooth statistics of each step as recorded."""
+        return {result.step: smooth(result.recorded) for result in self.steps}
+
+    @property
+    def replayed(self) -> Trajectory:
+        """The smooth statistics of each step as replayed."""
+        return {result.step: smooth(result.replayed) for result in self.steps}
+
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON types, with the verdict."""
+        """The report as JSON types; the inverse of `parse_report`."""
         first = self.first_different
         return {
             "record": self.record,
-            "identical": bool(self.steps) and first is None,
+            "identical": self.identical,
             "first_different": None if first is None else first.step,
             "set_differently": None if self.set_differently is None else asdict(self.set_differently),
+            "promise": asdict(self.promise),
+            "verdict": None if self.verdict is None else asdict(self.verdict),
             "steps": [asdict(result) | {"identical": result.identical} for result in self.steps],
         }
+
+
+def parse_report(document: dict[str, Any]) -> ReplayReport:
+    """A report from its JSON types."""
+    header, verdict = document["set_differently"], document["verdict"]
+    parts = ("config", "environment", "model")
+    return ReplayReport(
+        record=document["record"],
+        set_differently=header
+        and HeaderComparison(**{part: tuple(Difference(**item) for item in header[part]) for part in parts}),
+        promise=Promise(document["promise"]["kind"], tuple(document["promise"]["reasons"])),
+        steps=[parse_step_result(item) for item in document["steps"]],
+        verdict=verdict and Verdict(**verdict),
+    )
+
+
+def parse_step_result(document: dict[str, Any]) -> StepResult:
+    """A step of a report from its JSON types."""
+    members = {name: value for name, value in document.items() if name != "identical"}
+    differences = tuple(RankDifference(**item) for item in document["differences"])
+    return StepResult(**(members | {"differences": differences}))
+
+
+class StoppedAtDifference(ReplayError):
+    """A replay that was asked to stop where it leaves its record has done so."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+        super().__init__(f"step {result.step} differs from its record in {len(result.differences)} values")
 
 
 class ReplayCheck:
@@ -94,7 +154,9 @@ class ReplayCheck:
         record: what the run did.
         rank, gather: this rank, and every rank's value of an object in rank order (a collective).
         first_step: steps before it are run, not reported.
-        on_header, on_step: told what was set differently, and each step's result; called on every rank.
+        edits: what was done to the recorded rows, a phrase each; their losses are then not the recorded ones.
+        stop_at_difference: raise StoppedAtDifference, on every rank, at the first step that differs.
+        on_start, on_step: told what was set differently, and each step's result; called on every rank.
     """
 
     def __init__(
@@ -103,37 +165,60 @@ class ReplayCheck:
         rank: int,
         gather: Callable[[object], list[Any]],
         first_step: int = 0,
-        on_header: Callable[[HeaderComparison], None] = lambda header: None,
+        edits: tuple[str, ...] = (),
+        stop_at_difference: bool = False,
+        on_start: Callable[[ReplayReport], None] = lambda report: None,
         on_step: Callable[[StepResult], None] = lambda result: None,
     ) -> None:
         self.record, self.rank, self.gather, self.first_step = record, rank, gather, first_step
-        self.on_header, self.on_step = on_header, on_step
+        self.edits, self.stop_at_difference = edits, stop_at_difference
+        self.on_start, self.on_step = on_start, on_step
         self.report = ReplayReport(str(record.path))
+        self.same_rows = True
         self._outcome = OutcomeObserver(self._compare)
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Takes one event with the facts of ARCHITECTURE.md."""
         if event == "start":
-            self.report.set_differently = compare_run(self.record, facts)
-            self.on_header(self.report.set_differently)
+            self._start(facts)
         self._outcome(event, **facts)
+
+    def _start(self, facts: dict[str, Any]) -> None:
+        current = describe_run(facts)
+        header = compare_run(self.record, current)
+        self.report.set_differently = header
+        self.report.promise = promise(self.record.header, current, header.config, self.edits)
+        divided = any(is_division(difference.where) for difference in header.config)
+        self.same_rows = current.num_ranks == self.record.header.num_ranks and not (divided or self.edits)
+        self.on_start(self.report)
 
     def _compare(self, outcome: Outcome) -> None:
         if outcome.step < self.first_step:
             return
-        recorded = self.record.step(outcome.step).outcome(self.rank)
+        recorded = self.record.step(outcome.step).outcome(self.rank if self.same_rows else 0)
+        if not self.same_rows:  # micro-batches of other rows have no losses to compare
+            recorded, outcome = replace(recorded, micro_batches=()), replace(outcome, micro_batches=())
         comparison = compare_outcomes(recorded, outcome, NOT_COMPUTED)
         comparisons = self.gather(comparison)  # a collective: every rank compares every step
         result = StepResult(
             outcome.step,
             sum(one.num_compared for one in comparisons),
             len(outcome.checksums),
-            outcome.stats["ppo_actor/update/loss"],
-            outcome.stats["ppo_actor/update/grad_norm"],
+            outcome.stats[LOSS],
+            outcome.stats[GRAD_NORM],
             tuple(difference for rank, one in enumerate(comparisons) for difference in on_rank(rank, one)),
+            computed(recorded.stats),
+            computed(outcome.stats),
         )
         self.report.steps.append(result)
         self.on_step(result)
+        if self.stop_at_difference and not result.identical:
+            raise StoppedAtDifference(result)
+
+
+def computed(stats: dict[str, float]) -> dict[str, float]:
+    """The statistics of the batch."""
+    return {name: value for name, value in stats.items() if not name.startswith(NOT_COMPUTED)}
 
 
 def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
@@ -148,9 +233,8 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
     ]
 
 
-def compare_run(record: Record, start_facts: dict[str, Any]) -> HeaderComparison:
-    """What was set differently from the record, in config, environment and model, leaving out what changes no number."""
-    current = describe_run(start_facts)
+def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
+    """What is set differently from the record, in config, environment and model, leaving out what changes no number."""
     comparison = compare_headers(record.header, current)
     return HeaderComparison(
         config=tuple(d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT),

@@ -1,8 +1,9 @@
 """What can be wrong with a replay. Errors of the record itself are those of `recorder.errors`.
 
 ReplayError (ValueError)
-├── WrongRankCount    recorded with another number of data-parallel ranks
-└── WrongModel        not the weights that the recorded run started from
+├── WrongModel        not the weights that the recorded run started from
+├── WrongFilter       an expression over rows that says nothing, or more than it may
+└── WrongEdit         an edit script or a reward function that cannot be used on a record
 """
 
 
@@ -10,14 +11,13 @@ class ReplayError(ValueError):
     """A record cannot be replayed as asked."""
 
 
-class WrongRankCount(ReplayError):
-    """The record has one batch per data-parallel rank, and the run has another number of them."""
-
-    def __init__(self, recorded: int, running: int) -> None:
-        super().__init__(
-            f"recorded with {recorded} data-parallel ranks, replayed with {running}: run it with {recorded}"
-        )
-
-
 class WrongModel(ReplayError):
     """The folder does not hold the files that the recorded run started from."""
+
+
+class WrongFilter(ReplayError):
+    """The expression cannot be parsed, or asks for what a row does not have."""
+
+
+class WrongEdit(ReplayError):
+    """The script has no `edit`, the reward function needs what a record lacks, or what they return is no batch."""

@@ -10,12 +10,12 @@ not deterministic, once more as they were). Rounding differs, mathematics does n
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from recorder.difference import Difference, find_differences
-from recorder.format import Outcome, RecordHeader
+from recorder.format import RecordHeader
 
 Kind = Literal["bitwise", "noise", "statistical", "changed"]
 Finding = Literal["identical", "within", "unclear", "different", "changed"]
@@ -30,7 +30,7 @@ ROUNDING = 2.0**-23  # of float32: a floor, for a statistic that the own runs ha
 NOT_SMOOTH = ("timeperf/", "clip", "filtered", "__count", "num_micro_batches", "update_successful")
 MIN_STEPS, FAR_T = 5, 4.0  # of a statistical comparison
 # Options of the shape: they change the order of sums, not what is summed.
-DIVISION = ("actor.mb_spec.max_tokens_per_mb", "actor.mb_spec.n_mbs")
+DIVISION = ("mb_spec.max_tokens_per_mb", "mb_spec.n_mbs")
 DEVICE = "device"
 
 
@@ -73,15 +73,26 @@ def machine(environment: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def promise(recorded: RecordHeader, current: RecordHeader, changed: Sequence[Difference] = ()) -> Promise:
+def is_division(option: str) -> bool:
+    """Whether an option says how rows are divided into micro-batches."""
+    return option.endswith(DIVISION)
+
+
+def promise(
+    recorded: RecordHeader,
+    current: RecordHeader,
+    changed: Sequence[Difference] = (),
+    edits: Sequence[str] = (),
+) -> Promise:
     """What may be expected of a replay of `recorded` that runs as `current`.
 
     Args:
         changed: options with an effect that differ; those of shape are told apart here.
+        edits: what was done to the recorded rows, a phrase each.
     """
-    effects = [d.where for d in changed if d.where not in (*DIVISION, DEVICE)]
-    if effects:
-        return Promise("changed", tuple(f"{name} was set differently" for name in effects))
+    effects = [d.where for d in changed if not is_division(d.where) and d.where != DEVICE]
+    if effects or edits:
+        return Promise("changed", (*edits, *(f"{name} was set differently" for name in effects)))
     reasons = [f"{d.where} is {d.current}, recorded with {d.recorded}" for d in changed]
     if current.num_ranks != recorded.num_ranks:
         reasons.append(f"{current.num_ranks} ranks, recorded with {recorded.num_ranks}")
@@ -98,11 +109,6 @@ def promise(recorded: RecordHeader, current: RecordHeader, changed: Sequence[Dif
 def smooth(stats: Mapping[str, float]) -> dict[str, float]:
     """The statistics that noise moves a little: no times, no counts."""
     return {name: v for name, v in stats.items() if not any(part in name for part in NOT_SMOOTH)}
-
-
-def trajectory(outcomes: Iterable[Outcome]) -> Trajectory:
-    """The smooth statistics of each step; they are the same on all ranks, so one rank's outcomes do."""
-    return {outcome.step: smooth(outcome.stats) for outcome in outcomes}
 
 
 def own_noise(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:

@@ -80,18 +80,15 @@ def save_checkpoint(folder: str | Path, engine: FSDPEngine, state: dict[str, Any
 def load_checkpoint(folder: str | Path, engine: FSDPEngine) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and RNG states; a collective.
 
+    On another number of ranks tensors are sharded anew, and each rank keeps the random stream that its seed gave it.
+
     Returns:
         The `state` that was saved.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, of another format, or of another number of ranks.
+        CheckpointError: the checkpoint is missing, damaged, or of another format.
     """
     content = read_checkpoint(folder)
-    if len(content["rng"]) != engine.ranks.world_size:
-        raise CheckpointError(
-            f"checkpoint {folder} was written by {len(content['rng'])} ranks, this run has {engine.ranks.world_size}: "
-            f"start with --nproc {len(content['rng'])}"
-        )
     optimizer = _optimizer_state(engine) if content["has_optimizer"] else {}
     dcp.load(
         _weights(engine) | _tensors_of(optimizer),
@@ -103,7 +100,8 @@ def load_checkpoint(folder: str | Path, engine: FSDPEngine) -> dict[str, Any]:
         engine.schedule.load_state_dict(content["schedule"])
         for group, lr in zip(engine.optimizer.param_groups, engine.schedule.get_last_lr(), strict=True):
             group["lr"] = lr  # a schedule writes the rate only when it steps
-    set_rng_state(content["rng"][engine.ranks.rank])
+    if len(content["rng"]) == engine.ranks.world_size:
+        set_rng_state(content["rng"][engine.ranks.rank])
     return content["state"]
 
 

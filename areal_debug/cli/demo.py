@@ -25,8 +25,10 @@ DEMO = Path(__file__).parents[1] / "demo"
 @errors_as_sentences
 def command(output: Path | None, steps: int, nproc: int, seed: int) -> None:
     """Teach a tiny model to add, train it by GRPO while every step is recorded, and replay the record bit for bit."""
-    from areal_debug.cli.replay import run_replay
     from areal_debug.cli.train import read_config
+    from areal_debug.replay_output import print_verdict
+    from areal_debug.replay_ranks import replay_on_ranks
+    from replayer.request import Request
 
     output = new_folder(output)
     out = console()
@@ -51,11 +53,10 @@ def command(output: Path | None, steps: int, nproc: int, seed: int) -> None:
     )
     show_rewards(out, stats_file(output, "grpo"))
     out.print("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]")
-    code, report = run_replay(output / "record", nproc, 0, steps - 1)
-    if report is None:
-        fail(f"the replay ended with exit code {code}; what it said stands above", code)
+    report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc)
+    print_verdict(out, report)
     print_next(out, output, steps)
-    raise SystemExit(code)
+    raise SystemExit(0 if report.identical else 1)
 
 
 def new_folder(output: Path | None) -> Path:

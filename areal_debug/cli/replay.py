@@ -1,8 +1,6 @@
-"""`areal-debug replay`: run a record again without an inference engine, and compare every bit."""
+"""`areal-debug replay`: run a record again without an inference engine, as it was or with something changed."""
 
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -10,30 +8,63 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json, w
 
 
 @click.command()
-@click.argument("record", type=click.Path(path_type=Path))
+@click.argument("record", type=click.Path())
 @click.option(
     "--from-step", type=int, help="First step to report; earlier ones are run if no anchor is nearer."
 )
 @click.option("--to-step", type=int, help="Last step to run.")
-@click.option("--nproc", type=int, help="Ranks; must be as many as recorded.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks; by default as many as recorded.")
 @click.option("--model", type=click.Path(), help="Where the model that the run started from lies now.")
+@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Set an option differently.")
+@click.option("--filter", "row_filter", metavar="EXPR", help="Train only on rows for which this holds.")
+@click.option(
+    "--edit", type=click.Path(), help="Python file with edit(batch, step): returns the batch to train on."
+)
+@click.option("--reward", metavar="MODULE:FN", help="Compute every reward anew with this function.")
+@click.option("--record-to", type=click.Path(), help="Record what this replay does into a new folder.")
+@click.option(
+    "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
+)
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @errors_as_sentences
 def command(
-    record: Path,
+    record: str,
     from_step: int | None,
     to_step: int | None,
     nproc: int | None,
     model: str | None,
+    settings: tuple[str, ...],
+    row_filter: str | None,
+    edit: str | None,
+    reward: str | None,
+    record_to: str | None,
+    explain: int | None,
     as_json: bool,
 ) -> None:
-    """Train again on the batches of RECORD and compare every loss, gradient norm and parameter, bit by bit."""
+    """Train again on the batches of RECORD, and compare every loss, gradient norm and parameter, bit by bit.
+
+    \b
+    Another shape:  --nproc 2, --set device=cpu, --set actor.mb_spec.max_tokens_per_mb=4096
+    What if:        --set actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
+    Why:            --explain STEP
+
+    A filter may ask for reward, prompt, completion (token ids), prompt_text, completion_text, finish_reason, logprobs, versions,
+    prompt_id, sample_id and step. Nothing is ever written into RECORD.
+
+    Exit code 0: as close to the record as the replay's shape promises; what if and why always. 1: not. 2: cannot tell.
+    """
+    from areal_debug.replay_ranks import replay_on_ranks
+    from areal_debug.whatif_output import print_comparison
     from recorder import open_record
-    from replayer.before import check_model, check_ranks, step_range
+    from replayer.before import check_edits, check_model, step_range
+    from replayer.request import Request
 
     opened = open_record(record)
+    if explain is not None:
+        explain_step(record, explain, nproc or opened.header.num_ranks, model, as_json)
     first, last = step_range(opened, from_step, to_step)
-    check_ranks(opened, nproc or opened.header.num_ranks)
+    request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
+    check_edits(opened, request)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))
     if opened.uncommitted and not as_json:
@@ -41,41 +72,27 @@ def command(
         console(stderr=True).print(
             f"[yellow]not finished when the run ended, left out: step {steps}[/yellow]"
         )
-    code, found = run_replay(record, opened.header.num_ranks, first, last, model, quiet=as_json)
-    if found is None:
-        fail(f"the replay ended with exit code {code} before its last step; what it said stands above", code)
+    out = console()
+    report = replay_on_ranks(
+        request, nproc or opened.header.num_ranks, as_json, tell=lambda why: out.print(why, highlight=False)
+    )
     if as_json:
-        print_json(found)
-    raise SystemExit(code)
+        print_json(report.to_dict())
+    elif report.promise.kind == "changed":
+        print_comparison(out, report)
+    else:
+        from areal_debug.replay_output import print_verdict
+
+        print_verdict(out, report)
+    assert report.verdict is not None
+    raise SystemExit(report.verdict.exit_code)
 
 
-def run_replay(
-    record: Path, num_ranks: int, first: int, last: int, model: str | None = None, quiet: bool = False
-) -> tuple[int, dict[str, Any] | None]:
-    """Replay on ranks of this machine, which print what they find unless `quiet`.
-
-    Returns:
-        0 and the report if every bit is the recorded one, 1 and the report if not; the ranks' exit code and None if they failed.
-    """
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.torchrun import run_ranks
-    from areal_debug.report_file import QUIET, REPORT_FILE, read_report
-
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        code = run_ranks(
-            ["-m", "areal_debug.replay_rank", str(record), str(first), str(last), model or ""],
-            num_ranks,
-            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {}),
-            Path(folder),
-        )
-        if code != 0 or not report.exists():
-            return code or 1, None
-        found = read_report(report)
-    return (0 if found["identical"] else 1), found
+def explain_step(record: str, step: int, num_ranks: int, model: str | None, as_json: bool) -> None:
+    """Name the samples that made a step what it was, and end."""
 
 
-def refuse_damage(record: Path, num_steps: int) -> None:
+def refuse_damage(record: str | Path, num_steps: int) -> None:
     """End with code 1, naming the first damaged files and tensors, if any byte is not the one written."""
     from replayer.before import verify_bytes
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from areal_core.batch import pad_and_concat, select_rows
 from areal_core.engine.determinism import rng_state
 from areal_core.rollout.source import RolloutSource
 from recorder import DamagedRecord, RecordWriter, StepNotRecorded, open_record
-from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
-from recorder.writer import write_header
-from replayer.errors import ReplayError, WrongRankCount
-from replayer.source import RecordedRollouts
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, write_scripted_record
+from replayer.source import RecordedRollouts, deal, recorded_batch
 
 
 def as_tensors(batch):
@@ -25,10 +25,11 @@ def assert_same_bits(left, right):
 
 
 def record_batch(folder, batch):
-    writer = RecordWriter(folder, 0, 1, lambda: None)
+    writer = RecordWriter(folder)
     folder.mkdir()
     write_header(folder, SCRIPTED_HEADER)
-    send_step(writer, 0, batch, rng_state())
+    writer("batch", step=0, version=0, batch=batch, rng=rng_state())
+    writer("step", step=0, version=1, plan={}, stats={}, checksums={})
     return open_record(folder)
 
 
@@ -96,13 +97,23 @@ def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
     assert len(places) == 10
 
 
-def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path):
+def test_another_number_of_ranks_deals_whole_groups_in_the_order_of_the_loader(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=1, num_rows=8)
+    record = open_record(tmp_path / "record")
+    whole = RecordedRollouts(record, 0, 1).next_batch(0, 0)
+    assert whole["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    for rank, rows in ((0, [0, 1, 6, 7]), (1, [2, 3]), (2, [4, 5])):
+        batch = RecordedRollouts(record, rank, 3).next_batch(0, 0)
+        assert_same_bits(batch, select_rows(whole, rows))
+
+
+def test_ranks_that_recorded_apart_are_joined_in_canonical_order(tmp_path):
     write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=2)
-    with pytest.raises(
-        WrongRankCount, match="recorded with 2 data-parallel ranks, replayed with 4: run it with 2"
-    ):
-        RecordedRollouts(open_record(tmp_path / "record"), 0, 4)
-    assert issubclass(WrongRankCount, ReplayError)
+    recorded = open_record(tmp_path / "record").step(0)
+    left, right = (recorded_batch(recorded, rank) for rank in (0, 1))
+    right["prompt_id"] = right["prompt_id"] + 2
+    assert_same_bits(deal([right, left], 0, 1), pad_and_concat([left, right]))
+    assert deal([right, left], 1, 2)["prompt_id"].tolist() == [1, 1, 3, 3]
 
 
 def test_a_step_beyond_the_record_is_refused(tmp_path):

@@ -1,0 +1,47 @@
+"""The comparison of a replay with its record, on the ranks: rank 0 prints as it goes and leaves its report behind."""
+
+import os
+from typing import Any
+
+from rich.console import Console
+
+from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_debug.render import console
+from areal_debug.replay_output import print_start, print_step, print_verdict
+from areal_debug.report_file import QUIET, write_report
+from recorder import Record
+from replayer.request import Request
+from replayer.rerun import verdict_at_once
+from replayer.run import check_of
+
+
+def check_that_tells(
+    record: Record, trainer: PPOTrainer, request: Request, with_verdict: bool = True
+) -> Observer:
+    """A comparison with the record that prints on rank 0 as it goes, and leaves its report behind at the end.
+
+    Args:
+        with_verdict: also print the verdict, as far as it can be told without measuring noise.
+    """
+    if trainer.ranks.rank != 0:
+        return check_of(record, trainer, request)
+    out = Console(quiet=True) if os.environ.get(QUIET) else console()
+    check = check_of(
+        record,
+        trainer,
+        request,
+        on_start=lambda report: print_start(out, report),
+        on_step=lambda result: print_step(
+            out, result, in_detail=with_verdict or check.report.promise.kind == "bitwise"
+        ),
+    )
+
+    def observe(event: str, **facts: Any) -> None:
+        check(event, **facts)
+        if event == "end" and check.report.steps:
+            check.report.verdict = verdict_at_once(check.report)
+            if with_verdict:
+                print_verdict(out, check.report)
+            write_report(check.report.to_dict())
+
+    return observe

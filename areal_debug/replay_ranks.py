@@ -1,0 +1,50 @@
+"""Replays on ranks of this machine for a verb: starts them, takes the report of rank 0, has it judged. Imports no torch."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from areal_debug.render import fail
+from areal_debug.report_file import QUIET, REPORT_FILE, read_report
+from replayer.check import ReplayReport, parse_report
+from replayer.request import Request, request_text
+from replayer.rerun import replay_and_judge
+
+
+def replay_on_ranks(
+    request: Request, num_ranks: int, quiet: bool = False, tell: Callable[[str], None] = lambda sentence: None
+) -> ReplayReport:
+    """The judged report of a replay on `num_ranks` processes, which print what they find unless `quiet`.
+
+    Runs again, quietly, where noise must be measured; `tell` is told so. Ends the command with the ranks' exit code when they fail.
+    """
+    quiet_now = quiet
+
+    def run(one: Request) -> ReplayReport:
+        return run_once(one, num_ranks, quiet_now)
+
+    def before_rerun(why: str) -> None:
+        nonlocal quiet_now
+        quiet_now = True
+        tell(why)
+
+    return replay_and_judge(request, run, before_rerun)
+
+
+def run_once(request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
+    """The report of one replay, as rank 0 left it."""
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.torchrun import run_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        code = run_ranks(
+            ["-m", "areal_debug.replay_rank", request_text(request)],
+            num_ranks,
+            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {}),
+            Path(folder),
+        )
+        if code != 0 or not report.exists():
+            said = "what it said stands above"
+            fail(f"the replay ended with exit code {code} before its last step; {said}", code or 1)
+        return parse_report(read_report(report))

@@ -1,0 +1,134 @@
+"""Anchors: checkpoints inside a record, taken while it is recorded, so that any step is reached by replaying a few.
+
+    training ─> `weights` of step 39 ─> due? ─yes─> save_checkpoint (all ranks) ─> anchors/000040 ─(rank 0)─> too many bytes? thin out
+    recovery ─> `checkpoint` of step 40 ───────────> hard links to its files ────> anchors/000040
+
+An anchor of step N holds what the run had before step N: weights, optimizer, schedule, RNG states, in the format from which a run
+continues. Short ways and little disk pull against each other; the policy says how far each may go.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recorder import commit_anchor
+from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, step_name
+
+CHECKPOINT = "checkpoint"  # folder inside an anchor
+# What a replay repeats of a step; the same on all ranks, because statistics are reduced over them.
+REPLAYED = ("timeperf/compute_advantage", "timeperf/train_step")
+
+
+@dataclass(frozen=True)
+class AnchorPolicy:
+    """When anchors are taken, and how much disk they may take; None is no wish.
+
+    Args:
+        every_steps: one before each step that it divides.
+        max_replay_s: one as soon as replaying from the last would take longer.
+        max_bytes: of all anchors together; above it, those go without which the ways stay shortest.
+        at_start: also before the first step.
+    """
+
+    every_steps: int | None = None
+    max_replay_s: float | None = None
+    max_bytes: int | None = None
+    at_start: bool = False
+
+    def is_due(self, next_step: int, replay_s: float) -> bool:
+        """Whether an anchor belongs before `next_step`, which is `replay_s` seconds of replay behind the last one."""
+        by_steps = self.every_steps is not None and next_step % self.every_steps == 0
+        by_cost = self.max_replay_s is not None and replay_s >= self.max_replay_s
+        return by_steps or by_cost
+
+
+def anchors_to_remove(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
+    """Steps of anchors to remove so that the rest fits, ascending.
+
+    The first stays, for it may be all there is to start from, and so does the newest, to which a run can return. Of the others goes,
+    again and again, the one that lies in the narrowest gap.
+    """
+    kept, removed = sorted(sizes), []
+    while len(kept) > 2 and sum(sizes[step] for step in kept) > max_bytes:
+        inner = range(1, len(kept) - 1)
+        narrowest = min(inner, key=lambda i: (kept[i + 1] - kept[i - 1], i))
+        removed.append(kept.pop(narrowest))
+    return sorted(removed)
+
+
+class AnchorTaker:
+    """An observer that puts anchors into the record in `folder`; on every rank, because saving is a collective."""
+
+    def __init__(self, folder: Path, rank: int, policy: AnchorPolicy) -> None:
+        self.folder, self.rank, self.policy = folder, rank, policy
+        self.replay_s = 0.0
+        self.save: Callable[[Path, int], None] | None = None
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Takes one event with the facts of ARCHITECTURE.md."""
+        if event == "start":
+            self.save = facts["save_checkpoint"]
+            # A run that continues starts from weights that no model folder holds.
+            if self.policy.at_start or facts["version"] > 0:
+                self.take(facts["version"])
+        elif event == "step":
+            self.replay_s += sum(facts["stats"][name] for name in REPLAYED)
+        elif event == "weights" and self.policy.is_due(facts["step"] + 1, self.replay_s):
+            self.take(facts["step"] + 1)
+        elif event == "checkpoint" and self.rank == 0:
+            adopt_checkpoint(self.folder, facts["step"], Path(facts["folder"]))
+
+    def take(self, step: int) -> None:
+        """Saves an anchor; a collective."""
+        assert self.save is not None
+        self.save(anchor_folder(self.folder, step) / CHECKPOINT, step)
+        self.replay_s = 0.0
+        if self.rank == 0:
+            commit_anchor(anchor_folder(self.folder, step), step)
+            if self.policy.max_bytes is not None:
+                thin_out(self.folder, self.policy.max_bytes)
+
+
+def anchor_folder(record: Path, step: int) -> Path:
+    """`RECORD/anchors/000040`."""
+    return record / ANCHORS_FOLDER / step_name(step)
+
+
+def adopt_checkpoint(record: Path, step: int, checkpoint: Path) -> None:
+    """Makes an anchor of a checkpoint from which a run can continue: its files, not copied but linked.
+
+    Nothing happens where the record has an anchor of that step. On another file system the files are copied.
+    """
+    folder = anchor_folder(record, step)
+    if (folder / ANCHOR_FILE).exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(checkpoint, folder / CHECKPOINT, copy_function=link_or_copy)
+    commit_anchor(folder, step)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def thin_out(record: Path, max_bytes: int) -> None:
+    """Removes anchors until the rest fits; anchor.json goes first, so that a half removed one is none."""
+    folders = {
+        int(path.parent.name): path.parent for path in (record / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
+    }
+    sizes = {step: folder_bytes(folder) for step, folder in folders.items()}
+    for step in anchors_to_remove(sizes, max_bytes):
+        (folders[step] / ANCHOR_FILE).unlink()
+        shutil.rmtree(folders[step])
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,153 @@
+"""`reward > 0 and len(completion) < 512`: a question about a row, parsed by Python and answered by us, so that nothing else can run.
+
+Python's own parser gives the tree; only the nodes below are accepted, and they are walked here. There is no `eval`, no attribute and no
+call but of six functions, so an expression that somebody sent along with a record can do nothing but be true or false.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from replayer.errors import WrongFilter
+
+# What a filter may ask about a row; `prompt` and `completion` are token ids.
+ROW_NAMES = (
+    "reward",
+    "prompt",
+    "completion",
+    "prompt_text",
+    "completion_text",
+    "finish_reason",
+    "logprobs",
+    "versions",
+    "prompt_id",
+    "sample_id",
+    "step",
+)
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "len": len,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "abs": abs,
+    "round": round,
+}
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed expression over `names`."""
+
+    text: str
+    names: tuple[str, ...]
+    tree: ast.expr
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the row with these values fulfils it. Raises WrongFilter when the values do not fit the operators."""
+        try:
+            return bool(evaluate(self.tree, values))
+        except (TypeError, ZeroDivisionError, ValueError, IndexError) as error:
+            raise WrongFilter(f"--filter {self.text!r} cannot be answered for a row: {error}") from None
+
+
+def parse_expression(text: str, names: tuple[str, ...]) -> Expression:
+    """The expression, if it holds nothing but comparisons, logic, arithmetic and the known functions and names.
+
+    Raises:
+        WrongFilter: with what is not allowed, and what is.
+    """
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise WrongFilter(f"--filter {text!r} is no expression: {str(error).splitlines()[0]}") from None
+    check(tree, text, names)
+    return Expression(text, names, tree)
+
+
+def check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
+    """Raises WrongFilter for the first node that is not on the list."""
+    for child in parts(node, text, names):
+        check(child, text, names)
+
+
+def parts(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
+    """What an allowed node is made of. Raises WrongFilter for one that is not allowed."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str()):
+            return []
+        case ast.Name(id=name) if name in names:
+            return []
+        case ast.Name(id=name):
+            raise WrongFilter(f"--filter {text!r}: there is no {name!r}; a row has {', '.join(names)}")
+        case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values):
+            return values
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+            return [operand]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            return [left, right]
+        case ast.Compare(left=left, ops=ops, comparators=rest) if all(type(o) in COMPARISONS for o in ops):
+            return [left, *rest]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return args
+        case ast.Subscript(value=value, slice=index) if not isinstance(index, ast.Slice):
+            return [value, index]
+    raise WrongFilter(
+        f"--filter {text!r}: {ast.unparse(node)!r} is not allowed; use comparisons, and, or, not, + - * / // %, "
+        f"{', '.join(FUNCTIONS)} over {', '.join(names)}"
+    )
+
+
+def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """The value of a checked node."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return values[name]
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            return [evaluate(element, values) for element in elements]
+        case ast.BoolOp(op=ast.And(), values=operands):
+            return all(evaluate(operand, values) for operand in operands)
+        case ast.BoolOp(values=operands):
+            return any(evaluate(operand, values) for operand in operands)
+        case ast.UnaryOp(op=op, operand=operand):
+            return UNARY[type(op)](evaluate(operand, values))
+        case ast.BinOp(left=left, op=op, right=right):
+            return bounded(ARITHMETIC[type(op)], evaluate(left, values), evaluate(right, values))
+        case ast.Compare(left=left, ops=ops, comparators=rest):
+            operands = [evaluate(left, values), *(evaluate(one, values) for one in rest)]
+            pairs = zip(ops, operands, operands[1:], strict=False)
+            return all(COMPARISONS[type(op)](a, b) for op, a, b in pairs)
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return FUNCTIONS[name](*(evaluate(one, values) for one in args))
+        case ast.Subscript(value=value, slice=index):
+            return evaluate(value, values)[evaluate(index, values)]
+    raise AssertionError(f"{ast.dump(node)} was checked but cannot be evaluated")
+
+
+def bounded(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Arithmetic on numbers alone: `'a' * 10**9` would be a string of a gigabyte."""
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        raise TypeError("arithmetic works on numbers")
+    return operation(left, right)
