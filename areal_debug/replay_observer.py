@@ -10,6 +10,7 @@ from areal_debug.render import console
 from areal_debug.replay_output import print_start, print_step, print_verdict
 from areal_debug.report_file import QUIET, write_report
 from recorder import Record
+from replayer.check import ReplayCheck
 from replayer.request import Request
 from replayer.rerun import verdict_at_once
 from replayer.run import check_of
@@ -26,7 +27,7 @@ def check_that_tells(
     if trainer.ranks.rank != 0:
         return check_of(record, trainer, request)
     out = Console(quiet=True) if os.environ.get(QUIET) else console()
-    check = check_of(
+    check: ReplayCheck = check_of(
         record,
         trainer,
         request,

@@ -43,10 +43,14 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
 
 
 def without_side_effects(config: C) -> C:
-    """The config with logs of its own and no checkpoints."""
+    """The config with logs of its own, no checkpoints, and nothing that is sent elsewhere."""
     config.trial_name += "-replay"
     config.saver.freq_steps = None
     config.recover.mode = "disabled"
+    config.perf_tracer = None
+    config.stats_logger.tensorboard.path = None
+    for service in (config.stats_logger.wandb, config.stats_logger.swanlab, config.stats_logger.trackio):
+        service.mode = "disabled"
     return config
 
 

@@ -102,16 +102,17 @@ class Recovery:
         set_rng_state(self._rng)
         return True
 
-    def save_when_due(self, step: int, version: int, engine: FSDPEngine, source: Source) -> None:
-        """Writes a checkpoint after `step` if one of `recover.freq_*` has passed; a collective."""
+    def save_when_due(self, step: int, version: int, engine: FSDPEngine, source: Source) -> Path | None:
+        """Writes a checkpoint after `step` if one of `recover.freq_*` has passed, and says where; a collective."""
         if self.mode in ("disabled", "off") or not self._frequency.is_due(step):
-            return
+            return None
         sources = self.ranks.gather_objects(source.state_dict())
         folder = self.folder / f"step-{step + 1:06d}"
         save_checkpoint(folder, engine, {"step": step + 1, "version": version, "sources": sources})
         if self.ranks.rank == 0:
             keep_only(self.folder, folder, self._last)
         self._last = folder
+        return folder
 
     def _agree_on_checkpoint(self) -> Path | None:
         """The same on every rank: rank 0 looks, and cuts the statistics of the steps that come again."""

@@ -132,7 +132,9 @@ class PPOTrainer:
                         with self.stats.timing("eval"):
                             evaluation.after_step(step)
                     logger.commit(step, self.last_stats | self.stats.export() | self.live_stats.export())
-                    self.recovery.save_when_due(step, self.version, self.actor, source)
+                    saved = self.recovery.save_when_due(step, self.version, self.actor, source)
+                    if saved is not None:
+                        self._observe("checkpoint", step=step + 1, folder=saved)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             raise
