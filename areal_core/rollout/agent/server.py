@@ -13,8 +13,8 @@ import httpx
 from aiohttp import web
 
 from areal_core.rollout.agent.errors import UnsafeProxy
-from areal_core.rollout.agent.loop_thread import LoopThread
 from areal_core.rollout.agent.proxy import AgentProxy, Reply
+from areal_core.rollout.loop_thread import LoopThread, run_on
 
 DEFAULT_ADMIN_KEY = "areal-admin-key"
 SHORTEST_ADMIN_KEY = 16
@@ -45,13 +45,13 @@ class ProxyServer:
         application = web.Application(client_max_size=max_body_bytes)
         application.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-        self.port = self.thread.submit(self._listen(host, port)).result()
+        self.port = self.thread.run(self._listen(host, port))
         reached_at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.base_url = f"http://{reached_at}:{self.port}"
 
     def close(self) -> None:
         """Stops listening and ends the calls in flight."""
-        self.thread.submit(self._runner.cleanup()).result()
+        self.thread.run(self._runner.cleanup())
         self.thread.close()
 
     async def _listen(self, host: str, port: int) -> int:
@@ -90,9 +90,8 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         if len(body) > self._server.max_body_bytes:
             reply = too_large(self._server.max_body_bytes)
         else:
-            reply = await self._server.thread.run(
-                self._server.proxy.answer(request.method, request.url.path, request.headers, body)
-            )
+            answer = self._server.proxy.answer(request.method, request.url.path, request.headers, body)
+            reply = await run_on(self._server.thread.loop, answer)
         headers = {"content-type": reply.content_type} | (NO_RETRY if reply.status >= 500 else {})
         return httpx.Response(reply.status, headers=headers, content=reply.body)
 

@@ -13,6 +13,7 @@ from typing import Any
 from areal_core.rollout.agent.conversation import Interaction
 from areal_core.rollout.agent.errors import BadRequest
 from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.loop_thread import run_on
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
 
@@ -36,8 +37,7 @@ class Session:
         """Samples on the engine's own loop, from any loop."""
         self.num_running += 1
         try:
-            sampling = asyncio.run_coroutine_threadsafe(self.engine.agenerate(request), self.loop)
-            return await asyncio.wrap_future(sampling)
+            return await run_on(self.loop, self.engine.agenerate(request))
         except Exception as error:
             self.failure = error
             raise

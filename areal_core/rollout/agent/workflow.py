@@ -12,6 +12,7 @@ An agent that blocks (a synchronous client, `time.sleep`) stops the agents besid
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -26,7 +27,6 @@ from areal_core.rollout.agent.agents import load_agent, name_of
 from areal_core.rollout.agent.completion import Dialogue
 from areal_core.rollout.agent.errors import AgentStalled
 from areal_core.rollout.agent.export import export_rows
-from areal_core.rollout.agent.loop_thread import LoopThread
 from areal_core.rollout.agent.output_parsers import REASONING_PARSERS, TOOL_FORMATS
 from areal_core.rollout.agent.processes import AgentProcesses
 from areal_core.rollout.agent.proxy import AgentProxy
@@ -34,6 +34,7 @@ from areal_core.rollout.agent.rewards import rewards_by_id
 from areal_core.rollout.agent.server import InProcessTransport, ProxyServer
 from areal_core.rollout.agent.sessions import Session
 from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.loop_thread import UNWIND_S, LoopThread, run_on
 from areal_core.rollout.types import sampling_from
 
 
@@ -90,24 +91,26 @@ class AgentWorkflow:
         return rewards_by_id(returned, session.in_order(), session.rewards, self.name)
 
     def close(self) -> None:
-        """Ends runs, connections and threads."""
-        self.agents.submit(self.http_client.aclose()).result()
-        self.agents.submit(self.processes.close()).result()
-        self.agents.close()
+        """Ends runs, connections and threads. An agent that blocks its loop is left behind in its thread."""
+        ending = self.agents.submit(self._close_agents())
+        with contextlib.suppress(TimeoutError):
+            ending.result(UNWIND_S)
+        self.agents.close(UNWIND_S)
         self.server.close()
 
+    async def _close_agents(self) -> None:
+        await self.http_client.aclose()
+        await self.processes.close()
+
     async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
-        return await self.agents.run(
-            self.agent.run(
-                dict(data),
-                base_url=self.server.base_url,
-                api_key=session.key,
-                http_client=self.http_client,
-            )
+        run = self.agent.run(
+            dict(data), base_url=self.server.base_url, api_key=session.key, http_client=self.http_client
         )
+        return await run_on(self.agents.loop, run)
 
     async def _in_process(self, session: Session, data: dict[str, Any]) -> Any:
-        return await self.agents.run(self.processes.run(data, self.server.base_url, session.key))
+        run = self.processes.run(data, self.server.base_url, session.key)
+        return await run_on(self.agents.loop, run)
 
     async def _online(self, session: Session, data: dict[str, Any]) -> None:
         """Offers the session to whoever asks `/rl/start_session`, and waits until `/rl/end_session`."""
@@ -138,6 +141,7 @@ class AgentWorkflow:
             return task.result()
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: AgentConfig) -> Dialogue:
