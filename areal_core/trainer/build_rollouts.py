@@ -10,19 +10,22 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.allocation import resolve_allocation
 from areal_core.batch import Batch
-from areal_core.config import GenerationHyperparameters, PPOConfig
+from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.replica import Replica
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
+from areal_core.rollout.agent.agents import import_object, is_agent
+from areal_core.rollout.agent.workflow import AgentWorkflow
 from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptLoader
 from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.servers import Server, ServerPool, servers_from_environment, wait_until_healthy
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server, servers_from_environment, wait_until_healthy
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
@@ -161,20 +164,32 @@ def build_workflow(
     tokenizer: PreTrainedTokenizerBase,
     closing: Callable[[Callable[[], None]], object],
     tracing: Tracing = NO_TRACING,
+    agent_options: AgentConfig | None = None,
 ) -> RolloutWorkflow:
-    """A workflow from an instance, a class, or the import path of a class.
+    """A workflow from an instance, a class, or the import path of a class; an agent (`async def run(data, ...)`) is made one.
 
     `reward_fn` (a function or its import path) becomes a pool of processes, and `tokenizer` (a path) the run's own.
     `closing` takes what must be called when the run ends.
 
     Raises:
         ConfigError: the path names nothing, or what it names runs no episodes.
+        NotAnAgent: it has a `run` that is not asynchronous, or cannot be constructed.
     """
+    given = workflow
     if isinstance(workflow, str):
-        workflow = import_attribute(workflow, "workflow")
+        is_agent_path = ":" in workflow
+        workflow = import_object(workflow) if is_agent_path else import_attribute(workflow, "workflow")
+    if is_agent(workflow):
+        agent_kwargs = {key: value for key, value in arguments.items() if key != "gconfig"}
+        built = AgentWorkflow(
+            given, arguments.get("gconfig", gconfig), tokenizer, agent_options, agent_kwargs
+        )
+        closing(built.close)
+        return built
     if not callable(getattr(workflow, "arun_episode", None)):
         raise ConfigError(
             f"workflow {workflow!r} has no method arun_episode(engine, data): give a RolloutWorkflow"
+            ", or an agent with async def run(self, data, **extra_kwargs)"
         )
     if not isinstance(workflow, type):
         return workflow

@@ -18,7 +18,7 @@ from areal_core.paths import run_folder
 from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
-from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats
 from areal_core.trainer import build, build_rollouts
 from areal_core.trainer.evaluation import Evaluation
@@ -94,7 +94,7 @@ class PPOTrainer:
 
     def train(
         self,
-        workflow: Any = "areal_core.rollout.workflow.RLVRWorkflow",
+        workflow: Any = None,
         workflow_kwargs: dict[str, Any] | None = None,
         eval_workflow: Any = None,
         eval_workflow_kwargs: dict[str, Any] | None = None,
@@ -103,12 +103,14 @@ class PPOTrainer:
         """Train to the last step. With a `source` of one's own, no argument is used.
 
         Args:
-            workflow: a `RolloutWorkflow`, a class of one, or its import path.
+            workflow: a `RolloutWorkflow` or an agent, a class of one, or its import path; by default
+                `rollout.agent.agent_cls_path`, or else `RLVRWorkflow`.
             workflow_kwargs: arguments of the class.
             eval_workflow: the same for validation; by default `workflow`.
             eval_workflow_kwargs: by default `workflow_kwargs` with `eval_gconfig` as `gconfig`.
             dynamic_filter_fn: told all rows of a prompt, says whether to train on them; or its import path.
         """
+        workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
         arguments = workflow_kwargs or {}
         source, evaluation = self.source, None
         if source is None:
@@ -255,7 +257,7 @@ class PPOTrainer:
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         closing = self._cleanup.callback
         return build_rollouts.build_workflow(
-            workflow, arguments, gconfig, self.tokenizer, closing, self.tracing
+            workflow, arguments, gconfig, self.tokenizer, closing, self.tracing, self.config.rollout.agent
         )
 
     def _observe_start(self) -> None:

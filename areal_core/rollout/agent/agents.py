@@ -31,6 +31,12 @@ def load_agent(agent: Any, arguments: Mapping[str, Any] | None = None) -> Any:
         raise NotAnAgent(f"{name} cannot be constructed from {dict(arguments or {})}: {error}") from error
 
 
+def is_agent(workflow: Any) -> bool:
+    """Whether an object or a class is run as an agent: it has a `run`, and does not run episodes itself."""
+    members = {name for name in ("run", "arun_episode") if callable(getattr(workflow, name, None))}
+    return members == {"run"}
+
+
 def check_run(agent: Any, name: str) -> None:
     """Raises NotAnAgent unless `agent` (an instance or a class) has an asynchronous `run`."""
     run = inspect.getattr_static(agent, "run", None)
