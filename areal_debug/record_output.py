@@ -11,7 +11,8 @@ from rich.text import Text
 from areal_debug.render import console, format_bytes, format_number, sparkline
 
 if TYPE_CHECKING:
-    from recorder import Record, VerifyReport
+    from recorder import Record, Recording, VerifyReport
+    from recorder.gaps import Gaps
     from recorder.samples import Sample, Token
     from recorder.summary import StepSummary
 
@@ -40,6 +41,7 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         "model": header.model["path"],
         "allocation": header.allocation,
         "data-parallel ranks": header.num_ranks,
+        "scope": describe_recording(header.recording),
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
         "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
@@ -60,8 +62,34 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
     out.print(table)
     if num_left_out:
         out.print(f"{num_left_out:,} steps left out: --all lists them", style="dim")
+    for sentence in describe_gaps(record.gaps):
+        out.print(sentence, style="yellow")
     for step in record.uncommitted:
         out.print(f"step {step} was not finished and is not part of the record", style="yellow")
+
+
+def describe_recording(recording: "Recording") -> str:
+    """`plan`, `full, every 10 steps`, or `rollout, steps 3, 5`."""
+    if recording.steps is not None:
+        return f"{recording.scope}, steps {', '.join(map(str, recording.steps))}"
+    return recording.scope + (f", every {recording.every} steps" if recording.every > 1 else "")
+
+
+def describe_gaps(gaps: "Gaps") -> list[str]:
+    """A sentence for each reason for which steps are not there."""
+    num_removed = sum(last - first + 1 for first, last in gaps.removed)
+    sentences = []
+    if num_removed:
+        first, last = gaps.removed[0][0], gaps.removed[-1][1]
+        sentences.append(
+            f"{num_removed} steps from {first} to {last} were removed to keep the record within its limits"
+        )
+    if gaps.dropped:
+        steps = ", ".join(map(str, gaps.dropped[:MAX_LINES]))
+        sentences.append(
+            f"{len(gaps.dropped)} steps were dropped because the disk was slower than the run: {steps}"
+        )
+    return sentences
 
 
 def step_cells(summary: "StepSummary") -> tuple[str, ...]:

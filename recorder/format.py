@@ -104,6 +104,12 @@ class StepManifest:
     batches: dict[str, BatchEntry]
     files: dict[str, FileEntry]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files of the step but step.json."""
+        entries = (*self.batches.values(), *self.files.values())
+        return sum(entry.size_bytes for entry in entries)
+
 
 @dataclass(frozen=True)
 class RecordHeader:

@@ -127,12 +127,6 @@ def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles
     return manifest
 
 
-def step_bytes(manifest: StepManifest) -> int:
-    """Bytes of all files of a step but step.json."""
-    batches, files = manifest.batches.values(), manifest.files.values()
-    return sum(entry.size_bytes for entry in batches) + sum(entry.size_bytes for entry in files)
-
-
 def commit_anchor(folder: Path, step: int) -> None:
     """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())

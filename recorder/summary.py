@@ -24,7 +24,7 @@ def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[Step
     for number in record.steps:
         step = record.step(number)
         ranks = range(step.manifest.num_ranks)
-        batches, files = step.manifest.batches.values(), step.manifest.files.values()
+        batches = [step.batch_entry(rank)[1] for rank in ranks]
         rewards = [reward for rank in ranks for reward in step.batch(rank, ["rewards"])["rewards"].tolist()]
         summaries.append(
             StepSummary(
@@ -32,7 +32,7 @@ def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[Step
                 version=step.manifest.version,
                 num_rows=sum(batch.num_rows for batch in batches),
                 num_tokens=sum(batch.num_tokens for batch in batches),
-                size_bytes=sum(b.size_bytes for b in batches) + sum(f.size_bytes for f in files),
+                size_bytes=step.manifest.size_bytes,
                 mean_reward=sum(rewards) / len(rewards) if rewards else None,
             )
         )

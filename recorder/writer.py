@@ -31,7 +31,6 @@ from recorder.step_files import (
     decode_rows,
     hand_over,
     learned_tensors,
-    step_bytes,
     take_over,
     write_rank,
 )
@@ -214,7 +213,7 @@ class RecordWriter:
         ]
         self.kept.note_dropped(self.dropped)
         manifest = commit_step(folder, step.step, step.version, ranks)
-        self.kept.add(step.step, step_bytes(manifest))
+        self.kept.add(step.step, manifest.size_bytes)
 
     def step_folder(self, step: RankStep) -> Path:
         """Where the step is written."""

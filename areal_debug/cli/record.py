@@ -69,6 +69,7 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
                 "header": asdict(opened.header),
                 "steps": [asdict(summary) for summary in summaries],
                 "uncommitted": opened.uncommitted,
+                "gaps": asdict(opened.gaps),
             }
         )
     else:

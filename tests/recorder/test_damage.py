@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from recorder import DamagedRecord, commit_anchor, open_record, verify
+from recorder import (
+    DamagedRecord,
+    Recording,
+    RecordingOptions,
+    Retention,
+    commit_anchor,
+    open_record,
+    verify,
+)
 from recorder.testing import write_scripted_record
 
 
@@ -43,6 +51,23 @@ def test_one_changed_bit_in_any_region_is_found_and_named(record_of_one_rank):
         file.write_bytes(original)
     assert num_regions == 4 + 2 + 9  # JSON files, length and text of the safetensors header, tensors
     assert verify(record).intact
+
+
+@pytest.mark.long
+def test_each_of_2000_random_bits_is_found(tmp_path):
+    options = RecordingOptions(Recording("full"), retention=Retention(keep_last=2))
+    write_scripted_record(tmp_path / "record", num_steps=4, num_ranks=2, options=options)
+    files, rng = files_of(tmp_path / "record"), random.Random(0)
+    sizes = [file.stat().st_size for file in files]
+    for file in rng.choices(files, weights=sizes, k=2000):
+        original, name = file.read_bytes(), str(file.relative_to(tmp_path / "record"))
+        changed = bytearray(original)
+        bit = rng.randrange(8 * len(original))
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        assert name in {problem.file for problem in verify(tmp_path / "record").problems}, bit
+        file.write_bytes(original)
+    assert verify(tmp_path / "record").intact
 
 
 def test_a_file_cut_off_at_any_byte_is_found_and_named(record_of_one_rank):

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import recorder.writer as writer_module
-from recorder import RecordError, RecordExists, RecordingOptions, RecordWriter, open_record
+from recorder import (
+    RecordError,
+    RecordExists,
+    Recording,
+    RecordingOptions,
+    RecordWriter,
+    StepNotRecorded,
+    open_record,
+)
 from recorder.header import write_header
 from recorder.sealed import checksum
 from recorder.testing import (
@@ -17,6 +25,7 @@ from recorder.testing import (
     gatherers,
     literal_batch,
     scripted_batch,
+    scripted_learning,
     send_step,
     write_scripted_record,
 )
@@ -224,3 +233,52 @@ def test_a_step_without_its_batch_is_refused(tmp_path):
     send_step(writer, 0, scripted_batch([3]))
     with pytest.raises(RecordError, match="step 1 ended without a `batch` event"):
         writer("step", step=1, version=2, plan={}, stats={}, checksums={})
+
+
+def test_the_full_scope_holds_what_was_learned_and_smaller_ones_say_that_they_do_not(tmp_path):
+    batch = scripted_batch([3, 4], seed=1)
+    for scope in ("rollout", "plan", "full"):
+        write_scripted_record(
+            tmp_path / scope, num_steps=1, num_ranks=2, options=RecordingOptions(Recording(scope))
+        )
+    rollout, plan, full = (open_record(tmp_path / scope).step(0) for scope in ("rollout", "plan", "full"))
+    batch = scripted_batch([3, 8, 6, 4], seed=1)
+    expected = scripted_learning(batch)
+    assert set(full.learning(1)) == {"cu_seqlens", "prox_logp", "advantages"}
+    for key, padded in expected.items():
+        assert full.learning(1)[key].tobytes() == padded[batch["attention_mask"]].tobytes()
+    assert [sorted({name.split("-")[0] for name in step.manifest.batches}) for step in (plan, full)] == [
+        ["batch"],
+        ["batch", "learning"],
+    ]
+    assert rollout.manifest.files == {}
+    assert rollout.batch(1)["rewards"].tolist() == batch["rewards"].tolist()
+    assert rollout.manifest.version == 1
+    with pytest.raises(
+        StepNotRecorded, match="plan-00000-of-00002.json was not recorded: it takes debug.dump_scope=plan"
+    ):
+        rollout.plan(0)
+    with pytest.raises(StepNotRecorded, match="outcome-00001-of-00002.json was not recorded"):
+        rollout.outcome(1)
+    with pytest.raises(
+        StepNotRecorded, match="learning-00000-of-00002.safetensors was not recorded: it takes .*=full"
+    ):
+        plan.learning(0)
+
+
+def test_a_queued_step_does_not_change_with_the_tensors_it_came_from(tmp_path):
+    batch = {key: torch.from_numpy(array) for key, array in scripted_batch([3, 4], seed=1).items()}
+    writer = writer_of_one_rank(tmp_path, queue_steps=2, recording=Recording("full"))
+    write_header(tmp_path, SCRIPTED_HEADER)
+    may_write = threading.Event()
+    write = writer.background.work
+    writer.background.work = lambda step: may_write.wait() and write(step)
+    send_step(writer, 0, batch)
+    for tensor in batch.values():
+        tensor.zero_()
+    may_write.set()
+    writer("end", steps=1, error=None)
+    step, expected = open_record(tmp_path).step(0), scripted_batch([3, 4], seed=1)
+    assert step.batch(0)["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
+    advantages = scripted_learning(expected)["advantages"][expected["attention_mask"]]
+    assert step.learning(0)["advantages"].tobytes() == advantages.tobytes()

@@ -1,0 +1,123 @@
+"""Which steps go, and that a record says why they are gone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recorder import Retention, StepNotRecorded, open_record, verify
+from recorder.gaps import Gaps, merge_ranges, write_gaps
+from recorder.retention import steps_to_remove
+from recorder.testing import write_scripted_record
+from recorder.writer import RecordingOptions
+
+LOTS = 10**12
+
+
+def removed(limits, num_steps=10, size=10, free=LOTS):
+    return steps_to_remove(dict.fromkeys(range(num_steps), size), free, limits)
+
+
+def test_without_limits_every_step_stays():
+    assert removed(Retention()) == []
+
+
+def test_the_last_ones_stay_and_so_do_pinned_ones_and_every_so_many():
+    assert removed(Retention(keep_last=2)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert removed(Retention(keep_last=2, pinned=frozenset({3}))) == [0, 1, 2, 4, 5, 6, 7]
+    assert removed(Retention(keep_last=2, keep_every=4)) == [1, 2, 3, 5, 6, 7]
+
+
+def test_a_byte_cap_takes_the_oldest_that_is_not_pinned_even_if_every_so_many_are_kept():
+    assert removed(Retention(max_bytes=70)) == [0, 1, 2]
+    assert removed(Retention(max_bytes=70, keep_every=1, pinned=frozenset({1}))) == [0, 2, 3]
+    assert removed(Retention(max_bytes=70, keep_last=8)) == [0, 1, 2]
+
+
+def test_the_floor_of_the_disk_takes_as_many_as_bring_it_back():
+    assert removed(Retention(min_free_bytes=100), free=75) == [0, 1, 2]
+    assert removed(Retention(min_free_bytes=100), free=100) == []
+
+
+def test_the_newest_step_is_never_removed():
+    assert removed(Retention(max_bytes=1)) == list(range(9))
+    assert removed(Retention(min_free_bytes=LOTS), free=0) == list(range(9))
+
+
+@given(
+    st.sets(st.integers(0, 60), min_size=1),
+    st.integers(1, 10) | st.none(),
+    st.integers(1, 7) | st.none(),
+    st.frozensets(st.integers(0, 60)),
+    st.integers(0, 300) | st.none(),
+)
+def test_limits_hold_and_what_is_pinned_stays(steps, keep_last, keep_every, pinned, max_bytes):
+    limits = Retention(keep_last, keep_every, pinned, max_bytes)
+    gone = set(steps_to_remove(dict.fromkeys(steps, 10), LOTS, limits))
+    left = steps - gone
+    assert gone <= steps - pinned - {max(steps)}
+    if max_bytes is not None:
+        assert len(left) * 10 <= max_bytes or left <= pinned | {max(steps)}
+    if keep_last is not None:
+        kept = {step for step in left if keep_every and step % keep_every == 0}
+        assert len(left - pinned - kept) <= keep_last
+    if keep_last is not None and max_bytes is None:
+        assert set(sorted(steps)[-keep_last:]) <= left
+
+
+@given(st.sets(st.integers(0, 80)), st.sets(st.integers(0, 80)))
+def test_removed_ranges_hold_exactly_the_steps_that_were_removed(first, second):
+    gaps = Gaps().with_removed(first).with_removed(second)
+    assert [step for step in range(81) if gaps.reason(step)] == sorted(first | second)
+    assert all(left[1] + 1 < right[0] for left, right in zip(gaps.removed, gaps.removed[1:], strict=False))
+
+
+def test_neighbours_make_one_range():
+    assert merge_ranges([(7, 7), (1, 2), (3, 3)]) == ((1, 3), (7, 7))
+
+
+@pytest.mark.parametrize("queue_steps", [0, 2])
+def test_a_record_within_limits_is_intact_and_says_why_a_step_is_gone(tmp_path, queue_steps):
+    limits = Retention(keep_last=3, keep_every=5, pinned=frozenset({2}))
+    options = RecordingOptions(queue_steps=queue_steps, retention=limits)
+    write_scripted_record(tmp_path / "record", num_steps=12, num_ranks=2, options=options)
+    record = open_record(tmp_path / "record")
+    assert record.steps == (0, 2, 5, 9, 10, 11)
+    assert record.gaps.removed == ((1, 1), (3, 4), (6, 8))
+    report = verify(tmp_path / "record")
+    assert (report.problems, report.steps_ok, report.steps_missing) == ((), record.steps, ())
+    with pytest.raises(
+        StepNotRecorded, match=r"step 4 was removed to keep .*: it holds 6 steps from 0 to 11"
+    ):
+        record.step(4)
+
+
+def test_a_removal_cut_short_leaves_no_damage(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=4)
+    write_gaps(tmp_path / "record", Gaps(removed=((0, 1),)))  # written, but the folders are still there,
+    (tmp_path / "record/steps/000000/step.json").unlink()  # one of them half
+    assert open_record(tmp_path / "record").steps == (2, 3)
+    report = verify(tmp_path / "record")
+    assert (report.problems, report.steps_ok) == ((), (2, 3))
+
+
+def test_a_gap_that_nothing_explains_is_damage(tmp_path):
+    options = RecordingOptions(retention=Retention(keep_last=4))
+    write_scripted_record(tmp_path / "record", num_steps=8, options=options)
+    for file in (tmp_path / "record/steps/000005").iterdir():
+        file.unlink()
+    (tmp_path / "record/steps/000005").rmdir()
+    report = verify(tmp_path / "record")
+    assert [(problem.file, problem.kind) for problem in report.problems] == [("steps/000005", "damaged")]
+    assert report.steps_missing == (5,)
+
+
+def test_a_flipped_bit_in_the_reasons_is_found(tmp_path):
+    options = RecordingOptions(retention=Retention(keep_last=1))
+    write_scripted_record(tmp_path / "record", num_steps=3, options=options)
+    file = tmp_path / "record/gaps.json"
+    original = file.read_bytes()
+    for position in range(len(original)):
+        changed = bytearray(original)
+        changed[position] ^= 1 << position % 8
+        file.write_bytes(changed)
+        assert "gaps.json" in {problem.file for problem in verify(tmp_path / "record").problems}
