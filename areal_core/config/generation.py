@@ -93,6 +93,15 @@ class InferenceEngineConfig:
     setup_timeout: float = option(300.0, "Seconds to wait for servers to become healthy.")
     request_timeout: float = option(3600.0, "Seconds to wait for one reply.")
     request_retries: int = option(3, "Attempts per request.")
+    pause_mode: str = option(
+        "abort",
+        "What a weight push does to requests in flight: cut them, recompute them, or let them keep their cache.",
+        ("abort", "retract", "in_place"),
+    )
+    verify_weights_every: int = option(
+        16,
+        "Compare the servers' weights with the trainer's after the first push and every so many; 0: never.",
+    )
     pause_grace_period: float = option(0.0, "Seconds between pausing the servers and sending weights.")
     use_lora: bool = option(False, "Sample with the adapter that is being trained.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")

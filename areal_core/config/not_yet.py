@@ -55,7 +55,6 @@ NOT_YET = (
     NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
     NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
     NotYet("rollout.dump_to_file", (False,), "text is recorded by debug.dump_rollout_data", refused=False),
-    NotYet("rollout.pause_grace_period", (0.0,), "there is no pause before weights are sent", refused=False),
     NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
     NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
     NotYet("*.fsdp.memory_efficient_load", (False,), "every rank reads the checkpoint", refused=False),

@@ -1,7 +1,7 @@
-"""The inference servers of a run: where they are, what they last said, and blocking calls to all of them at once.
+"""One inference server: where it is, what it last said, and a blocking call to it.
 
 Control calls (pause, push, flush) are few and slow, and are made from the trainer's thread, so they are plain blocking HTTP
-on a thread pool; only `/generate` is asynchronous (`sglang_client.py`).
+(`server_pool.py`); only `/generate` is asynchronous (`sglang_client.py`).
 """
 
 import http.client
@@ -9,9 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,73 +90,6 @@ def says_failure(body: str) -> bool:
     if not body.startswith("{"):
         return False
     return json.loads(body).get("success") is False
-
-
-class ServerPool:
-    """Blocking calls to every server at once, one thread each."""
-
-    def __init__(self, servers: list[Server], timeout_s: float = 600.0) -> None:
-        self.servers = servers
-        self.timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(len(servers), thread_name_prefix="server-call")
-
-    def start_post(self, path: str, payload_of: Callable[[int], Any]) -> list[Future[str]]:
-        """Begins a POST to each server; `payload_of(i)` is the payload of server i."""
-        return [
-            self._threads.submit(call, server, "POST", path, payload_of(i), self.timeout_s)
-            for i, server in enumerate(self.servers)
-        ]
-
-    def wait(self, futures: list[Future[str]]) -> None:
-        """Waits for `start_post`. Raises `ServerDied` or `RequestRefused`, after every reply is in."""
-        wait(futures)
-        self.raise_failures(futures)
-
-    def raise_failures(self, futures: list[Future[str]]) -> None:
-        """Raises for the first server whose reply is in and is a failure."""
-        for server, future in zip(self.servers, futures, strict=True):
-            error = future.exception() if future.done() else None
-            if isinstance(error, OSError):
-                raise ServerDied(f"no answer ({error!r}) from server {server.describe()}") from error
-            if error is not None:
-                raise error
-
-    def drop_dead(self) -> None:
-        """Forgets servers that refuse connections. Raises `ServerDied` when none is left."""
-        alive = [server for server in self.servers if is_reachable(server)]
-        if not alive:
-            raise ServerDied(f"no connection to server {self.servers[0].describe()}")
-        self.servers = alive
-
-    def post(self, path: str, payload: Any) -> None:
-        """POSTs the same payload to every server and waits."""
-        self.wait(self.start_post(path, lambda i: payload))
-
-    def pause(self) -> None:
-        """Cuts every request in flight (the client sends the rest again) and holds new ones."""
-        self.post("/pause_generation", {})
-
-    def resume(self) -> None:
-        self.post("/continue_generation", {})
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pauses, and lets generation go on however the body ends; the body's failure is the one that is told."""
-        try:
-            self.pause()
-            yield
-        except BaseException:
-            with suppress(ServerDied, RequestRefused):
-                self.resume()
-            raise
-        self.resume()
-
-    def flush_cache(self) -> None:
-        """Empties the prefix caches. Raises `RequestRefused` while requests are running."""
-        self.post("/flush_cache", {})
-
-    def close(self) -> None:
-        self._threads.shutdown()
 
 
 def is_reachable(server: Server, timeout_s: float = 10.0) -> bool:

@@ -1,73 +1,116 @@
-"""Samples tokens from SGLang servers over HTTP, and comes through aborts, weight pushes and the death of a server.
+"""Samples tokens from SGLang servers over HTTP, and comes through pauses, weight pushes and the death of servers.
 
-A pause cuts a request: its reply says "abort" and holds the tokens so far. The client sends the longer prompt again, the
-server holds it until generation goes on, and the rest is sampled by the new weights. Each token keeps the version that the
-*server* says it was sampled by, so a reply that crosses a push is stamped rightly.
+    agenerate (event loop)                                            what can happen to it
+    ---------------------------------------------------------------   --------------------------------------------------
+    a server from the router <---- waits for one to come (elastic) -- none is left
+    POST /generate, prompt + tokens so far                            pause "abort": cut; the reply holds the tokens so far
+      ... the server holds it while it is paused ...                  pause "retract", "in_place": the reply comes later, whole
+    reply: tokens, logprobs, and the version of each token            the server dies: sent again, to another one
+    cut? again, with the longer prompt                                the server came back with old weights: thrown away
+
+    set_version (trainer's thread), health check (every `health_interval_s` while requests run)
+    both ask every server that is known which weights it holds: one with the current weights is asked for tokens, no other
+
+Each token keeps the version that the *server* says it was sampled by, so a reply that crosses a push is stamped rightly.
 """
 
 import asyncio
-import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 
-from areal_core.rollout.errors import RequestRefused, ServerDied
-from areal_core.rollout.servers import MESSAGE_LIMIT, Server, ServerPool
-from areal_core.rollout.sglang_wire import Chunk, generate_payload, parse_generate
+from areal_core.rollout.discovery import Discovery
+from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
+from areal_core.rollout.routing import Router
+from areal_core.rollout.server_identity import weight_version
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import MESSAGE_LIMIT, Server
+from areal_core.rollout.sglang_wire import Chunk, generate_payload, parse_generate, parse_version
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
 READ_BUFFER_BYTES = 10 * 1024 * 1024
+CONNECT_TIMEOUT_S = 30.0
+MAX_MISSES = (
+    3  # health checks in a row without an answer, after which what a server is doing is given to another
+)
+POLL_S = 0.5
+MAX_THREADS = 32
+logger = logging.getLogger(__name__)
 
 
 class SGLangClient:
     """An `InferenceEngine` over one or more SGLang servers that hold the same weights.
 
     Args:
-        servers: where they are.
+        servers: the first of them, with the weights that `version` names.
         timeout_s: most seconds for one completion.
-        num_retries: further attempts at a server after a broken connection, a time-out or a 5xx.
-        retry_delay_s: seconds between them.
-        version: version of tokens from servers that were never pushed to.
+        num_retries: further attempts after a broken connection, a time-out or a 5xx.
+        retry_delay_s: seconds before the same server is asked again.
+        version: of the weights that servers have before anything is pushed to them.
+        discovery: where more servers may appear; by default the set is fixed.
+        server_wait_s: most seconds to wait for a server when none is left and more may appear.
+        health_interval_s: seconds between two health checks.
+        pause_mode: see `ServerPool`.
     """
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: Sequence[Server],
         *,
         timeout_s: float = 3600.0,
         num_retries: int = 3,
         retry_delay_s: float = 1.0,
         version: int = 0,
+        discovery: Discovery | None = None,
+        server_wait_s: float = 300.0,
+        health_interval_s: float = 10.0,
+        pause_mode: str = "abort",
     ) -> None:
         self.version = version
-        self.alive = list(servers)
-        self._pool = ServerPool(servers)
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30.0)
+        self.router = Router(servers)
+        self._first_version = version
+        self._discovery = discovery or Discovery(tuple(servers))
+        self._pool = ServerPool(servers, pause_mode=pause_mode)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         self._num_retries = num_retries
         self._retry_delay_s = retry_delay_s
-        self._turn = itertools.count()
-        self._session: aiohttp.ClientSession | None = None
+        self._server_wait_s = server_wait_s
+        self._health_interval_s = health_interval_s
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="ask-servers")
+        self._searching = asyncio.Lock()
+        self._misses: Counter[Server] = Counter()
+        self._sessions: dict[Server, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_running = 0
+        self._watching: asyncio.Task[None] | None = None
         self._last_failure = "none was given"
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Samples one completion, over as many requests as aborts cut it into.
+        """Samples one completion, over as many requests as aborts and deaths cut it into.
 
         Raises:
             PromptTooLong: no room to sample.
-            RequestRefused: a server answered 4xx.
-            ServerDied: no server is left.
+            RequestRefused: a server answered 4xx, or servers answered 5xx too often.
+            ServerDied: no server is left, and none came in time.
         """
         budget = req.num_new_tokens()
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
         finish = "abort"
-        while finish == "abort" and len(tokens) < budget:
-            chunk = await self._generate(req, tokens, budget - len(tokens))
-            tokens += chunk.tokens
-            logprobs += chunk.logprobs
-            versions += [self.version if v is None else v for v in chunk.versions]
-            finish = chunk.finish
+        self._begin_request()
+        try:
+            while finish == "abort" and len(tokens) < budget:
+                chunk = await self._generate(req, tokens, budget - len(tokens))
+                tokens += chunk.tokens
+                logprobs += chunk.logprobs
+                versions += [self._first_version if v is None else v for v in chunk.versions]
+                finish = chunk.finish
+        finally:
+            self._num_running -= 1
         return ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=tokens,
@@ -77,65 +120,159 @@ class SGLangClient:
         )
 
     def set_version(self, version: int) -> None:
+        """Says which weights were pushed, and from now on asks the servers that hold them."""
         self.version = version
+        self.refresh()
 
     def pause(self) -> None:
+        self._pool.servers = list(self.router.servers)
         self._pool.pause()
 
     def resume(self) -> None:
         self._pool.resume()
 
+    def refresh(self) -> None:
+        """Asks every known server for its weights. From any thread; blocks for the slowest answer, at most some seconds."""
+        known = self._discovery.servers()
+        held = dict(zip(known, self._threads.map(ask_version, known), strict=True))
+        for server, version in held.items():
+            self._misses[server] = self._misses[server] + 1 if version is None else 0
+        asked = set(self.router.servers)
+        usable = [
+            server
+            for server, version in held.items()
+            if self._has_weights(version)
+            or (version is None and server in asked and self._misses[server] < MAX_MISSES)
+        ]
+        for server in set(usable) - asked:
+            logger.info("sampling from %s", server.address)
+        self.router.servers = usable
+
+    def _has_weights(self, version: str | None) -> bool:
+        """Whether these are the current weights, or newer ones, as during a push."""
+        if version is None:
+            return False
+        number = parse_version(version)
+        return self.version == self._first_version if number is None else number >= self.version
+
     def close(self) -> None:
         """Call from outside the event loop, while it runs; inside, await `aclose`."""
-        if self._session is not None:
+        if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result()
         self._pool.close()
+        self._threads.shutdown()
 
     async def aclose(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-        self._session = None
+        if self._watching is not None:
+            self._watching.cancel()
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions = {}
 
     async def _generate(self, req: ModelRequest, sampled: list[int], num_new_tokens: int) -> Chunk:
-        """One chunk, from whichever server is alive."""
+        """One chunk, from whichever server has the weights."""
         # No `rid`: after a broken connection the first attempt may still run, and a second with its name is refused.
         payload = generate_payload(req.input_ids + sampled, req.sampling, num_new_tokens, len(sampled))
-        while self.alive:
-            server = self.alive[next(self._turn) % len(self.alive)]
+        prompt = req.metadata.get("prompt_id", req.rid)
+        failed: Counter[Server] = Counter()
+        avoid = None
+        while True:
+            server = self.router.choose(prompt, avoid) or await self._wait_for_server()
+            if server == avoid:
+                await asyncio.sleep(self._retry_delay_s)
+            version = self.version
             try:
-                return parse_generate(await self._post(server, "/generate", payload))
+                with self.router.request_to(server):
+                    chunk = parse_generate(await self._post(server, "/generate", payload))
             except (aiohttp.ClientError, TimeoutError) as error:
-                self.alive = [s for s in self.alive if s != server]
+                avoid = server
+                failed[server] += 1
                 self._last_failure = f"{type(error).__name__} ({error}) from server {server.describe()}"
-        raise ServerDied(f"no inference server is left: {self._last_failure}")
+                if failed[server] > self._num_retries:
+                    self._drop(server)
+            except RequestRefused as error:
+                avoid = server
+                failed[server] += 1
+                if error.status < 500 or failed.total() > self._num_retries:
+                    raise
+            else:
+                if self._is_current(chunk, version):
+                    return chunk
+                self._last_failure = f"{server.address} came back without the weights of version {version}"
+                self._drop(server)
+
+    def _is_current(self, chunk: Chunk, version: int) -> bool:
+        """Whether no token is older than the weights that the server had when it was asked: else it has been started anew."""
+        if version == self._first_version:
+            return True
+        return all(v is not None and v >= version for v in chunk.versions)
+
+    async def _wait_for_server(self) -> Server:
+        """Raises `ServerDied` at once where no more can come."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._server_wait_s
+        async with self._searching:  # one request asks for all
+            while self._discovery.is_elastic and not self.router.servers and loop.time() < deadline:
+                await asyncio.to_thread(self.refresh)
+                await asyncio.sleep(0 if self.router.servers else POLL_S)
+            if self.router.servers:
+                return self.router.servers[0]
+        raise ServerDied(
+            f"no inference server is left with the weights of version {self.version}: {self._last_failure}"
+        )
+
+    def _begin_request(self) -> None:
+        self._num_running += 1
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._sessions, self._watching = loop, {}, None
+        if self._watching is None or self._watching.done():
+            self._watching = loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Checks the servers' health as long as requests run; what a hung server was doing is given to others."""
+        while self._num_running:
+            await asyncio.sleep(self._health_interval_s)
+            await asyncio.to_thread(self.refresh)
+            for server in [server for server in self._sessions if self._misses[server] >= MAX_MISSES]:
+                self._last_failure = (
+                    f"no answer to {MAX_MISSES} health checks from server {server.describe()}"
+                )
+                await self._hang_up(server)
+
+    def _drop(self, server: Server) -> None:
+        logger.warning("inference server dropped: %s", self._last_failure)
+        self.router.drop(server)
+
+    async def _hang_up(self, server: Server) -> None:
+        """Ends the requests that wait for a server, with an `aiohttp.ClientError`."""
+        await self._sessions.pop(server).close()
 
     async def _post(self, server: Server, path: str, payload: dict) -> bytes:
-        """The body of a 200 reply. Raises `RequestRefused` for a 4xx, and aiohttp's error or `TimeoutError` after the last attempt."""
-        for attempt in range(self._num_retries + 1):
-            if attempt > 0:
-                await asyncio.sleep(self._retry_delay_s)
-            try:
-                async with self._open_session().post(f"http://{server.address}{path}", json=payload) as reply:
-                    body = await reply.read()
-            except (aiohttp.ClientError, TimeoutError) as caught:
-                error = caught
-                continue
-            if reply.status == 200:
-                return body
-            said = f"answered {reply.status}: {body[:MESSAGE_LIMIT].decode(errors='replace')}"
-            if reply.status < 500:
-                raise RequestRefused(f"{server.address}{path} {said}", reply.status)
-            error = aiohttp.ClientPayloadError(said)
-        raise error
+        """The body of a 200 reply. Raises `RequestRefused` for another status, and what aiohttp raises."""
+        async with self._session(server).post(f"http://{server.address}{path}", json=payload) as reply:
+            body = await reply.read()
+        if reply.status == 200:
+            return body
+        said = (
+            f"{server.address}{path} answered {reply.status}: {body[:MESSAGE_LIMIT].decode(errors='replace')}"
+        )
+        raise RequestRefused(said, reply.status)
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        """One session per event loop, with connections that stay open."""
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            self._loop = loop
-            self._session = aiohttp.ClientSession(
+    def _session(self, server: Server) -> aiohttp.ClientSession:
+        """One session per server, with connections that stay open."""
+        if server not in self._sessions:
+            self._sessions[server] = aiohttp.ClientSession(
                 timeout=self._timeout,
                 read_bufsize=READ_BUFFER_BYTES,
                 connector=aiohttp.TCPConnector(limit=0),
             )
-        return self._session
+        return self._sessions[server]
+
+
+def ask_version(server: Server) -> str | None:
+    """Which weights a server holds; None when it does not say."""
+    try:
+        return weight_version(server)
+    except (OSError, MalformedReply, RequestRefused):
+        return None

@@ -48,7 +48,7 @@ def parse_generate(body: bytes) -> Chunk:
     try:
         meta = json.loads(body)["meta_info"]
         finish = meta["finish_reason"]
-        if finish["type"] == "abort" and str(finish.get("message", "")).startswith("Abort before prefill"):
+        if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # cut before its first token
             return Chunk([], [], [], "abort")
         logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
         tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]

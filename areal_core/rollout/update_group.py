@@ -7,7 +7,7 @@ collective at the same time, so the HTTP request that makes a server enter it ru
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
-from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.errors import RequestRefused, ServerDied
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import is_reachable
 
 GROUP_NAME = "update_weight_group"
 
@@ -43,7 +45,8 @@ class UpdateGroup:
             },
         )
         self._group = self._form(world_size, backend, store, timeout, joining)
-        pool.wait(joining)
+        wait(joining)
+        pool.raise_failures(joining)
 
     def _form(
         self,
@@ -69,7 +72,12 @@ class UpdateGroup:
         return formed.result()
 
     def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
-        """Sends the tensors, in order, to every server, which loads them under their names."""
+        """Sends the tensors, in order, to every server, which loads them under their names.
+
+        Raises:
+            ServerDied: a server has gone. What the others hold is then a mixture, and the group is of no more use.
+            RequestRefused: a server said no.
+        """
         request = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -78,19 +86,34 @@ class UpdateGroup:
             **extra,
         }
         replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
+        try:
+            self._send(bucket, replies)
+        except (RequestRefused, RuntimeError) as error:
+            self._name_the_dead(error)
+            raise
+
+    def _send(self, bucket: list[tuple[str, Tensor]], replies: list[Future[str]]) -> None:
         works = [
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
             for _, tensor in bucket
         ]
-        # A server that has refused never enters the broadcast, so waiting in it alone would not end.
+        # A server that has refused or died never enters the broadcast, so waiting in it alone would not end.
         while not all(work.is_completed() for work in works):
             self.pool.raise_failures(replies)
             time.sleep(0.001)
         for work in works:
             work.wait()
-        self.pool.wait(replies)
+        wait(replies)
+        self.pool.raise_failures(replies)
+
+    def _name_the_dead(self, error: Exception) -> None:
+        """One death shows in many ways: an error of the backend, no reply, or the refusal of a server that waited for the dead one."""
+        for server in self.servers:
+            if not is_reachable(server):
+                raise ServerDied(f"during the push: server {server.describe()}") from error
 
     def close(self) -> None:
+        """Leaves the group; servers that still wait in it get an error, also when it has lost a member."""
         dist.destroy_process_group(self._group)
 
 

@@ -2,18 +2,24 @@
 
     every rank                       rank 0 only                              each server
     -------------------------        -------------------------------------    ---------------------------
-                                     pause_generation                         cuts what is in flight
+                                     takes in new servers, drops dead ones
+                                     pause_generation                         cuts or holds what is in flight
     for name, tensor in weights      gathers tensors into buckets
       (full_tensor: collective)      a bucket is full: send it                loads it
-                                     continue_generation (always)             goes on, cache flushed
+                                     compares checksums, when it is time      /weights_checker
+                                     continue_generation                      goes on, cache flushed
     agree: rank 0 tells every rank how it went; a failure is raised on all of them
 
 A rank that stopped iterating would leave the others waiting in `full_tensor`, so rank 0 keeps iterating after a failure and
-raises it at the end.
+raises it at the end. A server that dies in the middle of a broadcast breaks the group: the ranks agree to iterate once more, and the
+servers that are left stay paused until they have all of the new weights.
 """
 
+import logging
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -22,19 +28,22 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.rollout.errors import PushFailed, RequestRefused
-from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
+from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.update_group import UpdateGroup
+from areal_core.rollout.weight_check import WeightCheck
 
-NamedTensors = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 MESSAGE_BYTES = 4096
+DONE, AGAIN, FAILED = "done", "again", "failed"
+logger = logging.getLogger(__name__)
 
 
 class WeightPush(Protocol):
     """Brings weights to where tokens are sampled."""
 
     def push(self, weights: NamedTensors, version: int) -> None:
-        """Pushes all `weights` as `version`. Collective: every rank calls it and iterates to the end."""
+        """Pushes all `weights` as `version`. Collective: every rank calls it and iterates to the end, perhaps more than once."""
         ...
 
     def close(self) -> None: ...
@@ -48,29 +57,46 @@ class DiskPush:
         folder: where to write.
         model_path: checkpoint folder whose `config.json` describes the weights.
         bucket_bytes: size of a file, and of what rank 0 holds in memory.
+        check: which pushes are compared with what the servers then hold.
+        grace_s: seconds between the pause and the loading.
     """
 
     def __init__(
-        self, pool: ServerPool | None, folder: Path, model_path: Path, bucket_bytes: int = 1 << 30
+        self,
+        pool: ServerPool | None,
+        folder: Path,
+        model_path: Path,
+        bucket_bytes: int = 1 << 30,
+        *,
+        check: WeightCheck | None = None,
+        grace_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.folder = folder
         self.model_path = model_path
         self.bucket_bytes = bucket_bytes
+        self.check = check or WeightCheck(every=0)
+        self.grace_s = grace_s
 
     def push(self, weights: NamedTensors, version: int) -> None:
-        from_rank_0(weights, None if self.pool is None else lambda: self._send(weights, version))
+        from_rank_0(weights, None if self.pool is None else lambda tensors: self._send(tensors, version))
 
-    def _send(self, weights: NamedTensors, version: int) -> None:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         folder = self.folder / f"v{version}"
         try:
-            self._write(weights, folder)
-            self.pool.drop_dead()
+            self.pool.refresh()
+            self._write(self.check.watch(weights, self.pool), folder)
             with self.pool.paused():
+                time.sleep(self.grace_s)
                 self.pool.post(
                     "/update_weights_from_disk",
-                    {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
+                    {
+                        "model_path": str(folder),
+                        "weight_version": str(version),
+                        "flush_cache": self.pool.flushes,
+                    },
                 )
+                self.check.compare(self.pool, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,6 +123,8 @@ class BroadcastPush:
         bucket_bytes: most bytes of one request, and of what rank 0 holds beside the model.
         ranks_per_server: tensor- and pipeline-parallel ranks of one server.
         timeout_s: most seconds to wait for the group to form, or for one bucket.
+        check: which pushes are compared with what the servers then hold.
+        grace_s: seconds between the pause and the first tensor.
     """
 
     def __init__(
@@ -106,49 +134,86 @@ class BroadcastPush:
         bucket_bytes: int = 1 << 30,
         ranks_per_server: int = 1,
         timeout_s: float = 300.0,
+        *,
+        check: WeightCheck | None = None,
+        grace_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.backend = backend
         self.bucket_bytes = bucket_bytes
         self.ranks_per_server = ranks_per_server
         self.timeout_s = timeout_s
+        self.check = check or WeightCheck(every=0)
+        self.grace_s = grace_s
         self._group: UpdateGroup | None = None
+        self._is_open = False
 
     def push(self, weights: NamedTensors, version: int) -> None:
-        from_rank_0(weights, None if self.pool is None else lambda: self._send(weights, version))
+        send = None if self.pool is None else lambda tensors: self._send(tensors, version)
+        while from_rank_0(weights, send) == AGAIN:
+            if iter(weights) is weights:  # the same on every rank
+                raise PushFailed(
+                    "a server died during the push, and weights that are an iterator cannot be sent again"
+                )
 
-    def _send(self, weights: NamedTensors, version: int) -> None:
-        self._join()
-        with self.pool.paused():
-            in_session = self._begin()
-            for bucket, is_last in bucketed(weights, self.bucket_bytes):
-                # The version and the flush come with the last bucket: before it the server holds a mixture.
-                last = {"weight_version": str(version), "flush_cache": True}
-                self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
-            if in_session:
-                self.pool.post("/end_weight_update", {})
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """One attempt. Raises `SendAgain` when a server died in it and others are left, which stay paused."""
+        try:
+            self.pool.refresh()
+            self.pool.pause()
+            time.sleep(self.grace_s)
+            self._broadcast(self.check.watch(weights, self.pool), version)
+            self.check.compare(self.pool, version)
+        except ServerDied as death:
+            self._leave()
+            self.pool.refresh()
+            raise SendAgain from death
+        except BaseException:
+            with suppress(ServerDied, RequestRefused):
+                self.pool.resume()
+            raise
+        self.pool.resume()
 
-    def _join(self) -> None:
-        """Forms the group with the servers that are alive; again when one has died."""
-        self.pool.drop_dead()
+    def _broadcast(self, weights: NamedTensors, version: int) -> None:
         if self._group is None or self._group.servers != self.pool.servers:
+            self._leave()
             self._group = UpdateGroup(self.pool, self.backend, self.ranks_per_server, self.timeout_s)
+        has_sessions = self._begin()
+        for bucket, is_last in bucketed(weights, self.bucket_bytes):
+            # The version and the flush come with the last bucket: before it the server holds a mixture.
+            last = {"weight_version": str(version), "flush_cache": self.pool.flushes}
+            self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
+        if has_sessions:
+            self.pool.post("/end_weight_update", {})
+        self._is_open = False
 
     def _begin(self) -> bool:
-        """Opens the server's update session. False for older servers, which have no such route."""
+        """Opens the servers' update session. False for older servers, which have no such route."""
+        if self._is_open:  # a push that failed has left it open
+            with suppress(RequestRefused):
+                self.pool.post("/end_weight_update", {})
         try:
             self.pool.post("/begin_weight_update", {})
         except RequestRefused as refused:
             if refused.status != 404:
                 raise
             return False
+        self._is_open = True
         return True
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
+        self._group = None
+
+    def close(self) -> None:
+        self._leave()
         if self.pool is not None:
             self.pool.close()
+
+
+class SendAgain(Exception):
+    """A server died in the middle of a broadcast; the ones that are left need all the tensors again."""
 
 
 def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
@@ -164,21 +229,39 @@ def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tu
     yield bucket, True
 
 
-def from_rank_0(weights: NamedTensors, send: Callable[[], None] | None) -> None:
-    """Runs `send`, which rank 0 passes, while the other ranks iterate. Raises `PushFailed` on every rank. Collective."""
+def from_rank_0(weights: NamedTensors, send: Callable[[Iterator[tuple[str, Tensor]]], None] | None) -> str:
+    """Runs `send`, which rank 0 passes, on an iterator over the weights, while the other ranks iterate. Collective.
+
+    Returns:
+        DONE, or AGAIN after a `SendAgain`.
+
+    Raises:
+        PushFailed: on every rank.
+    """
+    tensors = iter(weights)
     failure = None
     if send is not None:
         try:
-            send()
+            send(tensors)
         except Exception as error:  # of any kind: it must reach the other ranks, which wait for this one
             failure = error
     for _ in (
-        weights
-    ):  # what rank 0 has left after a failure, and all of it elsewhere: the others are in each full_tensor
+        tensors
+    ):  # what rank 0 has left after a failure, and all elsewhere: the others are in each full_tensor
         pass
-    said = broadcast_text("" if failure is None else f"{type(failure).__name__}: {failure}")
-    if said:
-        raise PushFailed(f"the weights did not reach the servers: {said}") from failure
+    outcome, _, why = broadcast_text(outcome_of(failure)).partition(" ")
+    if outcome == FAILED:
+        raise PushFailed(f"the weights did not reach the servers: {why}") from failure
+    return outcome
+
+
+def outcome_of(failure: Exception | None) -> str:
+    if failure is None:
+        return DONE
+    if isinstance(failure, SendAgain):
+        logger.warning("sending the weights again, without a server that died: %s", failure.__cause__)
+        return AGAIN
+    return f"{FAILED} {type(failure).__name__}: {failure}"
 
 
 def broadcast_text(text: str) -> str:

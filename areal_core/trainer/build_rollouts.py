@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.replica import Replica
 from areal_core.errors import ConfigError
-from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.rollout.agent.agents import import_object, is_agent
 from areal_core.rollout.agent.workflow import AgentWorkflow
@@ -24,14 +22,12 @@ from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptLoader
 from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import Server, servers_from_environment, wait_until_healthy
-from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.staleness import StalenessControl, per_rank
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
+from areal_core.trainer.build_servers import build_sglang
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.frequency import Frequency
 
@@ -57,8 +53,9 @@ def build_live_rollouts(
             f"allocation_mode is {config.allocation_mode!r}, which trains and samples nothing: add 'sglang:dN+' or "
             f"'embedded|' in front, or replay a record"
         )
-    build_rollout_engine = {"embedded": build_embedded, "sglang": build_sglang}[backend]
-    engine, push = build_rollout_engine(config, ranks, tokenizer)
+    engine, push = (
+        build_sglang(config, ranks) if backend == "sglang" else build_embedded(config, ranks, tokenizer)
+    )
     options = config.rollout
     executor = Executor(
         engine,
@@ -136,25 +133,6 @@ def build_embedded(
         device=ranks.device,
     )
     return engine, ReplicaPush(replica, engine)
-
-
-def build_sglang(
-    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> tuple[InferenceEngine, WeightPush]:
-    """A client of the servers named in AREAL_LLM_SERVER_ADDRS, once they are healthy."""
-    servers: list[Server] = servers_from_environment()
-    wait_until_healthy(servers, config.rollout.setup_timeout)
-    client = SGLangClient(
-        servers, timeout_s=config.rollout.request_timeout, num_retries=config.rollout.request_retries
-    )
-    pool = ServerPool(servers, config.rollout.request_timeout) if ranks.rank == 0 else None
-    if config.actor.weight_update_mode == "disk":
-        folder = run_folder(config, "checkpoints") / "weight_update"
-        return client, DiskPush(pool, folder, Path(config.actor.path))
-    rollout = resolve_allocation(config).rollout
-    assert rollout is not None
-    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-    return client, BroadcastPush(pool, backend, ranks_per_server=rollout.world_size // rollout.data)
 
 
 def build_workflow(

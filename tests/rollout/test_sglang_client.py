@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from areal_core.rollout.errors import MalformedReply, NoServers, PromptTooLong, RequestRefused, ServerDied
-from areal_core.rollout.servers import Server, ServerPool, environment_of, servers_from_environment
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server, environment_of, servers_from_environment
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.sglang_wire import parse_generate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.launch.errors import ServerFailed
 from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
-from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import PushFailed
-from areal_core.rollout.servers import ServerPool
+from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush, bucketed
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
@@ -61,7 +61,7 @@ def test_disk_push_pauses_loads_goes_on_and_leaves_nothing_behind(start_fake, po
 
     folder = str(tmp_path / "push" / "v3")
     assert fake.calls == [
-        ("/pause_generation", {}),
+        ("/pause_generation", {"mode": "abort"}),
         (
             "/update_weights_from_disk",
             {"model_path": folder, "weight_version": "3", "flush_cache": True},
@@ -114,8 +114,10 @@ def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fak
 RANK = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from areal_core.rollout.servers import Server, ServerPool
-from areal_core.rollout.weight_push import DiskPush, PushFailed
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server
+from areal_core.rollout.errors import PushFailed
+from areal_core.rollout.weight_push import DiskPush
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -1,0 +1,76 @@
+"""From options to the client of the inference servers and to the push that keeps them up to date."""
+
+import os
+from pathlib import Path
+
+from areal_core.allocation import resolve_allocation
+from areal_core.config import PPOConfig
+from areal_core.engine.ranks import Ranks
+from areal_core.paths import run_folder
+from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.name_service import FolderNames
+from areal_core.rollout.server_identity import run_model
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.weight_check import WeightCheck
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+
+
+def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightPush]:
+    """A client of the run's servers, once they are ready and hold the run's first weights. Collective.
+
+    Raises:
+        NoServers: none is known.
+        ServerDied: one is not ready in time.
+        WrongServer: one speaks another version or serves another model.
+    """
+    options = config.rollout
+    discovery = discover_servers(config)
+    servers = wait_until_ready(discovery, options.setup_timeout)
+    pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
+    if pool is not None:
+        pool.check_model()
+        pool.load_first_weights(version=0)
+    ranks.barrier()
+    client = SGLangClient(
+        servers,
+        timeout_s=options.request_timeout,
+        num_retries=options.request_retries,
+        discovery=discovery,
+        server_wait_s=options.setup_timeout,
+        pause_mode=options.pause_mode,
+    )
+    return client, build_push(config, ranks, pool)
+
+
+def discover_servers(config: PPOConfig) -> Discovery:
+    """The servers of `AREAL_LLM_SERVER_ADDRS` and those announced in the name service. Raises `NoServers`."""
+    names = FolderNames(config.cluster.name_resolve.nfs_record_root)
+    return discover((), os.environ, names, config.experiment_name, config.trial_name)
+
+
+def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
+    """Rank 0's hold on the servers."""
+    return ServerPool(
+        servers,
+        config.rollout.request_timeout,
+        discovery=discovery,
+        model=run_model(config.sglang.model_path or config.actor.path),
+        pause_mode=config.rollout.pause_mode,
+    )
+
+
+def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightPush:
+    """The push that `actor.weight_update_mode` names."""
+    check = WeightCheck(config.rollout.verify_weights_every)
+    grace_s = config.rollout.pause_grace_period
+    if config.actor.weight_update_mode == "disk":
+        folder = run_folder(config, "checkpoints") / "weight_update"
+        return DiskPush(pool, folder, Path(config.actor.path), check=check, grace_s=grace_s)
+    rollout = resolve_allocation(config).rollout
+    assert rollout is not None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    ranks_per_server = rollout.world_size // rollout.data
+    return BroadcastPush(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
