@@ -1,0 +1,1 @@
+"""Records from what other frameworks leave behind: one file a format."""

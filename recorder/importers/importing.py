@@ -1,0 +1,228 @@
+"""From a foreign source to a record: find the format, read it, write steps of one rank in the scope `rollout`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.environment import folder_identity
+from recorder.errors import RecordNotFound
+from recorder.format import FORMAT_VERSION, STEPS_FOLDER, RecordHeader, Recording, step_name
+from recorder.header import check_folder, clear_record, write_header
+from recorder.importers import (
+    areal,
+    nemo_rl,
+    open_instruct,
+    prime_rl,
+    roll,
+    skyrl,
+    slime,
+    text,
+    verl,
+    xtuner,
+)
+from recorder.importers.sample import Foreign, ForeignFormat, Sample, Step, count_without
+from recorder.sealed import json_text
+from recorder.step_files import RankStep, commit_step, write_rank
+from recorder.tensors import flatten
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a format is recognised and read."""
+
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path], Foreign]
+
+
+# Those that are told by a file's name come before those that are told by what is in it.
+FORMATS = {
+    "verl": Format(verl.recognises, verl.read),
+    "prime-rl": Format(prime_rl.recognises, prime_rl.read),
+    "nemo-rl": Format(nemo_rl.recognises, nemo_rl.read),
+    "skyrl": Format(skyrl.recognises, skyrl.read),
+    "roll": Format(roll.recognises, roll.read),
+    "xtuner": Format(xtuner.recognises, xtuner.read),
+    "open-instruct": Format(open_instruct.recognises, open_instruct.read),
+    "slime": Format(slime.recognises, slime.read),
+    "areal": Format(areal.recognises, areal.read),
+    "areal-text": Format(text.recognises_areal, text.read_areal),
+    "verl-text": Format(text.recognises_verl, text.read_verl),
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported. `notes` say what the format cannot carry and what was assumed."""
+
+    format: str
+    steps: tuple[str, ...]
+    num_samples: int
+    num_tokens: int
+    notes: tuple[str, ...]
+
+
+def read_foreign(source: Path, format_name: str | None = None) -> Foreign:
+    """The steps of a source. Raises RecordNotFound, ForeignFormat, UnsafePickle."""
+    if not source.exists():
+        raise RecordNotFound(f"{source} does not exist: give a file or folder that another framework wrote")
+    name = find_format(source) if format_name is None else format_name
+    if name not in FORMATS:
+        raise ForeignFormat(
+            f"{name!r} is no format that is known: {', '.join(FORMATS)}, or miles, which is slime's"
+        )
+    foreign = FORMATS[name].read(source)
+    if not any(step.samples for step in foreign.steps):
+        raise ForeignFormat(f"{source} holds no samples of {name}")
+    return foreign
+
+
+def find_format(source: Path) -> str:
+    """The format that recognises the source. Raises ForeignFormat where none does, UnsafePickle."""
+    for name, known in FORMATS.items():
+        if known.recognises(source):
+            return name
+    raise ForeignFormat(f"{source} is of no format that is known: say which with --from {'|'.join(FORMATS)}")
+
+
+def import_record(
+    source: Path,
+    destination: Path,
+    format_name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    overwrite: bool = False,
+) -> Imported:
+    """Writes a record of what another framework left behind.
+
+    Args:
+        config: the resolved options with which the steps are to be trained; without them the record has none.
+        model: the model that the first step starts from, whose files a replay then checks.
+
+    Raises:
+        RecordExists: the destination holds something.
+        RecordNotFound, ForeignFormat, UnsafePickle: the source cannot be read.
+    """
+    check_folder(destination, overwrite)
+    foreign = read_foreign(source, format_name)
+    notes = [*foreign.notes, *missing_notes(foreign)]
+    clear_record(destination)
+    write_header(destination, header_of(foreign, source, notes, config or {}, model))
+    for number, step in enumerate(foreign.steps):
+        write_step(destination, number, step)
+    samples = [sample for step in foreign.steps for sample in step.samples]
+    return Imported(
+        format=foreign.format,
+        steps=tuple(step.name for step in foreign.steps),
+        num_samples=len(samples),
+        num_tokens=sum(len(sample.tokens) for sample in samples),
+        notes=tuple(notes),
+    )
+
+
+def missing_notes(foreign: Foreign) -> list[str]:
+    """What single samples lack, and what stands in its place."""
+    samples = [sample for step in foreign.steps for sample in step.samples]
+    places = {
+        "logprobs": "0 is recorded: replay with actor.recompute_logprob=true",
+        "reward": "0 is recorded",
+        "versions": "every token counts as sampled by the weights of its step",
+    }
+    counts = {name: count_without(samples, name) for name in places}
+    return [
+        f"{count} of {len(samples)} samples have no {name}: {places[name]}"
+        for name, count in counts.items()
+        if count
+    ]
+
+
+def header_of(
+    foreign: Foreign, source: Path, notes: Sequence[str], config: Mapping[str, Any], model: str | None
+) -> RecordHeader:
+    """record.json of an import: of one rank, in the scope `rollout`, from an environment that nobody knows."""
+    return RecordHeader(
+        format_version=FORMAT_VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=1,
+        num_ranks=1,
+        allocation=None,
+        model={"path": "", "files": {}} if model is None else folder_identity(model),
+        tokenizer=None,
+        environment={
+            "torch": {"build": None},
+            "code": {"commit": None, "dirty_sha256": None},
+            "imported": {
+                "format": foreign.format,
+                "source": source.name,
+                "steps": [step.name for step in foreign.steps],
+                "notes": list(notes),
+            },
+        },
+        config=dict(config),
+        recording=Recording(scope="rollout"),
+    )
+
+
+def write_step(destination: Path, number: int, step: Step) -> None:
+    """One committed step."""
+    folder = destination / STEPS_FOLDER / step_name(number)
+    folder.mkdir(parents=True)
+    rows, prompt_ids, sample_ids = canonical(step.samples)
+    batch = flatten(pad(rows, prompt_ids, sample_ids, number))
+    recorded = RankStep(number, number, batch, text=text_lines(rows))
+    written = write_rank(folder, 0, 1, recorded)
+    commit_step(folder, number, number + 1, [written])
+
+
+def canonical(samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[int]]:
+    """The samples by group, groups in the order in which they first appear, with `prompt_id` and `sample_id` of each."""
+    groups: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    rows = [sample for group in groups.values() for sample in group]
+    prompt_ids = [number for number, group in enumerate(groups.values()) for _ in group]
+    sample_ids = [number for group in groups.values() for number in range(len(group))]
+    return rows, prompt_ids, sample_ids
+
+
+def pad(
+    rows: Sequence[Sample], prompt_ids: list[int], sample_ids: list[int], version: int
+) -> dict[str, np.ndarray]:
+    """The padded batch of ARCHITECTURE.md."""
+    shape = (len(rows), max(len(row.tokens) for row in rows))
+    batch: dict[str, np.ndarray] = {
+        "attention_mask": np.zeros(shape, bool),
+        "input_ids": np.zeros(shape, np.int32),
+        "loss_mask": np.zeros(shape, np.int32),
+        "logprobs": np.zeros(shape, np.float32),
+        "versions": np.zeros(shape, np.int32),
+        "rewards": np.array([row.reward or 0.0 for row in rows], np.float32),
+        "prompt_id": np.array(prompt_ids, np.int64),
+        "sample_id": np.array(sample_ids, np.int32),
+        "finish_reason": np.array([row.finish_reason for row in rows], np.int32),
+    }
+    for number, row in enumerate(rows):
+        size = len(row.tokens)
+        batch["attention_mask"][number, :size] = True
+        batch["input_ids"][number, :size] = row.tokens
+        batch["loss_mask"][number, :size] = row.loss_mask
+        if row.logprobs is not None:
+            batch["logprobs"][number, :size] = row.logprobs
+        versions = np.where(row.loss_mask != 0, version, -1) if row.versions is None else row.versions
+        batch["versions"][number, :size] = versions
+    return batch
+
+
+def text_lines(rows: Sequence[Sample]) -> bytes | None:
+    """The text file of a step, None where the format keeps no text."""
+    if not any(row.text for row in rows):
+        return None
+    lines = []
+    for number, row in enumerate(rows):
+        prompt, completion = row.text or ("", "")
+        line = {"row": number, "prompt": prompt, "completion": completion, "reward": row.reward or 0.0}
+        lines.append(json_text(line) + "\n")
+    return "".join(lines).encode()

@@ -1,0 +1,158 @@
+"""What every importer makes of a foreign file: steps of samples, and what got lost on the way.
+
+A sample is one sequence, prompt and completion, with what is known of each token aligned to the token itself.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.errors import RecordError
+
+STOP, LENGTH, ABORT = 0, 1, 2
+FINISH_REASONS = {
+    "stop": STOP,
+    "completed": STOP,
+    "eos": STOP,
+    "end_turn": STOP,
+    "tool_calls": STOP,
+    "length": LENGTH,
+    "truncated": LENGTH,
+    "max_tokens": LENGTH,
+    "abort": ABORT,
+    "aborted": ABORT,
+    "failed": ABORT,
+    "skipped": ABORT,
+}
+
+
+class ForeignFormat(RecordError):
+    """A file is not what its format says; names the file, what was expected and what was found."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of T tokens.
+
+    `tokens` [T] int32; `loss_mask` [T] int32, 1 on tokens that are trained; `logprobs` [T] float32 of the engine, None where it did not
+    say; `versions` [T] int32, None where unknown; `reward` None where the format has none; `group` is equal for the answers to one prompt;
+    `text` is prompt and completion where the format keeps them.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray | None
+    reward: float | None
+    group: Hashable
+    finish_reason: int = STOP
+    versions: np.ndarray | None = None
+    text: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch; `name` is what the source calls it."""
+
+    name: str
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What was found in a source: the format, its steps, and in words what the format cannot carry and what was assumed."""
+
+    format: str
+    steps: Sequence[Step]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def full_sequence(values: Any, mask: np.ndarray, dtype: type) -> np.ndarray:
+    """[T] values with 0 where the mask is 0."""
+    array: np.ndarray = np.asarray(values, dtype)
+    return np.where(mask != 0, array, array.dtype.type(0))
+
+
+def completion_sample(
+    prompt: Any,
+    completion: Any,
+    *,
+    loss_mask: Any = None,
+    logprobs: Any = None,
+    reward: float | None,
+    group: Hashable,
+    finish_reason: int = STOP,
+    versions: Any = None,
+    text: tuple[str, str] | None = None,
+    where: str,
+) -> Sample:
+    """A sample whose mask, logprobs and versions speak of the completion only, one value a token.
+
+    Raises ForeignFormat when their lengths differ.
+    """
+    prompt, completion = np.asarray(prompt, np.int64), np.asarray(completion, np.int64)
+    size = len(completion)
+    mask = np.ones(size, np.int32) if loss_mask is None else np.asarray(loss_mask, np.int32)
+    for name, values in (("loss mask", mask), ("logprobs", logprobs), ("versions", versions)):
+        if values is not None and len(values) != size:
+            raise ForeignFormat(f"{where}: {len(values)} {name} for {size} tokens of completion")
+    zeros = np.zeros(len(prompt), np.int32)
+    mask = np.concatenate([zeros, mask])
+    return Sample(
+        tokens=as_tokens(np.concatenate([prompt, completion]), where),
+        loss_mask=mask,
+        logprobs=None
+        if logprobs is None
+        else full_sequence(np.concatenate([zeros, np.asarray(logprobs, np.float64)]), mask, np.float32),
+        reward=reward,
+        group=group,
+        finish_reason=finish_reason,
+        versions=None
+        if versions is None
+        else np.where(mask, np.concatenate([zeros, np.asarray(versions)]), -1).astype(np.int32),
+        text=text,
+    )
+
+
+def as_tokens(ids: np.ndarray, where: str) -> np.ndarray:
+    """Token ids as int32. Raises ForeignFormat for what no vocabulary has."""
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ForeignFormat(f"{where}: token ids from {ids.min()} to {ids.max()}")
+    return ids.astype(np.int32)
+
+
+def member(document: Mapping[str, Any], name: str, where: str) -> Any:
+    """A member that a format always has. Raises ForeignFormat when it is absent, naming those that are there."""
+    if name not in document:
+        raise ForeignFormat(f"{where} has no {name!r}, only {sorted(map(str, document))[:20]}")
+    return document[name]
+
+
+def optional(document: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A member that a format may lack, or hold as None."""
+    value = document.get(name)
+    return default if value is None else value
+
+
+def finish_reason_of(name: str | None) -> int:
+    """The number of a finish reason; a word that nobody knows counts as stop."""
+    return FINISH_REASONS.get((name or "stop").lower(), STOP)
+
+
+def number_in(name: str) -> int:
+    """The last number in a file's name, by which files of steps are ordered; -1 where there is none."""
+    digits = "".join(character if character.isdigit() else " " for character in name).split()
+    return int(digits[-1]) if digits else -1
+
+
+def files_in_order(path: Path, pattern: str) -> list[Path]:
+    """The file itself, or the files of a folder that match, by the number in their names."""
+    files = [path] if path.is_file() else [file for file in path.glob(pattern) if file.is_file()]
+    return sorted(files, key=lambda file: (number_in(file.stem), file.name))
+
+
+def count_without(samples: Sequence[Sample], field_name: str) -> int:
+    """How many samples lack something."""
+    return sum(getattr(sample, field_name) is None for sample in samples)

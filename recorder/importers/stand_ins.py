@@ -1,0 +1,231 @@
+"""What the restricted unpickler builds where a pickle names a class or function: plain data, made by code of ours only.
+
+A pickle is a program whose only dangerous instructions are those that import a name and call it. Here every name that an importer needs
+has a stand-in; any other name ends the reading, and is told. Nothing of torch, numpy's pickle support or a framework runs.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+TORCH_TYPES: dict[str, np.dtype[Any]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("?"),
+}
+STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+NUMPY_KINDS = "biufSU"  # numbers and strings; "O" holds objects and arrives as a list
+
+
+class UnsafePickle(ValueError):
+    """The pickle asks for something that no importer needs."""
+
+
+@dataclass
+class Instance:
+    """An object of a class that is not imported: its name, what it was made with, and its state."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+@dataclass
+class DType:
+    """A numpy dtype in a pickle: `code` is its type string without byte order."""
+
+    code: str
+    byteorder: str = "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.byteorder = state[1]
+
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype, which holds numbers or strings."""
+        order = self.byteorder if self.byteorder in "<>" else "="
+        dtype = np.dtype(self.code).newbyteorder(order)  # type: ignore[arg-type]
+        if dtype.kind not in NUMPY_KINDS:
+            raise UnsafePickle(f"it holds an array of numpy type {self.code!r}")
+        return dtype
+
+
+@dataclass
+class Array:
+    """A numpy array in a pickle; `values` is an ndarray, or a list where the array held objects."""
+
+    values: Any = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, is_fortran, data = state
+        if isinstance(data, list):  # of objects
+            self.values = data
+        else:
+            self.values = as_shape(np.frombuffer(data, dtype.numpy()), shape, "F" if is_fortran else "C")
+
+
+@dataclass
+class BytesFile:
+    """An `io.BytesIO` in a pickle."""
+
+    data: bytes = b""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.data = bytes(state[0])
+
+
+@dataclass
+class Storage:
+    """The memory of tensors: an element type and the bytes."""
+
+    dtype: str
+    data: bytes = field(repr=False, default=b"")
+
+
+def as_shape(flat: np.ndarray, shape: Any, order: str) -> np.ndarray:
+    """The flat array in its shape."""
+    return flat.reshape(tuple(shape), order=order)  # type: ignore[call-overload]
+
+
+def from_buffer(buffer: Any, dtype: DType, shape: Any, order: str) -> Array:
+    """numpy's `_frombuffer`, which protocol 5 uses."""
+    return Array(as_shape(np.frombuffer(buffer, dtype.numpy()), shape, order))
+
+
+def numpy_scalar(dtype: DType, data: bytes = b"") -> Any:
+    """numpy's `scalar`."""
+    return np.frombuffer(data, dtype.numpy())[0].item()
+
+
+def latin_bytes(text: str, encoding: str) -> bytes:
+    """`_codecs.encode`, by which old protocols spell bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise UnsafePickle(f"it encodes text as {encoding!r}")
+    return text.encode("latin-1")
+
+
+def rebuild_tensor(
+    storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
+) -> np.ndarray:
+    """torch's `_rebuild_tensor_v2`: a view of a storage, copied. bfloat16 becomes float32, which holds it exactly."""
+    flat = np.frombuffer(storage.data, TORCH_TYPES[storage.dtype])
+    shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if math.prod(shape) and not (offset >= 0 and min(strides, default=0) >= 0 and last < len(flat)):
+        raise UnsafePickle("a tensor reaches beyond its storage")
+    view = np.lib.stride_tricks.as_strided(
+        flat[offset:], shape, [stride * flat.itemsize for stride in strides]
+    )
+    values = np.ascontiguousarray(view)
+    if storage.dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> dict[str, Any]:
+    """tensordict's consolidated form: one uint8 tensor, and for each leaf its dtype, shape, begin, end and whether it is padded."""
+    found: dict[str, Any] = {}
+    for key, (dtype, shape, begin, end, *_) in metadata["leaves"].items():
+        name = str(dtype).removeprefix("torch.")
+        values = np.frombuffer(storage[begin:end].tobytes(), TORCH_TYPES[name])
+        values = values[: math.prod(shape)].reshape(tuple(shape))
+        found[key] = (values.astype(np.uint32) << 16).view(np.float32) if name == "bfloat16" else values
+    for key, value in metadata["non_tensors"].items():
+        found[key] = value[0] if isinstance(value, tuple) else value
+    return found
+
+
+def make_tensordict(_: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """tensordict's `_make_td`: the tensors lie in the state as they are."""
+    return dict(state["_tensordict"])
+
+
+def make_instance(name: str) -> Any:
+    """A class whose objects are Instances; a class, because a pickle may make objects with `__new__`."""
+
+    def new(cls: type, *arguments: Any) -> Instance:
+        return Instance(name, arguments)
+
+    return type(name, (), {"__new__": new})
+
+
+def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
+    """numpy's helpers, whose modules numpy 2 renamed."""
+    return {
+        f"{module}.multiarray._reconstruct": lambda *_: Array(),
+        f"{module}.multiarray.scalar": numpy_scalar,
+        f"{module}.numeric._frombuffer": from_buffer,
+    }
+
+
+def plain_dict(*arguments: Any) -> dict[Any, Any]:
+    """A dict for OrderedDict and defaultdict, whose factory is not wanted."""
+    items = [argument for argument in arguments if isinstance(argument, list | dict)]
+    return dict(*items)
+
+
+ALLOWED: dict[str, Any] = {
+    "builtins.set": list,
+    "builtins.frozenset": list,
+    "builtins.list": list,
+    "builtins.dict": dict,
+    "builtins.int": int,
+    "builtins.float": float,
+    "builtins.complex": complex,
+    "collections.OrderedDict": plain_dict,
+    "collections.defaultdict": plain_dict,
+    "copyreg._reconstructor": lambda cls, base, state: cls(),
+    "builtins.object": object,
+    "_codecs.encode": latin_bytes,
+    "_io.BytesIO": BytesFile,
+    "numpy.ndarray": Array,
+    "numpy.dtype": lambda code, *_: DType(code),
+    **numpy_names("numpy.core"),
+    **numpy_names("numpy._core"),
+    "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch.Size": tuple,
+    "torch.device": lambda *name: ":".join(map(str, name)),
+    **{f"torch.{name}": dtype for name, dtype in STORAGES.items()},
+    **{f"torch.{dtype}": dtype for dtype in TORCH_TYPES},
+    "tensordict._reductions._rebuild_tensordict_files_consolidated": rebuild_consolidated,
+    "tensordict._reductions._make_td": make_tensordict,
+    "tensordict.utils._StringOnlyDict": dict,
+    "verl.utils.tensordict_utils._rebuild_tensordict_files_consolidated_ragged_idx": rebuild_consolidated,
+}
+OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocols 0 to 2 spell them
+# Whatever else these packages name becomes an Instance, which holds data and does nothing.
+PACKAGES = ("slime", "miles", "verl", "roll", "skyrl", "skyrl_train", "xtuner", "areal", "tensordict")
+
+
+def find_stand_in(module: str, name: str) -> Any:
+    """What takes the place of a class or function. Raises UnsafePickle, which names it, where there is none."""
+    module = OLD_MODULES.get(module, module)
+    full_name = f"{module}.{name}"
+    if full_name in ALLOWED:
+        return ALLOWED[full_name]
+    if module.split(".")[0] in PACKAGES and "." not in name:
+        return make_instance(full_name)
+    raise UnsafePickle(f"it asks for {full_name}, which no importer needs")
