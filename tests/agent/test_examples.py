@@ -1,0 +1,81 @@
+"""The examples of conversations, trained for real on a tiny model; the calculator, on a model that is told what to say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_core.environment import DETERMINISTIC
+from areal_core.rollout.agent.agents import load_agent
+from recorder import open_record
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = (
+    "allocation_mode=embedded|fsdp:d1",
+    "device=cpu",
+    "total_train_steps=1",
+    "train_dataset.path=arithmetic",
+    "train_dataset.dataset_kwargs={num_rows: 8}",
+    "train_dataset.batch_size=2",
+    "gconfig.n_samples=2",
+    "gconfig.max_new_tokens=6",
+    "gconfig.max_tokens=400",
+    "actor.dtype=float32",
+    "actor.gradient_checkpointing=false",
+    "actor.weight_update_mode=disk",
+    "rollout.max_head_offpolicyness=0",
+)
+
+
+@pytest.mark.parametrize(("example", "num_turns"), [("multi_turn", 3), ("tool_agent", 1)])
+def test_an_example_trains_and_records_rows_of_conversations(example, num_turns, tiny_model, tmp_path):
+    record = tmp_path / "record"
+    done = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "areal_debug.script", str(EXAMPLES / f"{example}.py")),
+            *("--config", str(EXAMPLES / f"{example}.yaml"), "--dump-rollout", str(record)),
+            *(*TINY, f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | DETERMINISTIC | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = open_record(record).step(0)
+    masks = [step.rows(0, row)["loss_mask"] for row in range(step.num_rows(0))]
+    assert [int((np.diff(mask, prepend=0) == 1).sum()) for mask in masks] == [num_turns] * 4
+
+
+def test_the_calculator_agent_calls_its_tool_and_is_rewarded(episode, speaker, tokenizer):
+    agent = load_agent(f"{EXAMPLES}/tool_agent.py:CalculatorAgent")
+    data = {"messages": [{"role": "user", "content": "7 boxes of 6?"}], "answer": "7 x 6\n#### 42"}
+    calls = '<tool_call>{"name": "calculate", "arguments": {"expression": "7 * 6"}}</tool_call>'
+    engine = speaker(calls, "It is 42.")
+    rows = episode(agent, engine, data, export_style="concat", chat_template_type="concat")
+    assert rows["rewards"].tolist() == [1.0]
+    assert tokenizer.decode(rows["input_ids"][0]) == (
+        "<|system|>tools: calculate<|end|><|user|>7 boxes of 6?<|end|>"
+        f"<|assistant|>{calls}<|end|><|user|>42<|end|><|assistant|>It is 42.<|end|>"
+    )
+    mask = rows["loss_mask"][0].bool()
+    assert tokenizer.decode(rows["input_ids"][0][mask]) == f"{calls}<|end|>It is 42.<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"expression": "(1 + 2) * -3 / 2"}', "-4.5"),
+        ('{"expression": "1 / 0"}', "error: float division by zero"),
+        ('{"expression": "open(1)"}', "error: open(1) is no arithmetic"),
+        ('{"other": 1}', "error: 'expression'"),
+        ('{"expression": "1 +"}', "error: invalid syntax"),
+    ],
+)
+def test_the_calculator_computes_or_says_what_is_wrong(arguments, result):
+    module = sys.modules[type(load_agent(f"{EXAMPLES}/tool_agent.py:CalculatorAgent")).__module__]
+    assert module.calculate(arguments).startswith(result)
