@@ -1,0 +1,60 @@
+"""`assert_consistent`, for tests: a record's engine logprobs must be those of its model."""
+
+import os
+from typing import Any
+
+from consistency.check import Checked, Request, check
+from consistency.report import check_gates
+from consistency.source import read_record
+from recorder import open_record
+
+
+def assert_consistent(
+    record: str | os.PathLike[str],
+    model: str | None = None,
+    *,
+    steps: tuple[int, ...] = (),
+    gate: str = "",
+    **options: Any,
+) -> Checked:
+    """Fail unless the verdict is healthy and every gate holds.
+
+    Args:
+        record: folder or archive of a record.
+        model: checkpoint that should have sampled the steps; the one that the run started from unless given.
+        steps: the first one unless given.
+        gate: the most that metrics may be, as `mean_abs=0.02,k3=0.002`.
+        options: further fields of `consistency.check.Request`.
+
+    Raises:
+        AssertionError: names the likeliest cause with its evidence and fix, and every gate that does not hold.
+        RecordError, ModelError, ConsistencyError: there is nothing to compare.
+    """
+    opened = open_record(record)
+    checked = check(
+        read_record(opened, steps or opened.steps[:1]),
+        Request(model or opened.header.model["path"], **options),
+    )
+    found = checked.diagnosis
+    complaints = [
+        f"gate {held.metric} <= {held.limit:g} does not hold: {held.value:.6g}"
+        for held in check_gates(gate, found.measurement.metrics)
+        if not held.holds
+    ]
+    if found.verdict != "healthy":
+        complaints.insert(0, complaint_of(checked))
+    if complaints:
+        raise AssertionError(
+            "\n".join([*complaints, f"look closer: areal-debug consistency {os.fspath(record)}"])
+        )
+    return checked
+
+
+def complaint_of(checked: Checked) -> str:
+    """Verdict and likeliest cause in a few lines."""
+    found = checked.diagnosis
+    size = f"mean |D| {found.measurement.metrics['mean_abs']:.3g} over {found.measurement.num_tokens} tokens"
+    if not found.causes:
+        return f"{found.verdict}: {size}, and nothing explains it; give {'; '.join(found.missing)}"
+    first = found.causes[0]
+    return f"{found.verdict}: {first.name} ({first.id}), {size}\n  evidence: {first.evidence}\n  fix: {first.fix}"
