@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.config.experiment import DebugConfig
+from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.flags import take_flags
@@ -63,9 +64,16 @@ def recorder_of(trainer: PPOTrainer, folder: Path, options: RecordingOptions) ->
     ranks = trainer.ranks
     writer = RecordWriter(folder, ranks.rank, ranks.world_size, ranks.gather_objects, options)
     anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
+    checksums = {
+        "gradients": ("gradients", gradient_checksums),
+        "optimizer": ("weights", parameter_checksums),
+    }
 
     def observe(event: str, **facts: Any) -> None:
         writer(event, **facts)
+        if options.recording.scope == "full" and event in checksums and writer.wants(facts["step"]):
+            of, compute = checksums[event]
+            writer("checksums", step=facts["step"], of=of, values=compute(trainer.actor.model, ranks))
         anchors(event, **facts)
 
     return observe

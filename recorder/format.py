@@ -12,6 +12,8 @@ RECORD_FILE = "record.json"
 STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
 GAPS_FILE = "gaps.json"
+# what a process that was killed leaves of one of them; nothing is lost with it
+UNFINISHED_FILES = frozenset({f"{RECORD_FILE}.tmp", f"{GAPS_FILE}.tmp"})
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
 SCOPES = ("rollout", "plan", "full")
@@ -107,8 +109,8 @@ class StepManifest:
     @property
     def size_bytes(self) -> int:
         """Bytes of all files of the step but step.json."""
-        entries = (*self.batches.values(), *self.files.values())
-        return sum(entry.size_bytes for entry in entries)
+        batches, files = self.batches.values(), self.files.values()
+        return sum(entry.size_bytes for entry in batches) + sum(entry.size_bytes for entry in files)
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,26 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step, by the checksum of each parameter: its gradient before it is clipped, its weights afterwards."""
+
+    gradients: dict[str, str]
+    weights: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What came out of a step on one rank. `version` is the one after the step; `checksums` name each parameter's."""
+    """What came out of a step on one rank. `version` is the one after the step; `checksums` name each parameter's.
+
+    `minibatches` are those of a record of scope "full", and none in others.
+    """
 
     step: int
     version: int
     micro_batches: tuple[MicroBatch, ...]
     stats: dict[str, float]
     checksums: dict[str, str]
+    minibatches: tuple[Minibatch, ...] = ()
 
 
 def fields_of(cls: type[T], document: Any, file: str) -> dict[str, Any]:
@@ -281,4 +295,5 @@ def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
         micro_batches=tuple(MicroBatch(**item) for item in numbers),
         stats={name: float.fromhex(value) for name, value in members["stats"].items()},
         checksums=members["checksums"],
+        minibatches=tuple(Minibatch(**fields_of(Minibatch, item, file)) for item in members["minibatches"]),
     )

@@ -14,6 +14,7 @@ from recorder.format import (
     GAPS_FILE,
     RECORD_FILE,
     STEPS_FOLDER,
+    UNFINISHED_FILES,
     RecordHeader,
     Recording,
 )
@@ -30,7 +31,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     if RECORD_FILE in names and not overwrite:
         raise RecordExists(f"{folder} already holds a record: choose another folder, or ask to overwrite it")
     allowed = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
-    if foreign := sorted(names - allowed):
+    if foreign := sorted(names - allowed - UNFINISHED_FILES):
         raise RecordExists(f"{folder} holds {foreign}, which is no part of a record: choose another folder")
 
 
@@ -40,7 +41,7 @@ def clear_record(folder: Path) -> None:
     for name in (STEPS_FOLDER, ANCHORS_FOLDER):
         if (folder / name).exists():
             shutil.rmtree(folder / name)
-    for name in (GAPS_FILE, RECORD_FILE):
+    for name in (*UNFINISHED_FILES, GAPS_FILE, RECORD_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

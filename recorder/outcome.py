@@ -1,9 +1,13 @@
-"""Gathers the events of a step into its Outcome; the recorder stores it and the replayer compares it."""
+"""Gathers the events of a step into its Outcome; the recorder stores it and the replayer compares it.
+
+Besides the trainer's events it takes `checksums`, with `of` "gradients" or "weights" and `values` by parameter, twice a minibatch, from
+whoever knows the model and observes the trainer's `gradients` and `optimizer`.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
-from recorder.format import MicroBatch, Outcome
+from recorder.format import MicroBatch, Minibatch, Outcome
 
 
 class OutcomeObserver:
@@ -12,10 +16,14 @@ class OutcomeObserver:
     def __init__(self, on_outcome: Callable[[Outcome], None]) -> None:
         self.on_outcome = on_outcome
         self.micro_batches: list[MicroBatch] = []
+        self.checksums: dict[str, list[dict[str, str]]] = {"gradients": [], "weights": []}
 
     def __call__(self, event: str, **facts: Any) -> None:
         if event == "batch":
             self.micro_batches = []
+            self.checksums = {"gradients": [], "weights": []}
+        elif event == "checksums":
+            self.checksums[facts["of"]].append(facts["values"])
         elif event == "micro_batch":
             self.micro_batches.append(parse_micro_batch(facts))
         elif event == "step":
@@ -26,6 +34,7 @@ class OutcomeObserver:
                     micro_batches=tuple(self.micro_batches),
                     stats={name: float(value) for name, value in facts["stats"].items()},
                     checksums=dict(facts["checksums"]),
+                    minibatches=tuple(map(Minibatch, self.checksums["gradients"], self.checksums["weights"])),
                 )
             )
 

@@ -15,6 +15,7 @@ from recorder.format import (
     STEP_FILE,
     STEP_NAME,
     STEPS_FOLDER,
+    UNFINISHED_FILES,
     BatchEntry,
     FileEntry,
     Recording,
@@ -120,7 +121,7 @@ def step_file(step: int) -> str:
 
 def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Entries that are no part of a record, at the top and among the steps and anchors."""
-    known = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER}
+    known = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER, *UNFINISHED_FILES}
     yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
         names = sorted(storage.names(folder))

@@ -36,6 +36,7 @@ from recorder.step_files import (
 )
 from recorder.tensors import flatten
 
+STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "step"})
 POLL_S = 0.005  # how often rank 0 looks for the other ranks' manifests
 AGREE_S = 1.0  # how long a rank waits for its own disk before it hears from the others again
 DEATH_S = 20.0  # how long a run that failed waits for its last steps, which some rank may never write
@@ -117,7 +118,7 @@ class RecordWriter:
             self.start(**facts)
         elif event == "end":
             self.end(facts["error"])
-        elif event in ("batch", "advantages", "micro_batch", "step") and self.wants(facts["step"]):
+        elif event in STEP_EVENTS and self.wants(facts["step"]):
             if event == "batch":
                 plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
                 # flatten copies: the trainer is free to change its tensors afterwards

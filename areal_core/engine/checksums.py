@@ -21,7 +21,17 @@ def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
 
     Parameters are sharded along their first dimension in rank order, as FSDP2 does.
     """
-    mine = {name: _shard_checksum(parameter) for name, parameter in model.named_parameters()}
+    return _checksums(dict(model.named_parameters()), ranks)
+
+
+def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
+    """The same of every parameter's gradient; parameters without one are left out, on every rank alike; a collective."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return _checksums({name: grad for name, grad in gradients.items() if grad is not None}, ranks)
+
+
+def _checksums(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
+    mine = {name: _shard_checksum(tensor) for name, tensor in tensors.items()}
     by_rank = ranks.gather_objects(mine)
     return {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
 

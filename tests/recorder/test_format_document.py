@@ -13,9 +13,9 @@ DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
 CHECKSUMS = {
     "record.json": "90398def",
     "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
-    "steps/000000/outcome-00000-of-00001.json": "1c91c877",
+    "steps/000000/outcome-00000-of-00001.json": "eec03254",
     "steps/000000/plan-00000-of-00001.json": "893bd5f3",
-    "steps/000000/step.json": "1975479d",
+    "steps/000000/step.json": "0925406f",
 }
 
 

@@ -95,6 +95,7 @@ def test_a_removal_cut_short_leaves_no_damage(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=4)
     write_gaps(tmp_path / "record", Gaps(removed=((0, 1),)))  # written, but the folders are still there,
     (tmp_path / "record/steps/000000/step.json").unlink()  # one of them half
+    (tmp_path / "record/gaps.json.tmp").write_text("{")  # and the next removal had just begun
     assert open_record(tmp_path / "record").steps == (2, 3)
     report = verify(tmp_path / "record")
     assert (report.problems, report.steps_ok) == ((), (2, 3))

@@ -255,13 +255,13 @@ def test_the_full_scope_holds_what_was_learned_and_smaller_ones_say_that_they_do
     assert rollout.batch(1)["rewards"].tolist() == batch["rewards"].tolist()
     assert rollout.manifest.version == 1
     with pytest.raises(
-        StepNotRecorded, match="plan-00000-of-00002.json was not recorded: it takes debug.dump_scope=plan"
+        StepNotRecorded, match=r"plan-00000-of-00002.json was not recorded: it takes debug.dump_scope=plan"
     ):
         rollout.plan(0)
-    with pytest.raises(StepNotRecorded, match="outcome-00001-of-00002.json was not recorded"):
+    with pytest.raises(StepNotRecorded, match=r"outcome-00001-of-00002.json was not recorded"):
         rollout.outcome(1)
     with pytest.raises(
-        StepNotRecorded, match="learning-00000-of-00002.safetensors was not recorded: it takes .*=full"
+        StepNotRecorded, match=r"learning-00000-of-00002.safetensors was not recorded: it takes .*=full"
     ):
         plan.learning(0)
 
