@@ -29,6 +29,7 @@ class Failure:
 
 def main() -> None:
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, a node
@@ -47,6 +48,8 @@ def main() -> None:
     ]
     try:
         run.main([*options, *sys.argv[1:]])
+    except SignalException as ended:
+        sys.exit(128 + ended.sigval)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal's number

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -51,19 +52,24 @@ def run_ranks(
     Returns:
         The exit code of the first rank that failed, 0 when none did.
     """
-    # A rank alone needs no agent, whose start takes as long as its own.
-    command = [sys.executable, *script_argv] if num_ranks == 1 else agent_command(script_argv, num_ranks)
-    rank_logs = log_dir / "ranks"
-    shutil.rmtree(rank_logs, ignore_errors=True)
-    env = {**thread_limits(1), **terminal_environment(), RANK_LOGS: str(rank_logs), **env}
-    return run_command(command, env, log_dir / "trainer.log", healthy, echo)
+    return run_command(
+        rank_command(script_argv, num_ranks),
+        rank_environment(env, log_dir),
+        log_dir / "trainer.log",
+        healthy,
+        echo,
+    )
 
 
-def agent_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes | None = None) -> list[str]:
+def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes | None = None) -> list[str]:
     """The command that runs a script on the ranks of one node: of this machine alone or, with `nodes`, of one of several.
 
-    Which of several it is stands in PET_NODE_RANK or SLURM_PROCID, where logs go in AREAL_RANK_LOGS.
+    Which of several it is stands in PET_NODE_RANK or SLURM_PROCID.
     """
+    if (
+        nodes is None and ranks_per_node == 1
+    ):  # a rank alone needs no agent, whose start takes as long as its own
+        return [sys.executable, *script_argv]
     where = ["--standalone", "--local-addr", "127.0.0.1"]
     if nodes is not None:
         where = [
@@ -76,6 +82,13 @@ def agent_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes 
         ]
     agent = [sys.executable, "-m", "areal_core.launch.ranks", *where]
     return [*agent, "--nproc-per-node", str(ranks_per_node), *script_argv]
+
+
+def rank_environment(env: Mapping[str, str], log_dir: Path) -> dict[str, str]:
+    """The environment of `rank_command`, changed by `env`; removes what ranks have logged before."""
+    rank_logs = log_dir / "ranks"
+    shutil.rmtree(rank_logs, ignore_errors=True)
+    return {**thread_limits(1), **terminal_environment(), RANK_LOGS: str(rank_logs), **env}
 
 
 def run_command(
@@ -96,25 +109,31 @@ def run_command(
         copying = threading.Thread(target=copy_output, args=(process.stdout, file, echo), daemon=True)
         copying.start()
         try:
-            return wait_for(process, healthy)
+            return wait_for(partial(poll, process), healthy)
         finally:
             end_tree(process)
             copying.join()
             process.stdout.close()
 
 
-def wait_for(process: subprocess.Popen[bytes], healthy: Callable[[], bool]) -> int:
-    """The exit code of a process; 1 when it is to be ended because `healthy` said no `GRACE_S` ago."""
+def wait_for(poll: Callable[[], int | None], healthy: Callable[[], bool]) -> int:
+    """What `poll` says at last, which waits for a moment and gives an exit code or None; 1 if `healthy` said no `GRACE_S` ago."""
     deadline = None
     while True:
-        try:
-            return shell_code(process.wait(POLL_S))
-        except subprocess.TimeoutExpired:
-            pass
+        if (code := poll()) is not None:
+            return code
         if deadline is None and not healthy():
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return 1
+
+
+def poll(process: subprocess.Popen[bytes]) -> int | None:
+    """Waits a moment for the end of a process; its exit code, if it has ended."""
+    try:
+        return shell_code(process.wait(POLL_S))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def shell_code(code: int) -> int:

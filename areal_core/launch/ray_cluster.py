@@ -1,0 +1,257 @@
+"""Runs a job on a Ray cluster: one placement group, an actor a server, and an actor a machine of the trainer.
+
+driver (main thread)                          actors, one a bundle                children of the actors
+placement group, wait for its machines
+start servers, wait for /health               ServerActor 0..n-1                  SGLang -> llm_server_{i}.log
+start agents                                  AgentActor 0..m-1: run() waits      torchrun -> ranks -> trainer.log
+following thread: trainer.log -> our output
+every 0.2 s: an agent ended?  a server ended?
+any way out: stop() in each actor's second thread ends its children; then the group goes
+a driver that dies: Ray ends the actors, and their children end with them (`processes.start`)
+
+Logs go to the run's log folder, which all machines must see.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_core.config import LauncherConfig
+from areal_core.errors import ConfigError
+from areal_core.launch.errors import ServerFailed
+from areal_core.launch.follow import following
+from areal_core.launch.job import Job, run_job
+from areal_core.launch.placement import Placement, place
+from areal_core.launch.ray_actors import AgentActor, ServerActor
+from areal_core.launch.server_plan import ServerPlan, plan_servers
+from areal_core.launch.torchrun import (
+    POLL_S,
+    Nodes,
+    ended_on_signals,
+    rank_command,
+    rank_environment,
+    wait_for,
+)
+from areal_core.rollout.servers import Server
+
+NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # what Ray itself says to each actor
+STOP_TIMEOUT_S = 30.0
+
+
+class RayServer:
+    """A server as the driver sees it."""
+
+    def __init__(self, server: Server, end: ray.ObjectRef) -> None:
+        self.server = server
+        self._end = end
+
+    def check(self) -> None:
+        """Raises `ServerFailed` when the server, its actor or its machine has ended."""
+        if not ray.wait([self._end], timeout=0)[0]:
+            return
+        try:
+            ended = f"ended with exit code {ray.get(self._end)}"
+        except RayError as error:
+            ended = f"was lost ({type(error).__name__})"
+        raise ServerFailed(f"{ended}: server {self.server.describe()}")
+
+
+def launch(job: Job) -> int:
+    """Runs a job on the Ray cluster of `launcher.ray.address`; its exit code, as `run_job` gives it.
+
+    Raises:
+        ConfigError: there is no such cluster, or it has no room for the job.
+    """
+    placement = place(job)
+    with ended_on_signals(), connected(job.config.launcher.ray.address):
+        device = device_of(job.config.device)
+        bundles = make_bundles(job.config.launcher, placement, device)
+        with placed(bundles, job.config.launcher.ray.placement_timeout_s) as group, ExitStack() as actors:
+            plans = [
+                replace(plan, env=forwarded_environment() | plan.env)
+                for plan in plan_servers(job, device, share_devices=False)
+            ]
+            start_actor = partial(make_actor, actors, group, bundles)
+            return run_job(
+                job,
+                lambda stack: start_servers(plans, start_actor, placement.num_trainer_nodes),
+                lambda env, healthy: run_agents(job, placement, start_actor, env, healthy),
+            )
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to a cluster, unless this process has one already. Raises ConfigError."""
+    if ray.is_initialized():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"launcher.ray.address is {address!r} and RAY_ADDRESS {os.environ.get('RAY_ADDRESS')!r}: no Ray cluster "
+            f"can be reached ({str(error).splitlines()[0]}); start one with `ray start --head`, or leave both empty"
+        ) from None
+    signal.signal(signal.SIGTERM, before)  # Ray's own handler would end us with code 15
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def forwarded_environment() -> dict[str, str]:
+    """Our environment, which a child of an actor would have if it were ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FORWARDED)}
+
+
+def device_of(device: str) -> str:
+    """ "cpu" or "cuda", as the config says or the cluster has it."""
+    if device != "auto":
+        return device
+    return "cuda" if "GPU" in ray.cluster_resources() else "cpu"
+
+
+def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
+    """What each actor asks for: the trainer's machines, then the servers."""
+    trainer = (placement.ranks_per_node, options.trainer_cpus_per_gpu, options.trainer_mem_per_gpu)
+    server = (
+        placement.devices_per_server,
+        options.inference_server_cpus_per_gpu,
+        options.inference_server_mem_per_gpu,
+    )
+    asked = [trainer] * placement.num_trainer_nodes + [server] * len(placement.server_nodes)
+    bundles = []
+    for num_devices, cpus, memory_mib in asked:
+        needs = {
+            "CPU": float(cpus * num_devices),
+            "GPU": float(num_devices if device == "cuda" else 0),
+            "memory": float(memory_mib * num_devices * 2**20),
+        }
+        needed = {name: amount for name, amount in needs.items() if amount}
+        bundles.append(needed or {"CPU": 0.01})  # Ray knows no bundle of nothing
+    return bundles
+
+
+@contextmanager
+def placed(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[PlacementGroup]:
+    """A placement group with a bundle for each actor. Raises ConfigError when there is no room for it."""
+    group = placement_group(bundles, strategy="PACK")
+    try:
+        if not group.wait(1.0):
+            print(f"waiting for Ray to have room for {describe(bundles)}", flush=True)
+            ray.get(group.ready(), timeout=timeout_s)
+        yield group
+    except GetTimeoutError:
+        raise ConfigError(
+            f"Ray had no room for {describe(bundles)} within {timeout_s:.0f} s (launcher.ray.placement_timeout_s); "
+            f"it has {describe([ray.cluster_resources()])} in all: lower launcher.*_cpus_per_gpu or "
+            "launcher.*_mem_per_gpu (0 asks for none), or wait for others to end"
+        ) from None
+    finally:
+        remove_placement_group(group)
+
+
+def describe(bundles: list[dict[str, float]]) -> str:
+    """Bundles as `4 CPU, 8 GiB + 2 CPU`."""
+    scales = {"CPU": (1, "CPU"), "GPU": (1, "GPU"), "memory": (2**30, "GiB")}
+    return " + ".join(
+        ", ".join(
+            f"{bundle[name] / scale:.4g} {unit}" for name, (scale, unit) in scales.items() if name in bundle
+        )
+        for bundle in bundles
+    )
+
+
+def make_actor(
+    actors: ExitStack, group: PlacementGroup, bundles: list[dict[str, float]], index: int, kind: type
+) -> Any:
+    """An actor in bundle `index`, with all of it; `actors` stops it."""
+    needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0} | bundles[index]
+    actor = (
+        ray.remote(kind)
+        .options(
+            num_cpus=needs["CPU"],
+            num_gpus=needs["GPU"],
+            memory=needs["memory"] or None,
+            max_concurrency=3,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        .remote()
+    )
+    actors.callback(stop_actor, actor)
+    return actor
+
+
+def stop_actor(actor: Any) -> None:
+    """Lets an actor end its children, then ends the actor; fine when it, or its machine, is gone."""
+    try:
+        ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+    except RayError as error:
+        print(f"an actor could not be asked to stop: {type(error).__name__}", flush=True)
+    ray.kill(actor)
+
+
+def start_servers(
+    plans: list[ServerPlan], start_actor: Callable[[int, type], Any], first_bundle: int
+) -> list[RayServer]:
+    """Starts every server, then waits for all. Raises `ServerFailed`."""
+    actors = [start_actor(first_bundle + i, ServerActor) for i in range(len(plans))]
+    addresses = ray.get([actor.start.remote(plan) for actor, plan in zip(actors, plans, strict=True)])
+    try:
+        ray.get([actor.wait_until_ready.remote() for actor in actors])
+    except RayTaskError as error:
+        raise ServerFailed(str(error.cause)) from None
+    return [
+        RayServer(Server(address, Path(plan.log)), actor.wait.remote())
+        for actor, plan, address in zip(actors, plans, addresses, strict=True)
+    ]
+
+
+def run_agents(
+    job: Job,
+    placement: Placement,
+    start_actor: Callable[[int, type], Any],
+    env: Mapping[str, str],
+    healthy: Callable[[], bool],
+) -> int:
+    """Runs the ranks; the exit code of the first that failed."""
+    num_nodes = placement.num_trainer_nodes
+    actors = [start_actor(i, AgentActor) for i in range(num_nodes)]
+    nodes = Nodes(num_nodes, *ray.get(actors[0].address.remote())) if num_nodes > 1 else None
+    command = rank_command(job.script_argv, placement.ranks_per_node, nodes)
+    env = forwarded_environment() | rank_environment(env, job.log_dir)
+    logs = [job.log_dir / ("trainer.log" if i == 0 else f"trainer_node_{i}.log") for i in range(num_nodes)]
+    for log in logs:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    with following(logs[0]):
+        running = [
+            actor.run.remote(command, env | {"PET_NODE_RANK": str(i)}, str(log), os.getcwd())
+            for i, (actor, log) in enumerate(zip(actors, logs, strict=True))
+        ]
+        return wait_for(partial(poll_agents, running), healthy)
+
+
+def poll_agents(running: list[ray.ObjectRef]) -> int | None:
+    """Waits a moment; the code of an agent that failed, 0 when all have ended well, None while some run on."""
+    for ended in ray.wait(running, timeout=POLL_S)[0]:
+        running.remove(ended)
+        try:
+            code = ray.get(ended)
+        except RayError as error:
+            print(f"a machine of the trainer was lost ({type(error).__name__}): {error}", flush=True)
+            return 1
+        if code:
+            return code
+    return None if running else 0

@@ -1,0 +1,112 @@
+"""The Ray launcher, on a small Ray cluster of its own: what ranks get, whose code comes out, and that nothing is left."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import PPOConfig
+from areal_core.errors import ConfigError
+from areal_core.launch.job import Job
+from areal_core.launch.run import launch
+
+pytest.importorskip("ray")
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "debug" / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A Ray cluster with two CPUs, which this process is connected to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def job(tmp_path, body: str, allocation: str = "embedded|fsdp:d2", cpus: int = 1) -> Job:
+    config = PPOConfig(experiment_name="e", trial_name="t", device="cpu")
+    config.scheduler.type = "ray"
+    config.launcher.trainer_cpus_per_gpu, config.launcher.trainer_mem_per_gpu = cpus, 0
+    config.launcher.ray.placement_timeout_s = 1.0
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(body))
+    argv = (str(script), str(tmp_path))
+    return Job(argv, config, parse_allocation(allocation), {"MARK": "ours"}, tmp_path / "logs")
+
+
+def test_ranks_run_on_the_cluster_and_are_heard_here(cluster, tmp_path, capfd):
+    body = """
+    import json, os, sys
+    keep = ("RANK", "WORLD_SIZE", "MARK", "OMP_NUM_THREADS")
+    with open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w") as file:
+        json.dump({name: os.environ[name] for name in keep} | {"folder": os.getcwd()}, file)
+    print("hello from a rank")
+    """
+    assert launch(job(tmp_path, body)) == 0
+    ranks = [json.loads((tmp_path / f"rank{i}.json").read_text()) for i in (0, 1)]
+    common = {"WORLD_SIZE": "2", "MARK": "ours", "OMP_NUM_THREADS": "1", "folder": os.getcwd()}
+    assert ranks == [{"RANK": "0", **common}, {"RANK": "1", **common}]
+    assert (tmp_path / "logs" / "trainer.log").read_text().count("hello from a rank") == 2
+    assert capfd.readouterr().out.count("hello from a rank") == 2
+
+
+def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(cluster, tmp_path, capfd):
+    body = """
+    import os, pathlib, sys, time
+    if os.environ["RANK"] == "0":
+        pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+        time.sleep(60)
+    while not list(pathlib.Path(sys.argv[1]).glob("*.pid")):
+        time.sleep(0.01)
+    print("no such weights", file=sys.stderr)
+    sys.exit(7)
+    """
+    assert launch(job(tmp_path, body)) == 7
+    said = capfd.readouterr().out
+    assert (
+        "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
+        in said
+    )
+    [waiting] = tmp_path.glob("*.pid")
+    assert not psutil.pid_exists(int(waiting.stem))
+
+
+def test_a_run_without_room_is_told_what_it_asked_for_and_what_there_is(cluster, tmp_path):
+    with pytest.raises(ConfigError, match=r"Ray had no room for 8 CPU within 1 s .* it has 2 CPU, .* in all"):
+        launch(job(tmp_path, "", cpus=4))
+
+
+def test_reinforcement_learning_runs_under_ray(cluster, tiny_model, tmp_path):
+    command = [
+        Path(sys.executable).parent / "areal-debug",
+        "train",
+        ROOT / "tests" / "debug" / "train_tiny.py",
+    ]
+    options = {
+        "cluster.fileroot": tmp_path,
+        "actor.path": tiny_model,
+        "total_train_steps": 2,
+        "scheduler.type": "ray",
+        "launcher.ray.address": cluster,
+        "launcher.trainer_cpus_per_gpu": 1,
+        "launcher.trainer_mem_per_gpu": 0,
+    }
+    overrides = [f"{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [*command, "--config", TINY, *overrides], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout
+    [stats] = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
+    assert [json.loads(line)["step"] for line in stats.read_text().splitlines()] == [0, 1]

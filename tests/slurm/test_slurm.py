@@ -1,0 +1,149 @@
+"""The SLURM launcher on a real one-node SLURM, and what it asks of a larger one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import PPOConfig, config_from_dict, config_to_dict
+from areal_core.errors import ConfigError
+from areal_core.launch import slurm
+from areal_core.launch.job import Job
+from areal_core.launch.placement import place
+
+HERE = Path(__file__).parent
+TINY = HERE.parent / "debug" / "tiny.yaml"
+COMMAND = [Path(sys.executable).parent / "areal-debug", "train"]
+CANNOT = 77
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A SLURM that answers; skips where there can be none."""
+    done = subprocess.run([HERE / "start_slurm.sh"], capture_output=True, text=True, timeout=600)
+    if done.returncode == CANNOT:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def overrides(files: Path, model: Path, **options: object) -> list[str]:
+    options = {
+        "cluster.fileroot": files,
+        "actor.path": model,
+        "scheduler.type": "slurm",
+        "launcher.trainer_cpus_per_gpu": 1,
+        "launcher.trainer_mem_per_gpu": 0,
+    } | options
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, script, "--config", TINY, *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.long
+def test_reinforcement_learning_runs_under_slurm(cluster, tiny_model, tmp_path):
+    options = overrides(tmp_path, tiny_model, allocation_mode="embedded|fsdp:d2", total_train_steps=2)
+    done = run(HERE.parent / "debug" / "train_tiny.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SLURM job " in done.stdout
+    assert "step 2/2" in done.stdout
+    [logs] = tmp_path.glob("logs/*/tiny/test")
+    assert [json.loads(line)["step"] for line in (logs / "stats.jsonl").read_text().splitlines()] == [0, 1]
+    assert "step 2/2" in (logs / "trainer.log").read_text()
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stays(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib, subprocess, sys, time
+            if os.environ["RANK"] == "0":
+                left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+                pathlib.Path({str(tmp_path)!r}, f"{{left.pid}}.pid").touch()
+                time.sleep(600)
+            while not list(pathlib.Path({str(tmp_path)!r}).glob("*.pid")):
+                time.sleep(0.01)
+            print("no such weights", file=sys.stderr)
+            sys.exit(7)
+            """
+        )
+    )
+    done = run(script, *overrides(tmp_path, Path("m"), allocation_mode="embedded|fsdp:d2"))
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert (
+        "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
+        in (done.stdout)
+    )
+    [left] = tmp_path.glob("*.pid")
+    assert not psutil.pid_exists(int(left.stem))
+
+
+@pytest.mark.long
+def test_the_end_of_the_launcher_cancels_the_job(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('started', flush=True); time.sleep(600)")
+    command = [*COMMAND, script, "--config", TINY, *overrides(tmp_path, Path("m"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        job_id = launcher.stdout.readline().removeprefix("SLURM job ").strip()
+        assert launcher.stdout.readline() == "started\n"
+        launcher.send_signal(signal.SIGTERM)
+        launcher.stdout.read()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    queue = subprocess.run(["squeue", "--noheader", f"--jobs={job_id}"], capture_output=True, text=True)
+    assert queue.stdout == ""
+
+
+def gpu_job(tmp_path: Path, allocation: str, **launcher: object) -> Job:
+    config = PPOConfig(experiment_name="e", trial_name="t")
+    config.train_dataset.path, config.train_dataset.type, config.actor.path = "arithmetic", "rl", "m"
+    config.cluster.n_nodes, config.cluster.n_gpus_per_node = 4, 8
+    config.launcher.slurm.additional_bash_cmds = ["module load cuda"]
+    return Job(
+        ("train.py", "--config", "a b.yaml"), config, parse_allocation(allocation), {"A": "1"}, tmp_path
+    )
+
+
+def test_the_batch_script_asks_for_what_the_fullest_machine_needs(tmp_path):
+    job = gpu_job(tmp_path, "sglang:d2t4+fsdp:d16")
+    script = slurm.batch_script(job, place(job), tmp_path / "job.json").splitlines()
+    assert script[0] == "#!/bin/bash"
+    assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=32"} <= set(script)
+    assert f"#SBATCH --mem={8 * 32 * 1024}" in script
+    assert script[-2] == "module load cuda"
+    assert script[-1] == f"exec {sys.executable} -m areal_core.launch.slurm {tmp_path}/job.json"
+
+
+def test_a_step_gets_its_own_gpus_and_its_container():
+    options = PPOConfig(experiment_name="e", trial_name="t").launcher.slurm
+    step = slurm.step_command(options, ["a", "b"], "/x.sif", num_gpus=4, num_cpus=16, memory_mib=512)
+    assert step[0] == "srun"
+    assert {"--nodes=2", "--nodelist=a,b", "--exact", "--gpus-per-node=4", "--mem=512", "-K"} <= set(step)
+    assert step[step.index("--chdir") + 1] == os.environ["PWD"]
+    assert step[-6:] == ["apptainer", "exec", "--nv", "--bind", "/storage:/storage", "/x.sif"]
+    assert "--overlap" in slurm.step_command(options, ["a"], None, num_gpus=0, num_cpus=1, memory_mib=0)
+
+
+def test_a_job_survives_its_way_through_json(tmp_path):
+    job = gpu_job(tmp_path, "sglang:d2+fsdp:d4")
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(slurm.job_to_json(job)))
+    assert slurm.read_job(file) == job
+    assert config_from_dict(config_to_dict(job.config), PPOConfig) == job.config
+
+
+def test_no_slurm_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no sbatch here: start the run on a login node"):
+        slurm.launch(gpu_job(tmp_path, "fsdp:d8"))
