@@ -11,6 +11,7 @@ EXPECTED = {
     "noise": "numbers within a few times of this machine's own noise",
     "statistical": "agreement over many steps, not of single ones",
     "changed": "other numbers, because something was set differently",
+    "unrecorded": "nothing to compare with",
 }
 
 
@@ -42,6 +43,9 @@ def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None
             f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in all[/dim]"
         )
         return
+    if not result.num_compared:
+        out.print(f"step {result.step:>4}  {numbers}  [dim]not recorded[/dim]")
+        return
     if not in_detail:
         recorded = [format_number(result.recorded[name]) for name in (LOSS, GRAD_NORM)]
         out.print(f"step {result.step:>4}  {numbers}  [dim]recorded {recorded[0]} and {recorded[1]}[/dim]")
@@ -67,6 +71,12 @@ def describe(difference: RankDifference) -> str:
 def print_verdict(out: Console, report: ReplayReport) -> None:
     """Whether the replay met the record, as closely as could be expected, and where it left it."""
     first, count = report.first_different, len(report.steps)
+    if report.promise.kind == "unrecorded":
+        out.print(
+            f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
+        )
+        out.print("`--record-to FOLDER` records what comes out, and that record replays bit by bit.")
+        return
     if first is None:
         out.print(
             f"[bold green]Bit-identical:[/bold green] {count} of {count} steps: every loss, gradient norm, statistic and "

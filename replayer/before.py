@@ -29,6 +29,17 @@ def step_range(record: Record, first_step: int | None, last_step: int | None) ->
     return first, last
 
 
+def check_replayable(record: Record) -> None:
+    """Raises ReplayError for a record, imported from another framework, that has no options or no tokens to train on."""
+    if not record.header.config:
+        raise ReplayError(
+            f"{record.path} has no config: import it again with --config, or train on it with "
+            f"`areal-debug train SCRIPT --config C --replay-rollout {record.path}`"
+        )
+    if record.steps and not any(b.num_tokens for b in record.step(record.steps[0]).manifest.batches.values()):
+        raise ReplayError(f"{record.path} holds text and no tokens: it can be read and not replayed")
+
+
 def check_model(record: Record, path: str, first_step: int = 0) -> None:
     """Raises WrongModel unless the folder at `path` holds the files that the recorded run started from.
 

@@ -68,7 +68,7 @@ class StepResult:
     @property
     def identical(self) -> bool:
         """Every loss, statistic and parameter has the recorded bits on every rank."""
-        return not self.differences
+        return self.num_compared > 0 and not self.differences
 
 
 @dataclass
@@ -195,10 +195,13 @@ class ReplayCheck:
     def _compare(self, outcome: Outcome) -> None:
         if outcome.step < self.first_step:
             return
-        recorded = self.record.step(outcome.step).outcome(self.rank if self.same_rows else 0)
+        if self.report.promise.kind == "unrecorded":
+            compared = recorded = replace(outcome, micro_batches=(), stats={}, checksums={})
+        else:
+            compared, recorded = outcome, self.recorded(outcome.step)
         if not self.same_rows:  # micro-batches of other rows have no losses to compare
-            recorded, outcome = replace(recorded, micro_batches=()), replace(outcome, micro_batches=())
-        comparison = compare_outcomes(recorded, outcome, NOT_COMPUTED)
+            recorded, compared = replace(recorded, micro_batches=()), replace(compared, micro_batches=())
+        comparison = compare_outcomes(recorded, compared, NOT_COMPUTED)
         comparisons = self.gather(comparison)  # a collective: every rank compares every step
         result = StepResult(
             outcome.step,
@@ -214,6 +217,10 @@ class ReplayCheck:
         self.on_step(result)
         if self.stop_at_difference and not result.identical:
             raise StoppedAtDifference(result)
+
+    def recorded(self, step: int) -> Outcome:
+        """What came out of the recorded step on this rank, or, where rows lie elsewhere, on the first."""
+        return self.record.step(step).outcome(self.rank if self.same_rows else 0)
 
 
 def computed(stats: dict[str, float]) -> dict[str, float]:
@@ -236,8 +243,13 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
 def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     """What is set differently from the record, in config, environment and model, leaving out what changes no number."""
     comparison = compare_headers(record.header, current)
+    is_imported = (
+        "imported" in record.header.environment
+    )  # from another framework, whose options and machine are not ours
+    has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
+    config = tuple(d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT)
     return HeaderComparison(
-        config=tuple(d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT),
-        environment=comparison.environment,
-        model=comparison.model,
+        config=config if has_config else (),
+        environment=() if is_imported else comparison.environment,
+        model=comparison.model if has_model else (),
     )

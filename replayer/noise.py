@@ -3,7 +3,7 @@
 Three promises, from strong to weak. *bitwise*: same machine, same shape, deterministic. *noise*: the same sums in another order (other
 kernels, other ranks, other micro-batches), so numbers lie within a few times of what this machine's own reordering moves them.
 *statistical*: other rows meet in an optimizer step, so only many steps together can be compared. A fourth, *changed*: an option was set
-differently, and the numbers are meant to follow.
+differently, and the numbers are meant to follow. A fifth, *unrecorded*: the record holds rollouts only, and there is nothing to compare.
 
 Own noise is measured, never guessed: the same steps are run again with their rows divided into other micro-batches (and, where the run is
 not deterministic, once more as they were). Rounding differs, mathematics does not.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from recorder.difference import Difference, find_differences
 from recorder.format import RecordHeader
 
-Kind = Literal["bitwise", "noise", "statistical", "changed"]
+Kind = Literal["bitwise", "noise", "statistical", "changed", "unrecorded"]
 Finding = Literal["identical", "within", "unclear", "different", "changed"]
 Trajectory = dict[int, dict[str, float]]  # step -> statistic -> value
 
@@ -90,6 +90,10 @@ def promise(
         changed: options with an effect that differ; those of shape are told apart here.
         edits: what was done to the recorded rows, a phrase each.
     """
+    if recorded.recording.scope == "rollout":
+        return Promise(
+            "unrecorded", ("only rollouts were recorded, and not what came out of training on them",)
+        )
     effects = [d.where for d in changed if not is_division(d.where) and d.where != DEVICE]
     if effects or edits:
         return Promise("changed", (*edits, *(f"{name} was set differently" for name in effects)))

@@ -45,6 +45,8 @@ def replay_and_judge(
 
 def verdict_at_once(report: ReplayReport) -> Verdict | None:
     """The verdict that needs no other run, or None."""
+    if report.promise.kind == "unrecorded":
+        return Verdict("unclear", None, None, None)
     if report.identical:
         return Verdict("identical", 0.0, None, None)
     first = report.first_different

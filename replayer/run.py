@@ -97,10 +97,18 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
         record.step(step)  # a gap is an error now, not after an hour
     hooks = replay_hooks(request, make_observers) | {
         "checkpoint": None if anchor is None else record.anchor(anchor) / "checkpoint",
-        "total_steps": record.step(start).plan(0).details["total_steps"],
+        "total_steps": total_steps(record, start),
     }
     with PPOTrainer(config, **hooks) as trainer:
         trainer.train()
+
+
+def total_steps(record: Record, step: int) -> int:
+    """Steps of the recorded run, which the learning-rate schedule spans; of rollouts alone, those that are recorded."""
+    if record.header.recording.scope == "rollout":
+        return record.steps[-1] + 1
+    steps: int = record.step(step).plan(0).details["total_steps"]
+    return steps
 
 
 def nearest_anchor(record: Record, step: int) -> int | None:

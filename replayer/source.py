@@ -26,7 +26,7 @@ class RecordedRollouts:
         self.record, self.rank, self.size = record, data_parallel_rank, data_parallel_size
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """The padded batch of a step, on the CPU; sets the RNG states with which the trainer went on from it.
+        """The padded batch of a step, on the CPU; sets the RNG states with which the trainer went on from it, where recorded.
 
         `version` is the trainer's and changes nothing.
 
@@ -34,8 +34,9 @@ class RecordedRollouts:
         """
         recorded = self.record.step(step)
         num_recorded = recorded.manifest.num_ranks
-        # With more ranks than recorded, some share a state; only dropout draws from it.
-        set_rng_state(recorded.plan(self.rank % num_recorded).rng)
+        if self.record.header.recording.scope != "rollout":
+            # With more ranks than recorded, some share a state; only dropout draws from it.
+            set_rng_state(recorded.plan(self.rank % num_recorded).rng)
         if self.size == num_recorded:
             return recorded_batch(recorded, self.rank)
         return deal([recorded_batch(recorded, rank) for rank in range(num_recorded)], self.rank, self.size)

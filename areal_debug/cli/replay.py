@@ -56,10 +56,11 @@ def command(
     from areal_debug.replay_ranks import replay_on_ranks
     from areal_debug.whatif_output import print_comparison
     from recorder import open_record
-    from replayer.before import check_edits, check_model, step_range
+    from replayer.before import check_edits, check_model, check_replayable, step_range
     from replayer.request import Request
 
     opened = open_record(record)
+    check_replayable(opened)
     if explain is not None:
         explain_step(record, explain, nproc or opened.header.num_ranks, model, as_json)
     first, last = step_range(opened, from_step, to_step)
