@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ELSEWHERE = {
     "archive": ("record_archive", "archive"),
     "extract": ("record_archive", "extract"),
+    "import": ("record_import", "import_record"),
+    "export": ("record_export", "export"),
 }
 
 

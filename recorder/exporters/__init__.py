@@ -1,0 +1,1 @@
+"""Records as other tools read them: one file a format."""

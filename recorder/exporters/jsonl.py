@@ -1,0 +1,38 @@
+"""JSON lines: a sample a line. Floats are in their shortest spelling, which reads back to the same float32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from recorder.exporters.rows import Row, check_file, read_rows
+from recorder.reader import Record
+from recorder.sealed import json_text
+
+
+def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
+    """One file with all steps, which appears whole."""
+    check_file(file, overwrite)
+    unfinished = file.with_name(file.name + ".part")
+    with unfinished.open("w") as out:
+        for row in read_rows(record, steps):
+            out.write(json_text(document_of(row)) + "\n")
+    unfinished.rename(file)
+    return [file]
+
+
+def document_of(row: Row) -> dict[str, object]:
+    """The row as JSON types."""
+    document: dict[str, object] = {
+        "step": row.step,
+        "prompt_id": row.prompt_id,
+        "sample_id": row.sample_id,
+        "token_ids": row.token_ids.tolist(),
+        "prompt_len": row.prompt_len,
+        "loss_mask": row.loss_mask.tolist(),
+        "logprobs": row.logprobs.tolist(),
+        "reward": row.reward,
+        "finish_reason": row.finish_reason,
+        "versions": row.versions.tolist(),
+    }
+    if row.text is not None:
+        document |= {"prompt": row.text[0], "completion": row.text[1]}
+    return document

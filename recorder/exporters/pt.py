@@ -1,0 +1,47 @@
+"""`torch.save` of a padded batch a step: tensors of ARCHITECTURE.md, "The batch", all ranks, loadable with `weights_only=True`.
+
+It is what upstream AReaL's debugging guide saves, with groups and finish reasons beside it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder.exporters.rows import Row, check_file, file_of_step, read_rows
+from recorder.reader import Record
+
+PER_TOKEN = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
+
+
+def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
+    """One file a step, each appears whole."""
+    import torch
+
+    files = {step: file_of_step(file, step, len(steps)) for step in steps}
+    for step, path in files.items():
+        check_file(path, overwrite)
+        arrays = padded(list(read_rows(record, [step])))
+        unfinished = path.with_name(path.name + ".part")
+        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, unfinished)
+        unfinished.rename(path)
+    return list(files.values())
+
+
+def padded(rows: Sequence[Row]) -> dict[str, np.ndarray[Any, Any]]:
+    """The rows as [B, T] and [B] arrays, padded with 0 on the right."""
+    width = max((len(row.token_ids) for row in rows), default=0)
+    mask = np.arange(width) < np.array([len(row.token_ids) for row in rows], np.int64)[:, None]
+    batch: dict[str, np.ndarray[Any, Any]] = {"attention_mask": mask}
+    for key, dtype in PER_TOKEN.items():
+        values = [row.token_ids if key == "input_ids" else getattr(row, key) for row in rows]
+        batch[key] = np.zeros(mask.shape, dtype)
+        for number, value in enumerate(values):
+            batch[key][number, : len(value)] = value
+    return batch | {
+        "rewards": np.array([row.reward for row in rows], np.float32),
+        "prompt_id": np.array([row.prompt_id for row in rows], np.int64),
+        "sample_id": np.array([row.sample_id for row in rows], np.int32),
+        "finish_reason": np.array([row.finish_reason for row in rows], np.int32),
+    }
