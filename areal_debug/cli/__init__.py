@@ -8,10 +8,16 @@ VERBS = {
     "demo": "demo",
     "train": "train",
     "replay": "replay",
+    "goto": "goto",
+    "preflight": "preflight",
+    "bisect": "bisect",
+    "diff": "diff",
+    "bisect-step": "bisect_step",
     "record": "record",
     "consistency": "consistency",
     "hang": "hang",
     "trace": "trace",
+    "serve": "serve",
 }
 
 

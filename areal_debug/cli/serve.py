@@ -1,0 +1,156 @@
+"""`areal-debug serve`: an inference server that stays, for an agent that is debugged against it."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.render import console, errors_as_sentences, fail, print_json
+
+if TYPE_CHECKING:
+    from areal_debug.serve_keeper import ServeSpec
+    from areal_debug.serve_state import ServerState
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--model", help="Checkpoint folder, or a name on the hub.")
+@click.option(
+    "--engine",
+    type=click.Choice(["sglang", "embedded"]),
+    default="sglang",
+    show_default=True,
+    help="What serves.",
+)
+@click.option("--background", is_flag=True, help="Return once it is healthy; it stays when the shell ends.")
+@click.option("--status", is_flag=True, help="List the servers, and say how they are.")
+@click.option("--stop", is_flag=True, help="Stop the servers, or the one at --port.")
+@click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Serve a run, which may be running.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where it computes."
+)
+@click.option("--dtype", default="auto", show_default=True, help="Data type of the weights.")
+@click.option("--context-length", type=int, help="Longest sequence; by default the model's.")
+@click.option("--names", "names_root", default="/tmp/areal/name_resolve", show_default=True,
+              help="Folder of the run's names (cluster.name_resolve.nfs_record_root).")  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to be ready."
+)
+@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@errors_as_sentences
+def command(
+    model: str | None,
+    engine: str,
+    background: bool,
+    status: bool,
+    stop: bool,
+    join: str | None,
+    host: str,
+    port: int,
+    device: str,
+    dtype: str,
+    context_length: int | None,
+    names_root: str,
+    timeout_s: float,
+    as_json: bool,
+    arguments: tuple[str, ...],
+) -> None:
+    """Serve a model until it is stopped, and print AREAL_LLM_SERVER_ADDRS=host:port once it is healthy.
+
+    ARGUMENTS after -- go to the server itself: areal-debug serve --model M -- --enable-multimodal.
+    """
+    from areal_core.launch.errors import ServerFailed
+    from areal_debug.serve_start import plan_server
+
+    if status or stop:
+        (show_status if status else stop_servers)(port, as_json)
+        return
+    if model is None:
+        raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
+    spec = plan_server(
+        model=model,
+        engine=engine,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+        run=join,
+        names_root=names_root,
+        ready_timeout_s=timeout_s,
+        arguments=list(arguments),
+    )
+    say(as_json, f"starting {engine} on {spec.address}; its log is {spec.log}")
+    try:
+        serve(spec, background, as_json)
+    except ServerFailed as failure:
+        fail(str(failure), 1)
+
+
+def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
+    """Start it, here or in the background, and print its facts once it is ready."""
+    from areal_debug.serve_keeper import keep, keep_in_background
+
+    if background:
+        show_facts(keep_in_background(spec), as_json)
+        say(
+            as_json, "it stays when this shell ends: `areal-debug serve --status`, `areal-debug serve --stop`"
+        )
+        return
+    keep(spec, lambda state: show_facts(state, as_json))
+
+
+def show_facts(state: "ServerState", as_json: bool) -> None:
+    """Ask the server what it is, and print it."""
+    from areal_core.rollout.servers import Server
+    from areal_debug.serve_facts import read_facts
+    from areal_debug.serve_output import facts_document, print_facts
+
+    facts = read_facts(Server(state.address))
+    if as_json:
+        print_json(facts_document(facts, state))
+    else:
+        print_facts(console(), facts, state)
+    sys.stdout.flush()
+
+
+def show_status(port: int, as_json: bool) -> None:
+    """List the servers; exit 0 when there are some and all are well."""
+    from areal_debug.serve_output import print_statuses, status_of, statuses_document
+
+    statuses = [status_of(state) for state in servers_at(port)]
+    if as_json:
+        print_json(statuses_document(statuses))
+    else:
+        print_statuses(console(), statuses)
+    raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
+
+
+def stop_servers(port: int, as_json: bool) -> None:
+    """Stop them; exit 1 when there is none."""
+    from areal_debug.serve_state import stop_keeper
+
+    states = servers_at(port)
+    for state in states:
+        stop_keeper(state)
+    if as_json:
+        print_json({"stopped": [state.address for state in states]})
+    else:
+        listed = ", ".join(state.address for state in states)
+        console().print(f"stopped {listed}" if states else "there is no server to stop", markup=False)
+    raise SystemExit(0 if states else 1)
+
+
+def servers_at(port: int) -> "list[ServerState]":
+    """The known servers, or those at one port."""
+    from areal_debug.serve_state import known_servers
+
+    return [state for state in known_servers() if port in (0, int(state.address.rpartition(":")[2]))]
+
+
+def say(as_json: bool, text: str) -> None:
+    """Progress, on standard error, where it is in nobody's way."""
+    if not as_json:
+        console(stderr=True).print(text, style="dim", markup=False)

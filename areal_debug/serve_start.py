@@ -1,0 +1,126 @@
+"""From what a user asks for to what a keeper starts; what cannot work is said before anything is started."""
+
+import getpass
+import importlib.util
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from areal_core.config import SGLangConfig
+from areal_core.launch.processes import thread_limits
+from areal_core.launch.sglang_server import cpu_environment, free_port, server_args
+from areal_core.rollout.name_service import FolderNames
+from areal_debug.serve_facts import stored_dtype
+from areal_debug.serve_keeper import ServeSpec
+from areal_debug.serve_state import known_servers
+
+
+class CannotServe(ValueError):
+    """A server that could not start: no such model, a port that is taken, an engine that is not installed."""
+
+
+def plan_server(
+    *,
+    model: str,
+    engine: str,
+    host: str,
+    port: int,
+    device: str,
+    dtype: str,
+    context_length: int | None,
+    run: str | None,
+    names_root: str,
+    ready_timeout_s: float,
+    arguments: list[str],
+) -> ServeSpec:
+    """What to start. Raises `CannotServe`."""
+    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise CannotServe("SGLang is not installed: `make env` installs it, or use --engine embedded")
+    model = checked_model(model)
+    device = found_device() if device == "auto" else device
+    if dtype == "auto":  # the checkpoint's own; SGLang's "auto" would serve float32 as float16
+        dtype = stored_dtype(model) or dtype
+    embedded = ["--dtype", dtype] if dtype != "auto" else []
+    if engine == "sglang":
+        options = replace(SGLangConfig(), dtype=dtype, context_length=context_length, attention_backend=None)
+        args, env = server_args(options, device), cpu_environment() if device == "cpu" else {}
+    else:
+        args, env = embedded, thread_limits(1)
+        if context_length is not None:
+            args = [*args, "--context-length", str(context_length)]
+    return ServeSpec(
+        model=model,
+        engine=engine,
+        host=host,
+        port=checked_port(host, port) if port else free_port(host),
+        args=[*args, *arguments],
+        env=env,
+        ready_timeout_s=ready_timeout_s,
+        run="" if run is None else full_run_name(run, names_root),
+        names_root=names_root,
+    )
+
+
+def found_device() -> str:
+    """ "cuda" where the NVIDIA driver shows a GPU, which is known without loading torch."""
+    return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
+
+
+def checked_model(model: str) -> str:
+    """The model, its folder as an absolute path. A name on the hub (`owner/name`) is left to the server."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CannotServe(f"{folder} has no config.json: give a checkpoint folder in Hugging Face format")
+        return str(folder.resolve())
+    if folder.exists():
+        raise CannotServe(f"{folder} is a file: give the folder that holds config.json and the weights")
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise CannotServe(f"there is no model at {model}: give a checkpoint folder, or owner/name on the hub")
+    return model
+
+
+def checked_port(host: str, port: int) -> int:
+    """The port, if nobody listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CannotServe(
+                f"cannot listen on {host}:{port} ({error.strerror}{holder_of(host, port)}): choose another --port, or "
+                f"leave it out"
+            ) from error
+    return port
+
+
+def holder_of(host: str, port: int) -> str:
+    """Who has the port, as far as the system tells us: ", by our server of ...", ", by process 12 (name)", or nothing."""
+    for state in known_servers():
+        if state.address == f"{host}:{port}" and state.keeper_lives:
+            return f", by our own server of {state.model}; `areal-debug serve --stop --port {port}` ends it"
+    try:
+        listening = [
+            c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
+        ]
+        return f", by process {listening[0].pid} ({psutil.Process(listening[0].pid).name()})"
+    except (psutil.Error, IndexError, TypeError):
+        return ""
+
+
+def full_run_name(run: str, names_root: str) -> str:
+    """`experiment/trial`; a trial that was left out is found where the experiment has one with servers."""
+    if run.count("/") == 1 and all(run.split("/")):
+        return run
+    if "/" in run or not run:
+        raise CannotServe(f"--join {run!r}: give EXPERIMENT or EXPERIMENT/TRIAL")
+    entries = FolderNames(names_root).below(f"{getpass.getuser()}/{run}")
+    trials = sorted({name.split("/")[2] for name in entries})
+    if len(trials) != 1:
+        found = (
+            f"has {len(trials)} trials with servers ({', '.join(trials)})" if trials else "has no servers yet"
+        )
+        raise CannotServe(f"experiment {run!r} {found} below {names_root}: give --join {run}/TRIAL")
+    return f"{run}/{trials[0]}"

@@ -1,0 +1,154 @@
+"""A server that outlives its shell: started, found, joined to a run, stopped, and told of when it died or could not start."""
+
+import json
+import os
+import signal
+import socket
+import urllib.request
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from areal_core.rollout.name_service import FolderNames, announce_server, announced_servers
+from areal_debug.cli.serve import command
+from areal_debug.serve_facts import parse_facts, worth_checking
+
+
+@pytest.fixture
+def serve(areal_debug, tmp_path):
+    """The verb with a state folder of its own; whatever it started is stopped at the end."""
+
+    def call(*arguments):
+        return areal_debug("serve", *arguments, XDG_STATE_HOME=str(tmp_path / "state"))
+
+    yield call
+    call("--stop")
+
+
+def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny_model, tmp_path):
+    names = FolderNames(tmp_path / "names")
+    announce_server(names, "exp", "trial", "127.0.0.1:1")
+    options = ("--engine", "embedded", "--background", "--join", "exp", "--names", names.root)
+    done = serve("--model", tiny_model, *options)
+    assert done.returncode == 0, done.stderr
+    *facts, line = done.stdout.strip().splitlines()
+    assert line.startswith("AREAL_LLM_SERVER_ADDRS=127.0.0.1:")
+    assert "  context length  2,048 tokens" in facts
+    assert "  dtype           float32" in facts
+    assert "  joined          exp/trial" in facts
+    address = line.partition("=")[2]
+    with urllib.request.urlopen(f"http://{address}/model_info") as reply:
+        assert json.load(reply)["model_path"] == str(tiny_model)
+    assert address in {server.address for server in announced_servers(names, "exp", "trial").values()}
+    status = serve("--status", "--json")
+    (server,) = json.loads(status.stdout)["servers"]
+    assert (status.returncode, server["now"], server["run"]) == (0, "ready", "exp/trial")
+    assert (
+        os.getsid(server["keeper_pid"]) == server["keeper_pid"]
+    )  # a session of its own: no shell takes it along
+    taken = serve("--model", tiny_model, "--engine", "embedded", "--port", address.partition(":")[2])
+    assert taken.returncode == 2
+    assert "by our own server of" in taken.stderr
+    stopped = serve("--stop")
+    assert (stopped.returncode, stopped.stdout.strip()) == (0, f"stopped {address}")
+    assert address not in {server.address for server in announced_servers(names, "exp", "trial").values()}
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(address.partition(":")[2])))
+    assert serve("--status").returncode == 1
+
+
+def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_start_at_once(
+    serve, tiny_model
+):
+    serve("--model", tiny_model, "--engine", "embedded", "--background")
+    (state,) = json.loads(serve("--status", "--json").stdout)["servers"]
+    keeper = psutil.Process(state["keeper_pid"])
+    (server,) = keeper.children()
+    server.send_signal(signal.SIGKILL)
+    keeper.wait(20)
+    status = serve("--status")
+    assert status.returncode == 1
+    assert f"{state['address']} ended with exit code -9" in status.stdout
+    assert "embedded server of" in status.stdout  # what it had printed
+    broken = serve("--model", tiny_model, "--engine", "embedded", "--background", "--", "--bogus", "3")
+    assert broken.returncode == 1
+    assert "unrecognized arguments: --bogus 3" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--model is missing"),
+        (["--model", "/nowhere"], "there is no model at /nowhere"),
+        (["--model", "{folder}"], "has no config.json"),
+        (["--model", "{folder}/file"], "is a file: give the folder"),
+        (["--model", "a/b/c"], "there is no model at a/b/c"),
+        (["--model", "{model}", "--join", "a/b/c"], "give EXPERIMENT or EXPERIMENT/TRIAL"),
+        (["--model", "{model}", "--join", "exp", "--names", "{folder}"], "'exp' has no servers yet"),
+        (["--model", "{model}", "--port", "{port}"], "Address already in use, by process"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    arguments, said, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {"folder": folder, "model": tiny_model, "port": taken.getsockname()[1]}
+        filled = [argument.format(**places) for argument in arguments]
+        done = CliRunner().invoke(command, ["--engine", "embedded", *filled])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not list(tmp_path.glob("state/**/*.log"))
+
+
+def test_two_trials_of_an_experiment_must_be_told_apart(tiny_model, tmp_path):
+    names = FolderNames(tmp_path)
+    for trial in ("one", "two"):
+        announce_server(names, "exp", trial, "127.0.0.1:1")
+    arguments = ["--engine", "embedded", "--model", tiny_model, "--join", "exp", "--names", tmp_path]
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert "has 2 trials with servers (one, two)" in done.output
+
+
+def test_settings_that_surprise_are_pointed_out(tmp_path):
+    config = {"dtype": "float32", "max_position_embeddings": 4096, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}')
+    server = {
+        "version": "0.5.23",
+        "context_length": 2048,
+        "dtype": "bfloat16",
+        "sampling_defaults": "model",
+        "chunked_prefill_size": 8192,
+    }
+    model = {"model_path": str(tmp_path), "weight_version": "default", "has_image_understanding": False}
+    notes = worth_checking(parse_facts("127.0.0.1:1", server, model))
+    told = (
+        "temperature 0.6, top_p 0.9",
+        "2,048",
+        "stored as float32 and served as bfloat16",
+        "images",
+        "8,192",
+    )
+    assert len(notes) == len(told)
+    assert [words in note for words, note in zip(told, notes, strict=True)] == [True] * len(told)
+    quiet = {**server, "context_length": 4096, "dtype": "float32", "sampling_defaults": "openai"}
+    seeing = {**model, "has_image_understanding": True}
+    assert worth_checking(parse_facts("x:1", quiet | {"chunked_prefill_size": -1}, seeing)) == []
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_a_real_sglang_server_is_read_back_and_outlives_the_command(serve, tiny_model):
+    done = serve("--model", tiny_model, "--background", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["server"]["version"] == "sglang 0.5.23"
+    assert (facts["server"]["dtype"], facts["server"]["context_length"]) == ("float32", 2048)
+    assert facts["server"]["multimodal"] is False
+    with urllib.request.urlopen(f"http://{facts['address']}/health") as reply:
+        assert reply.status == 200
