@@ -31,8 +31,10 @@ from areal_core.rollout.watch import Patience, Watch
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_REJECTED_BATCHES = 4  # rejected prompts in a row, in batches, before a filter is called hopeless
-MIN_REJECTED = 32
+MAX_UNUSABLE_BATCHES = (
+    4  # prompts in a row that were rejected or too old, in batches, before that is called hopeless
+)
+MIN_UNUSABLE = 32
 
 
 class Feed(Protocol):
@@ -66,7 +68,8 @@ class Pipeline:
         self._ready: list[Group] = []  # accepted, from the feed, not yet consumed
         self._done: dict[int, Group] = {}  # finished, submitted one by one, not yet fetched
         self._feed: tuple[Feed, Plan] | None = None
-        self._failures = self._rejections = 0  # failures since the last batch, rejections in a row
+        self._failures = self._stale = 0  # since the last batch
+        self._rejections = 0  # in a row
         self._error: Exception | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -81,7 +84,7 @@ class Pipeline:
     ) -> list[Group]:
         ids = [await self.submit(prompt_id, data, plan) for prompt_id, data in prompts]
         await self._until(lambda: all(i in self._done for i in ids) or None, f"{len(ids)} prompts", timeout_s)
-        return [self._done.pop(task_id) for task_id in ids]
+        return self._fetch(ids)
 
     async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
         if count > (known := len(self._pending) + len(self._running) + len(self._done)):
@@ -89,14 +92,20 @@ class Pipeline:
                 f"wait({count}) would never return: {known} prompts were submitted and not fetched"
             )
         await self._until(lambda: len(self._done) >= count or None, f"{count} results", timeout_s)
-        return [self._done.pop(task_id) for task_id in sorted(self._done)[:count]]
+        return self._fetch(sorted(self._done)[:count])
 
     async def wait_for_task(self, task_id: int, timeout_s: float | None) -> Group:
         on_the_way = {group.task_id for group in self._pending} | self._running.keys() | self._done.keys()
         if task_id not in on_the_way:
             raise RolloutStuck(f"there is no task {task_id}, or its result was fetched before")
         await self._until(lambda: task_id in self._done or None, f"task {task_id}", timeout_s)
-        return self._done.pop(task_id)
+        return self._fetch([task_id])[0]
+
+    def _fetch(self, task_ids: Sequence[int]) -> list[Group]:
+        groups = [self._done.pop(task_id) for task_id in task_ids]
+        self.control.consumed += sum(group.rows is not None for group in groups)
+        self._start_more()
+        return groups
 
     async def prepare(self, feed: Feed, plan: Plan, timeout_s: float | None) -> list[Group]:
         self._feed = (feed, plan)
@@ -200,29 +209,39 @@ class Pipeline:
             return None
         taken = set(chosen)
         groups = [self._ready[i] for i in chosen]
+        control.consumed += len(groups)
         self._ready = [group for i, group in enumerate(self._ready) if i not in taken]
         return groups
 
     def _drop_stale(self) -> None:
-        stale = [group for group in self._ready if self.control.is_too_old(group.version)]
+        control = self.control
+        stale = [group for group in self._ready if control.is_too_old(group.version)]
         if not stale:
             return
-        self._ready = [group for group in self._ready if not self.control.is_too_old(group.version)]
-        self.control.drop_stale(len(stale))
-        logger.warning(
-            "%d prompts (the first is %d) were dropped: their oldest tokens are of version %d, the trainer is at %d and "
-            "max_head_offpolicyness is %d; the version moved without a batch being taken, or a server missed a push",
-            *(len(stale), stale[0].prompt_id, stale[0].version),
-            *(self.control.version, self.control.max_head_offpolicyness),
+        self._ready = [group for group in self._ready if not control.is_too_old(group.version)]
+        control.drop_stale(len(stale))
+        self._stale += len(stale)
+        facts = (
+            f"their oldest tokens are of version {stale[0].version}, the trainer is at {control.version} and "
+            f"max_head_offpolicyness is {control.max_head_offpolicyness}"
         )
+        if self._stale >= self._too_many():
+            raise RolloutStuck(
+                f"{self._stale} prompts in a row were too old: {facts}; was the engine told of the new weights?"
+            )
+        logger.warning("%d prompts (the first is %d) were dropped: %s", len(stale), stale[0].prompt_id, facts)
         self._start_more()
 
     def _refuse_hopeless_filter(self) -> None:
-        if self._rejections >= max(MIN_REJECTED, MAX_REJECTED_BATCHES * self.control.batch_size):
+        if self._rejections >= self._too_many():
             raise NothingAccepted(
                 f"{self._rejections} prompts in a row were rejected at version {self.control.version}: let the workflow or "
                 f"should_accept_fn accept more, or look at the rewards of these prompts"
             )
+
+    def _too_many(self) -> int:
+        """Prompts in a row that nobody could use."""
+        return max(MIN_UNUSABLE, MAX_UNUSABLE_BATCHES * self.control.batch_size)
 
     async def _until(self, ready: Callable[[], T | None], wanted: str, timeout_s: float | None) -> T:
         """What `ready` gives once it is not None; it is asked again after every event."""
@@ -236,7 +255,7 @@ class Pipeline:
                 self._error = None  # not before: until now it keeps others from starting
                 raise error
             if (value := ready()) is not None:
-                self._failures = 0
+                self._failures = self._stale = 0
                 return value
             if end is not None and loop.time() >= end:
                 raise TimeoutError(f"{wanted} were not there within {timeout_s} s: {self._counts()}")

@@ -3,8 +3,9 @@
 A prompt that starts at version `s` may be consumed at version `s + max_head_offpolicyness` at the latest. Two rules keep that, and
 no sample has to be thrown away for it:
 
-* **Start**: until version `v` no more than `(max_head_offpolicyness + v + 1) * batch_size` prompts are accepted or running in all, so
-  that what is out always fits into the batches that are still in time.
+* **Start**: until version `v` no more than `(max_head_offpolicyness + v + 1) * batch_size` prompts are accepted or running in all, and
+  no more than `(max_head_offpolicyness + 1) * batch_size` of them are not consumed yet (which says the same, unless a version moved
+  without a batch). So what is out always fits into the batches that are still in time.
 * **Take**: the oldest finished prompts, unless those left behind would then no longer fit into the batches they are in time for: then
   the trainer waits for one of them. (To take whatever is finished lets a long episode age without a bound.)
 """
@@ -35,6 +36,7 @@ class StalenessControl:
     num_steps: int | None = None
     version: int = 0
     accepted: int = 0  # since the run began, consumed ones included; a stale one is taken off again
+    consumed: int = 0
     running: int = 0
     rejected: int = 0
     failed: int = 0
@@ -50,15 +52,16 @@ class StalenessControl:
 
     def staleness_limit(self) -> int:
         """How many prompts may have been accepted or be running by now."""
-        last_version = self.max_head_offpolicyness + self.version + 1
+        ahead = self.max_head_offpolicyness + 1
+        limits = [(ahead + self.version) * self.batch_size, ahead * self.batch_size + self.consumed]
         if self.num_steps is not None:
-            last_version = min(last_version, self.num_steps)
-        return last_version * self.batch_size
+            limits.append(self.num_steps * self.batch_size)
+        return min(limits)
 
     def continue_at(self, version: int) -> None:
         """Goes on in a run that has consumed a batch for each version before this one."""
         self.version = version
-        self.accepted = version * self.batch_size
+        self.accepted = self.consumed = version * self.batch_size
 
     def drop_stale(self, count: int) -> None:
         """Replaces accepted prompts that turned out too old."""

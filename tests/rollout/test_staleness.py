@@ -14,10 +14,12 @@ from areal_core.rollout.staleness import StalenessControl, choose_batch, per_ran
         (StalenessControl(4, 100), 4),
         (StalenessControl(4, 3), 3),
         (StalenessControl(4, 100, 2), 12),
-        (StalenessControl(4, 100, 2, version=3, accepted=20, running=3), 1),
-        (StalenessControl(4, 100, 2, version=3, accepted=20, running=6), -2),
-        (StalenessControl(4, 8, 2, version=3, accepted=4, running=5), 3),
+        (StalenessControl(4, 100, 2, version=3, accepted=20, consumed=12, running=3), 1),
+        (StalenessControl(4, 100, 2, version=3, accepted=20, consumed=12, running=6), -2),
+        (StalenessControl(4, 8, 2, version=3, accepted=13, consumed=12, running=5), 3),
         (StalenessControl(4, 100, 2, num_steps=2), 8),
+        # A version that moved without a batch does not let more out than the batches to come can take.
+        (StalenessControl(4, 100, 1, version=3), 8),
     ],
 )
 def test_capacity_is_the_smaller_of_two_limits(control, capacity):
@@ -102,6 +104,10 @@ def test_no_sample_is_consumed_too_old_and_none_dropped_whatever_finishes_first(
         assert all(control.version - ready[i] <= ahead for i in chosen)
         ready = [version for i, version in enumerate(ready) if i not in chosen]
         num_consumed += batch_size
+        control.consumed += batch_size
+        while control.capacity() > 0:  # before the version moves
+            running.append(control.version)
+            control.running += 1
         control.version += 1
         assert not any(control.is_too_old(version) for version in ready + running)
     assert num_consumed == control.version * batch_size
@@ -119,4 +125,5 @@ def test_the_trainer_never_waits_when_all_have_finished(batch_size, ahead, num_s
         chosen = choose_batch(ready, [], control.version, ahead, batch_size)
         assert chosen is not None
         ready = [version for i, version in enumerate(ready) if i not in chosen]
+        control.consumed += batch_size
         control.version += 1

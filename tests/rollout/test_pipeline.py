@@ -1,0 +1,435 @@
+"""The pipeline on its event loop: what starts when, what is consumed when, and who is told when it goes wrong."""
+
+import asyncio
+import itertools
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_core.errors import RewardError
+from areal_core.rollout.episode import refuse_malformed
+from areal_core.rollout.errors import MalformedEpisode, NothingAccepted, RolloutStuck
+from areal_core.rollout.group import Plan
+from areal_core.rollout.pipeline import Pipeline
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.watch import Patience
+from areal_core.rollout.workflow import episode_tensors
+from areal_core.testing import ScriptedEngine
+
+QUICK = Patience(look_every_s=0.01, paused_s=0.02, own_code_s=0.03, generation_s=0.03)
+
+
+class Numbers:
+    """A feed of rows {"number": n}, n = 0, 1, ..."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def take(self):
+        self.num_taken += 1
+        return self.num_taken - 1, {"number": self.num_taken - 1}
+
+
+class Gated:
+    """A workflow whose episodes each wait until the test opens them: `gates[prompt, sample].set_result(outcome)`."""
+
+    def __init__(self) -> None:
+        self.gates: dict[tuple[int, int], asyncio.Future] = {}
+
+    async def arun_episode(self, engine, data):
+        gate = self.gates[engine.prompt_id, engine.sample_id] = asyncio.get_running_loop().create_future()
+        response = await engine.agenerate(ModelRequest(input_ids=[data["number"]], sampling=Sampling()))
+        outcome = await gate
+        if isinstance(outcome, Exception):
+            raise outcome
+        return None if outcome is None else episode_tensors(response, outcome)
+
+    async def open(self, prompt_id: int, outcome=0.5, sample_id: int = 0) -> None:
+        self.gates.pop((prompt_id, sample_id)).set_result(outcome)
+        await settle()
+
+
+class Scripted:
+    """A workflow that returns `outcome(prompt_id, sample_id)`: a reward, None, or an exception to raise."""
+
+    def __init__(self, outcome) -> None:
+        self.outcome = outcome
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=[data["number"]], sampling=Sampling()))
+        outcome = self.outcome(engine.prompt_id, engine.sample_id)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return None if outcome is None else episode_tensors(response, outcome)
+
+
+def run(scenario) -> None:
+    """A scenario that hangs fails instead."""
+    asyncio.run(asyncio.wait_for(scenario, 5))
+
+
+async def settle() -> None:
+    """Lets every task run as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def pipeline(batch_size=2, max_concurrent=100, ahead=0, **options) -> Pipeline:
+    engine = options.pop("engine", None) or ScriptedEngine()
+    control = StalenessControl(batch_size, max_concurrent, ahead)
+    return Pipeline(engine, control, patience=options.pop("patience", QUICK), **options)
+
+
+async def advance(pipe: Pipeline, version: int) -> None:
+    """What a trainer does after a step."""
+    pipe.engine.set_version(version)
+    await pipe.set_version(version)
+    await settle()
+
+
+def ids(groups) -> list[int]:
+    return sorted(group.prompt_id for group in groups)
+
+
+def test_synchronously_no_more_than_a_batch_starts_and_the_next_version_starts_the_next():
+    async def scenario():
+        pipe, workflow = pipeline(batch_size=2), Gated()
+        first = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
+        await settle()
+        assert sorted(workflow.gates) == [(0, 0), (1, 0)]
+        await workflow.open(1)
+        assert not first.done()
+        await workflow.open(0)
+        assert ids(await first) == [0, 1]
+        await settle()
+        assert workflow.gates == {}  # consumed, but still of this version
+        await advance(pipe, 1)  # nobody waits for a batch now: the version alone wakes the producer
+        assert sorted(workflow.gates) == [(2, 0), (3, 0)]
+        await pipe.close()
+
+    run(scenario())
+
+
+def test_asynchronously_the_pipe_stays_full_while_the_trainer_trains():
+    async def scenario():
+        pipe, workflow = pipeline(batch_size=2, ahead=1, max_concurrent=3), Gated()
+        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
+        await settle()
+        assert len(workflow.gates) == 3  # max_concurrent, of the 4 that the version allows
+        await workflow.open(0)
+        assert len(workflow.gates) == 3
+        await workflow.open(2)
+        assert ids(await batch) == [0, 2]
+        assert sorted(workflow.gates) == [(1, 0), (3, 0)]  # 4 of version 0 were started: no more
+        await advance(pipe, 1)
+        assert len(workflow.gates) == 3
+        await pipe.close()
+
+    run(scenario())
+
+
+def test_a_group_is_whole_and_starts_and_ends_together():
+    async def scenario():
+        seen = []
+        pipe, workflow = pipeline(batch_size=1), Gated()
+
+        def accept(rows):
+            seen.append((rows["prompt_id"].tolist(), rows["sample_id"].tolist(), rows["rewards"].tolist()))
+            return True
+
+        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 3, accept), None))
+        await settle()
+        assert sorted(workflow.gates) == [(0, 0), (0, 1), (0, 2)]
+        for sample_id in (2, 0, 1):
+            assert seen == []
+            await workflow.open(0, float(sample_id), sample_id)
+        (group,) = await batch
+        assert seen == [([0, 0, 0], [0, 1, 2], [0.0, 1.0, 2.0])]
+        assert group.batch()["sample_id"].tolist() == [0, 1, 2]
+
+    run(scenario())
+
+
+def test_rejected_prompts_are_replaced_and_counted_apart_from_failed_ones():
+    async def scenario():
+        outcomes = {0: None, 1: ValueError("flaky"), 2: 0.0, 3: 1.0, 4: 1.0}
+        workflow = Scripted(lambda prompt_id, _: outcomes[prompt_id])
+        pipe = pipeline(batch_size=2, max_failures=1)
+        groups = await pipe.prepare(
+            Numbers(), Plan(workflow, 1, lambda rows: bool(rows["rewards"].sum() > 0)), None
+        )
+        assert ids(groups) == [3, 4]
+        counts = pipe.control
+        assert (counts.accepted, counts.rejected, counts.failed, counts.running) == (2, 2, 1, 0)
+
+    run(scenario())
+
+
+def test_one_failure_more_than_allowed_raises_the_workflows_own_exception_and_cancels_the_rest():
+    async def scenario():
+        pipe, workflow = pipeline(batch_size=3, max_failures=1), Gated()
+        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 2), None))
+        await settle()
+        await workflow.open(1, ValueError("first"))
+        assert not batch.done()
+        await workflow.open(2, KeyError("second"), sample_id=1)
+        with pytest.raises(KeyError, match="second") as raised:
+            await batch
+        assert raised.value.__notes__ == ["in the episode of prompt 2, sample 1"]
+        assert pipe.control.running == 0
+        assert all(gate.cancelled() for gate in workflow.gates.values())
+
+    run(scenario())
+
+
+def test_failures_are_forgiven_with_each_batch():
+    async def scenario():
+        workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
+        pipe, feed = pipeline(batch_size=2, max_failures=1), Numbers()
+        for version in range(6):
+            await pipe.prepare(feed, Plan(workflow), None)
+            await advance(pipe, version + 1)
+        assert pipe.control.failed >= 5
+
+    run(scenario())
+
+
+def test_an_error_of_the_filter_names_its_prompt():
+    async def scenario():
+        plan = Plan(Scripted(lambda *_: 1.0), 1, lambda rows: rows["reward"].mean() > 0)
+        with pytest.raises(KeyError, match="reward") as raised:
+            await pipeline(batch_size=1).prepare(Numbers(), plan, None)
+        assert raised.value.__notes__ == ["in should_accept_fn for prompt 0"]
+
+    run(scenario())
+
+
+def test_an_error_of_the_dataset_reaches_the_trainer():
+    class Broken:
+        def take(self):
+            raise OSError("row 7 cannot be read")
+
+    with pytest.raises(OSError, match="row 7"):
+        run(pipeline().prepare(Broken(), Plan(Scripted(lambda *_: 1.0)), None))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_an_error_of_its_prompt(reward):
+    async def scenario():
+        workflow = Scripted(lambda prompt_id, _: reward if prompt_id == 1 else 0.0)
+        with pytest.raises(RewardError, match=rf"rewards \[{reward}\]; expected finite numbers") as raised:
+            await pipeline().prepare(Numbers(), Plan(workflow), None)
+        assert raised.value.__notes__ == ["in the episode of prompt 1, sample 0"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(0.5, "the workflow returned a float"), ({"rewards": torch.ones(1)}, r"keys \['rewards'\]")],
+)
+def test_a_workflow_that_returns_no_rows_is_told_what_is_expected(returned, said):
+    class Wrong:
+        async def arun_episode(self, engine, data):
+            return returned
+
+    with pytest.raises(MalformedEpisode, match=said):
+        run(pipeline().prepare(Numbers(), Plan(Wrong()), None))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": torch.zeros(1, 4, dtype=torch.int32)}, r"versions as torch.int32 \[1, 4\].*\[1, 2\]"),
+        ({"logprobs": torch.zeros(1, 2, dtype=torch.float64)}, "logprobs as torch.float64"),
+        ({"rewards": torch.zeros(2)}, r"rewards as torch.float32 \[2\]"),
+        ({"attention_mask": torch.tensor([[True, False]])}, "loss_mask of 1 where attention_mask is false"),
+        ({"versions": torch.tensor([[-1, -1]], dtype=torch.int32)}, "a version below 0"),
+    ],
+)
+def test_the_format_check_names_what_is_wrong_with_a_tensor(change, said):
+    async def rows():
+        response = await ScriptedEngine().agenerate(ModelRequest(input_ids=[1], sampling=Sampling()))
+        return episode_tensors(response, 1.0)
+
+    good = asyncio.run(rows())
+    refuse_malformed(good)
+    with pytest.raises(MalformedEpisode, match=said):
+        refuse_malformed(good | change)
+
+
+def test_a_filter_that_rejects_everything_is_an_error_with_the_numbers():
+    plan = Plan(Scripted(lambda *_: 0.0), 1, lambda rows: bool(rows["rewards"].sum() > 0))
+    with pytest.raises(NothingAccepted, match="40 prompts in a row were rejected at version 0"):
+        run(pipeline(batch_size=10).prepare(Numbers(), plan, None))
+
+
+def test_extra_submits_with_staleness_0_are_an_error_with_the_values():
+    async def scenario():
+        pipe = pipeline(batch_size=2)
+        for number in range(4):
+            await pipe.submit(None, {"number": number}, Plan(Scripted(lambda *_: 1.0)))
+        await pipe.wait(4, None)
+
+    with pytest.raises(RolloutStuck) as raised:
+        run(scenario())
+    for value in ("4 results", "version 0", "max_head_offpolicyness 0", "batch_size 2", "set_version(1)"):
+        assert value in str(raised.value)
+
+
+def test_waiting_for_more_than_was_submitted_is_an_error_with_both_numbers():
+    async def scenario():
+        pipe = pipeline()
+        await pipe.submit(None, {"number": 0}, Plan(Scripted(lambda *_: 1.0)))
+        await pipe.wait(3, None)
+
+    with pytest.raises(RolloutStuck, match=r"wait\(3\) would never return: 1 prompts were submitted"):
+        run(scenario())
+
+
+def test_a_time_out_says_what_is_missing():
+    async def scenario():
+        pipe = pipeline(ahead=5)
+        for number in range(3):
+            await pipe.submit(None, {"number": number}, Plan(Gated()))
+        await pipe.wait(2, 0.02)
+
+    with pytest.raises(TimeoutError, match=r"2 results were not there within 0.02 s: 3 run, 0 wait to start"):
+        run(scenario())
+
+
+class Stuck(ScriptedEngine):
+    """An engine that never answers."""
+
+    async def agenerate(self, req):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("engine", "paused", "said"),
+    [
+        (
+            None,
+            False,
+            "4 episodes are in a reward, a tool or the workflow's own code, prompt 0, sample 0 for",
+        ),
+        (
+            Stuck(),
+            False,
+            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or is",
+        ),
+        (None, True, "the executor has been paused for 0 s and starts nothing; call resume()"),
+    ],
+)
+def test_a_wait_that_only_takes_long_is_told_by_name(engine, paused, said, caplog):
+    async def scenario():
+        pipe = pipeline(batch_size=2, engine=engine)
+        await pipe.set_paused(paused)
+        with pytest.raises(TimeoutError):
+            await pipe.prepare(Numbers(), Plan(Gated(), 2), 0.2)
+        await pipe.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    told = [record.message for record in caplog.records]
+    assert all(message.startswith("waiting for 2 prompts: ") and said in message for message in told), told
+    assert 1 <= len(told) <= 4  # again only when the wait has doubled
+
+
+def test_a_version_that_moves_without_a_batch_drops_what_is_too_old_and_counts_it(caplog):
+    async def scenario():
+        pipe, feed, workflow = pipeline(batch_size=1, ahead=1), Numbers(), Gated()
+        batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
+        await settle()
+        await workflow.open(0)
+        await workflow.open(1)
+        assert ids(await batch) == [0]
+        await advance(pipe, 3)
+        batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
+        await settle()
+        await workflow.open(2)
+        assert ids(await batch) == [2]
+        assert (pipe.control.stale, pipe.control.accepted) == (1, 2)
+        await pipe.close()
+
+    run(scenario())
+    assert "1 prompts (the first is 1) were dropped: their oldest tokens are of version 0" in caplog.text
+
+
+def test_an_engine_that_is_not_told_of_new_weights_is_an_error_with_the_versions():
+    async def scenario():
+        pipe, feed, plan = pipeline(), Numbers(), Plan(Scripted(lambda *_: 1.0))
+        await pipe.prepare(feed, plan, None)
+        await pipe.set_version(1)  # and nothing to the engine
+        await pipe.prepare(feed, plan, None)
+
+    with pytest.raises(
+        RolloutStuck, match="too old: their oldest tokens are of version 0, the trainer is at 1"
+    ):
+        run(scenario())
+
+
+def test_cancelling_before_a_task_has_begun_leaves_no_count_behind():
+    async def scenario():
+        pipe = pipeline(ahead=3)
+        for number in range(3):
+            await pipe.submit(None, {"number": number}, Plan(Gated()))
+        await pipe.close()
+        assert pipe.control.running == 0
+
+    run(scenario())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch_size=st.integers(1, 3),
+    ahead=st.integers(0, 3),
+    max_concurrent=st.integers(1, 8),
+    seed=st.randoms(use_true_random=False),
+)
+def test_in_any_order_every_prompt_is_consumed_once_and_in_time(batch_size, ahead, max_concurrent, seed):
+    async def scenario():
+        pipe, feed, workflow = pipeline(batch_size, max_concurrent, ahead), Numbers(), Gated()
+        consumed, rejected = [], []
+        for version in range(8):
+            batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
+            await settle()
+            while not batch.done():
+                prompt_id, _ = seed.choice(sorted(workflow.gates))
+                if len(rejected) < 10 and seed.random() < 0.1:
+                    rejected.append(prompt_id)
+                await workflow.open(prompt_id, None if prompt_id in rejected else 0.0)
+            groups = await batch
+            assert len(groups) == batch_size
+            versions = [int(rows["versions"].max()) for group in groups for rows in group.rows]
+            assert all(version - ahead <= sampled <= version for sampled in versions)
+            consumed += [group.prompt_id for group in groups]
+            await advance(pipe, version + 1)
+            for _ in range(seed.randrange(3)):  # some finish while the trainer trains
+                await settle()
+                if workflow.gates:
+                    await workflow.open(seed.choice(sorted(workflow.gates))[0])
+        in_flight = await pipe.snapshot(list)
+        assert sorted(consumed + rejected + in_flight) == list(range(feed.num_taken))
+        assert pipe.control.stale == 0
+        await pipe.close()
+
+    run(scenario())
+
+
+def test_task_ids_count_up():
+    async def scenario():
+        pipe = pipeline(ahead=3)
+        plan = Plan(Scripted(lambda *_: 1.0))
+        submitted = [await pipe.submit(None, {"number": 0}, plan) for _ in range(3)]
+        assert submitted == list(itertools.islice(itertools.count(), 3))
+        assert [group.task_id for group in await pipe.wait(2, None)] == [0, 1]
+        assert (await pipe.wait_for_task(2, None)).task_id == 2
+        with pytest.raises(RolloutStuck, match="no task 2, or its result was fetched before"):
+            await pipe.wait_for_task(2, None)
+
+    run(scenario())
