@@ -8,7 +8,10 @@ from areal_core.rollout.types import ModelRequest, ModelResponse
 class InferenceEngine(Protocol):
     """Samples completions with the weights of one version at a time."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        ...
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Samples one completion; many calls run concurrently on one event loop."""

@@ -1,28 +1,30 @@
 """Sessions: one an episode, each with a secret key that opens this session and no other.
 
-A session knows the engine of its episode and the event loop that the engine lives on, and keeps what was sampled through it.
+A session knows how its episode samples and on which event loop, and keeps what was sampled through it.
 """
 
 import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_core.rollout.agent.conversation import Interaction
 from areal_core.rollout.agent.errors import BadRequest
-from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.loop_thread import run_on
 from areal_core.rollout.types import ModelRequest, ModelResponse
+
+Sample = Callable[[ModelRequest], Coroutine[Any, Any, ModelResponse]]
 
 
 @dataclass
 class Session:
     """What one agent run has asked so far, and the rewards that it has set."""
 
-    engine: InferenceEngine
-    loop: asyncio.AbstractEventLoop  # the engine's
+    sample: Sample
+    loop: asyncio.AbstractEventLoop  # on which `sample` is called
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     interactions: list[Interaction] = field(default_factory=list)
@@ -37,7 +39,7 @@ class Session:
         """Samples on the engine's own loop, from any loop."""
         self.num_running += 1
         try:
-            return await run_on(self.loop, self.engine.agenerate(request))
+            return await run_on(self.loop, self.sample(request))
         except Exception as error:
             self.failure = error
             raise
@@ -65,9 +67,9 @@ class Sessions:
     def __init__(self) -> None:
         self._by_key: dict[str, Session] = {}
 
-    def open(self, engine: InferenceEngine, loop: asyncio.AbstractEventLoop) -> Session:
-        """A new session for an engine that lives on `loop`."""
-        session = Session(engine, loop)
+    def open(self, sample: Sample, loop: asyncio.AbstractEventLoop) -> Session:
+        """A new session; `sample` is an engine's `agenerate`, and `loop` where that engine lives."""
+        session = Session(sample, loop)
         self._by_key[session.key] = session
         return session
 

@@ -72,7 +72,7 @@ class AgentWorkflow:
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         """One run of the agent, as rows. Raises the agent's own exception, or the engine's if that was the cause."""
-        session = self.server.proxy.sessions.open(engine, asyncio.get_running_loop())
+        session = self.server.proxy.sessions.open(engine.agenerate, asyncio.get_running_loop())
         try:
             rewards = await self.run_in(session, data)
         finally:

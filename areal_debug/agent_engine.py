@@ -1,0 +1,151 @@
+"""What an agent under test talks to: a server, a model in this process, or a script that says what it is told to say."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from areal_core.engine.errors import ModelError
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.errors import NoServers
+from areal_core.rollout.types import ModelRequest, ModelResponse
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What the user chose: the address of a server, a model folder, or lines to say. `model` also gives the tokenizer."""
+
+    server: str | None = None
+    model: str | None = None
+    say: tuple[str, ...] = ()
+    latency_s: float = 0.0  # mean, of a scripted answer
+
+    def __post_init__(self) -> None:
+        if self.server and self.say:
+            raise ValueError("--server and --say are both given: an agent talks to one engine")
+        if not (self.server or self.say or self.model):
+            raise ValueError(
+                "there is no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say TEXT (a script)"
+            )
+
+
+def open_engine(choice: EngineChoice) -> tuple[InferenceEngine, PreTrainedTokenizerBase, str]:
+    """The engine, its tokenizer, and what to call it.
+
+    Raises:
+        NoServers: nothing answers at the address.
+        ModelError: the model or its tokenizer cannot be loaded.
+    """
+    if choice.server:
+        return open_server(choice.server, choice.model)
+    if choice.say:
+        tokenizer = load_tokenizer(choice.model) if choice.model else tiny_tokenizer()
+        name = f"script of {len(choice.say)} lines, {choice.latency_s:g} s each"
+        return ScriptedSpeaker(tokenizer, choice.say, choice.latency_s), tokenizer, name
+    assert choice.model is not None
+    tokenizer = load_tokenizer(choice.model)
+    return open_model(choice.model, tokenizer), tokenizer, f"embedded, {choice.model}"
+
+
+def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTrainedTokenizerBase, str]:
+    from areal_core.rollout.server_identity import ask_identity
+    from areal_core.rollout.servers import Server
+    from areal_core.rollout.sglang_client import SGLangClient
+
+    server = Server(address.removeprefix("http://").rstrip("/"))
+    try:
+        identity = ask_identity(server)
+    except OSError as error:
+        raise NoServers(
+            f"nothing answers at {address}: {error}; start a server with areal-debug serve --model FOLDER"
+        ) from error
+    tokenizer = load_tokenizer(model or identity.model_path)
+    return SGLangClient([server]), tokenizer, f"{address}, {identity.model_path}"
+
+
+def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+    import torch
+
+    from areal_core.engine.replica import Replica
+    from areal_core.rollout.embedded import EmbeddedEngine
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    replica = Replica(path, dtype, device)
+    return EmbeddedEngine(
+        replica,
+        replica.model.config.vocab_size,
+        end_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id or 0,
+        device=device,
+    )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Raises ModelError if there is none, or it has no chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load the tokenizer at {path!r}: {str(error).splitlines()[0]}") from error
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer at {path!r} has no chat template: give an instruction-tuned model")
+    return tokenizer
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    from areal_core.testing import make_tiny_tokenizer
+
+    return make_tiny_tokenizer()
+
+
+class ScriptedSpeaker:
+    """An engine without a model: the n-th call of an episode is answered with the n-th line, later ones with the last.
+
+    An answer takes a time drawn from an exponential distribution, the same in every run: completions of a real engine have a long
+    tail, too. The logprob of every token is -1.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], latency_s: float) -> None:
+        self.version = 0
+        self._latency_s = latency_s
+        self._answers = [
+            [*tokenizer.encode(line, add_special_tokens=False), tokenizer.eos_token_id] for line in lines
+        ]
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """The line of the turn. Raises PromptTooLong."""
+        room = req.num_new_tokens()
+        if self._latency_s:
+            await asyncio.sleep(random.Random(repr(dict(req.metadata))).expovariate(1 / self._latency_s))
+        answer = self._answers[min(req.metadata["turn"], len(self._answers) - 1)]
+        tokens = answer[:room]
+        return ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=tokens,
+            output_logprobs=[-1.0] * len(tokens),
+            output_versions=[self.version] * len(tokens),
+            stop_reason="stop" if len(tokens) == len(answer) else "length",
+        )
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def pause(self) -> None:
+        """Nothing runs that could be held."""
+
+    def resume(self) -> None:
+        """Nothing was held."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of a data file or dataset, as training gives them to an agent. Raises DatasetError."""
+    from areal_core.config import DatasetConfig
+    from areal_core.dataset import get_dataset
+
+    return list(get_dataset(DatasetConfig(path=path, type="rl")))

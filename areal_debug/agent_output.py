@@ -1,0 +1,153 @@
+"""What `areal-debug agent` prints: an episode turn by turn, and an agent's behaviour under load."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from areal_debug.record_output import CONTROLS, print_legend, style_of
+from areal_debug.render import console, escaped, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from areal_debug.agent_run import EpisodeReport, TurnFacts
+    from areal_debug.agent_stress import Latency, StressReport
+    from areal_debug.loop_monitor import LoopReport
+
+MAX_STACK_LINES = 12
+
+
+def print_episode(report: "EpisodeReport") -> None:
+    """The row, each turn with its sampled tokens in the colours of their probabilities, and what was earned."""
+    out = console()
+    out.print(f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}")
+    out.print(f"[dim]row {escaped(json.dumps(report.row, ensure_ascii=False)[:300])}[/dim]")
+    for turn in report.turns:
+        print_turn(turn)
+    if report.turns:
+        print_legend()
+    for row in report.rows:
+        turns = ", ".join(map(str, row.turns))
+        out.print(
+            f"row of turn {turns}: reward {format_number(row.reward)}, "
+            f"{row.num_trained} of {row.num_tokens} tokens trained"
+        )
+    if report.error is None:
+        out.print(
+            f"[green]finished[/green] after {len(report.turns)} turns in {format_seconds(report.wall_s)}"
+        )
+        return
+    out.print(f"[red]failed[/red] after {len(report.turns)} turns: {escaped(report.error)}")
+    for place in report.error_at or []:
+        out.print(f"  at {escaped(place)}")
+
+
+def print_turn(turn: "TurnFacts") -> None:
+    """One call: its numbers, what was new to the model, what it sampled, and what was read in that."""
+    out = console()
+    facts = [
+        f"prompt {turn.num_prompt_tokens} tokens"
+        + (f", the tokens of turn {turn.continues} and more" if turn.continues is not None else ""),
+        f"sampled {len(turn.tokens)}, {turn.finish}",
+        format_seconds(turn.latency_s),
+    ]
+    if turn.mean_logprob is not None and turn.lowest_logprob is not None:
+        facts.append(f"logprob mean {turn.mean_logprob:.3f}, lowest {turn.lowest_logprob:.2f}")
+    versions = sorted({token.version for token in turn.tokens})
+    facts.append(f"version {', '.join(map(str, versions))}" if versions else "no version")
+    if turn.num_tools:
+        facts.append(f"{turn.num_tools} tools")
+    out.print()
+    out.print(Text(f"turn {turn.turn}", style="bold") + Text("  " + "  ".join(facts), style="dim"))
+    if turn.parted:
+        out.print(f"  [yellow]the template spells an earlier turn anew[/yellow]: {escaped(turn.parted)}")
+    for message in turn.said:
+        out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
+    sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))
+    out.print(Text(f"  {'sampled':<10}", style="bold blue") + sampled)
+    for call in turn.tool_calls:
+        out.print(
+            Text(f"  {'tool call':<10}", style="bold blue") + Text(f"{call['name']}({call['arguments']})")
+        )
+    if turn.reward is not None:
+        out.print(Text(f"  {'reward':<10}", style="bold blue") + Text(format_number(turn.reward)))
+
+
+def shown(content: Any) -> str:
+    return str(content).translate(CONTROLS).replace("\n", "\n" + " " * 12)
+
+
+def print_stress(report: "StressReport") -> None:
+    """The verdict, the load, latencies, loops, and what failed or blocked."""
+    out = console()
+    out.print(verdict(report))
+    out.print(
+        f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}  {report.num_prompts} prompts x "
+        f"{report.group_size} samples, at most {report.most_at_once:,} episodes at once, {format_seconds(report.wall_s)}"
+    )
+    per_s = 1 / report.wall_s
+    reward = "none" if report.mean_reward is None else format_number(report.mean_reward)
+    out.print(
+        f"{report.num_finished:,} episodes finished, {report.num_finished * per_s:,.1f}/s; {report.calls.count:,} calls, "
+        f"{report.calls.count * per_s:,.1f}/s; {report.num_output_tokens * per_s:,.0f} tokens/s sampled; mean reward {reward}"
+    )
+    out.print(latency_table({"episode": report.episodes, "call of the engine": report.calls}))
+    out.print(loop_table(report.loops))
+    for loop in report.loops:
+        print_stalls(loop)
+    for group in report.errors:
+        out.print(f"[red]{group.count:,} episodes[/red]: {escaped(group.message)}")
+        for line in group.traceback.rstrip().splitlines()[-MAX_STACK_LINES:]:
+            out.print(Text(f"    {line}", style="dim"))
+
+
+def verdict(report: "StressReport") -> str:
+    """One line: healthy, or what is wrong and where."""
+    num_failed = sum(group.count for group in report.errors)
+    blocked = [stall for loop in report.loops for stall in loop.stalls]
+    problems = []
+    if blocked:
+        problems.append(f"blocks its event loop at {escaped(blocked[0].place)}")
+    if num_failed:
+        problems.append(f"{num_failed:,} of {report.episodes.count:,} episodes fail")
+    if problems:
+        return f"[red]not ready[/red]: {'; '.join(problems)}"
+    worst = max(loop.lag_p99_s for loop in report.loops)
+    return f"[green]ready[/green]: no episode fails, nothing blocks a loop (p99 lag {format_seconds(worst)})"
+
+
+def latency_table(rows: "dict[str, Latency]") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("latency", "count", "p50", "p90", "p99", "max"):
+        table.add_column(heading, justify="left" if heading == "latency" else "right")
+    for name, latency in rows.items():
+        times = (latency.p50_s, latency.p90_s, latency.p99_s, latency.max_s)
+        table.add_row(name, f"{latency.count:,}", *map(format_seconds, times))
+    return table
+
+
+def loop_table(loops: "list[LoopReport]") -> Table:
+    """How late each event loop ran."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("event loop", "lag p50", "lag p99", "lag max", "late"):
+        table.add_column(heading, justify="left" if heading == "event loop" else "right")
+    for loop in loops:
+        share = loop.late_s / loop.watched_s if loop.watched_s else 0.0
+        lags = (loop.lag_p50_s, loop.lag_p99_s, loop.lag_max_s)
+        table.add_row(loop.name, *map(format_seconds, lags), f"{share:.0%} of the time")
+    return table
+
+
+def print_stalls(loop: "LoopReport") -> None:
+    """Each place that blocked a loop, with its stack; where none did and the loop was late, what it was busy with."""
+    out = console()
+    for stall in loop.stalls:
+        out.print(
+            f"[red]{loop.name} loop blocked[/red] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
+            f"the longest {format_seconds(stall.longest_s)}, at {escaped(stall.place)}"
+        )
+        for line in stall.stack[-MAX_STACK_LINES:]:
+            out.print(Text(f"    {line}", style="dim"))
+    if not loop.stalls and loop.late_s > loop.watched_s / 5:
+        places = ", ".join(f"{share:.0%} {escaped(place)}" for place, share in loop.busiest)
+        out.print(f"[yellow]{loop.name} loop busy[/yellow], not blocked; most at {places}")

@@ -1,0 +1,194 @@
+"""An agent under the load that training gives it: a batch of prompts, a group of samples each, all at once, through the executor.
+
+    executor (rollout loop) --> Measured.arun_episode x batch x group --> AgentWorkflow --> agents' loop, proxy's loop
+                                times it, catches what it raises           LoopMonitor on the rollout and the agents' loop
+
+Nothing stops at the first error: all are counted, and grouped by what they say.
+"""
+
+import contextlib
+import itertools
+import re
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from areal_core.rollout.agent.workflow import AgentWorkflow
+from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.errors import NothingAccepted
+from areal_core.rollout.executor import Executor
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_debug.loop_monitor import LoopMonitor, LoopReport, percentile
+
+VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds."""
+
+    count: int
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True)
+class ErrorGroup:
+    """Episodes that raised the same, but for numbers and ids."""
+
+    count: int
+    message: str  # of the first
+    traceback: str  # of the first
+
+
+@dataclass(frozen=True)
+class StressReport:
+    """What became of all episodes, how fast, and how the event loops held."""
+
+    agent: str
+    engine: str
+    num_prompts: int
+    group_size: int
+    most_at_once: int  # episodes
+    wall_s: float
+    num_finished: int
+    mean_reward: float | None
+    num_output_tokens: int
+    episodes: Latency
+    calls: Latency
+    errors: list[ErrorGroup]
+    loops: list[LoopReport]
+
+    @property
+    def is_healthy(self) -> bool:
+        """No episode failed, and nothing blocked the agents' loop."""
+        return not self.errors and not any(loop.stalls for loop in self.loops)
+
+
+@dataclass
+class Measured:
+    """A workflow that times its episodes, and takes what they raise as their result."""
+
+    workflow: AgentWorkflow
+    durations_s: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    running: int = 0
+    most_at_once: int = 0
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        began = time.monotonic()
+        try:
+            rows = await self.workflow.arun_episode(engine, data)
+        except Exception as error:  # the boundary: errors are counted, and the load goes on
+            self.errors.append(error)
+            return None
+        finally:
+            self.running -= 1
+            self.durations_s.append(time.monotonic() - began)
+        self.rewards.append(float(rows["rewards"].mean()))
+        return rows
+
+
+@dataclass
+class TimedEngine:
+    """An engine whose calls are timed."""
+
+    engine: InferenceEngine
+    durations_s: list[float] = field(default_factory=list)
+    num_output_tokens: int = 0
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        began = time.monotonic()
+        response = await self.engine.agenerate(req)
+        self.durations_s.append(time.monotonic() - began)
+        self.num_output_tokens += len(response.output_tokens)
+        return response
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def stress(
+    workflow: AgentWorkflow,
+    engine: InferenceEngine,
+    engine_name: str,
+    data: Sequence[dict[str, Any]],
+    num_prompts: int,
+    group_size: int,
+) -> StressReport:
+    """Runs `num_prompts` rows (in turn, if there are fewer) `group_size` times each, all at once."""
+    timed, measured = TimedEngine(engine), Measured(workflow)
+    executor = Executor(timed, StalenessControl(num_prompts, num_prompts))
+    prompts = list(enumerate(itertools.islice(itertools.cycle(data), num_prompts)))
+    watched = {"agents": workflow.agents, "rollout": executor.loop}
+    monitors = [LoopMonitor(name, loop.loop, loop.thread) for name, loop in watched.items()]
+    began = time.monotonic()
+    try:
+        with contextlib.ExitStack() as stack:
+            for monitor in monitors:
+                stack.enter_context(monitor)
+            with contextlib.suppress(NothingAccepted):  # every episode failed; the errors say why
+                executor.rollout_batch(prompts, measured, n_samples=group_size)
+    finally:
+        wall_s = time.monotonic() - began
+        executor.close()
+    return StressReport(
+        agent=workflow.name,
+        engine=engine_name,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        most_at_once=measured.most_at_once,
+        wall_s=wall_s,
+        num_finished=len(measured.rewards),
+        mean_reward=sum(measured.rewards) / len(measured.rewards) if measured.rewards else None,
+        num_output_tokens=timed.num_output_tokens,
+        episodes=latency_of(measured.durations_s),
+        calls=latency_of(timed.durations_s),
+        errors=group_errors(measured.errors),
+        loops=[monitor.report() for monitor in monitors],
+    )
+
+
+def latency_of(durations_s: Sequence[float]) -> Latency:
+    ordered = sorted(durations_s)
+    shares = (percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
+    return Latency(len(ordered), *shares)
+
+
+def group_errors(errors: Sequence[Exception]) -> list[ErrorGroup]:
+    """Errors of one type that say the same but for numbers and ids, the most frequent first."""
+    groups: dict[str, list[Exception]] = defaultdict(list)
+    for error in errors:
+        groups[VARIABLE_PART.sub("#", f"{type(error).__name__}: {error}")].append(error)
+    return [
+        ErrorGroup(
+            count=len(group),
+            message=f"{type(group[0]).__name__}: {group[0]}",
+            traceback="".join(traceback.format_exception(group[0])),
+        )
+        for group in sorted(groups.values(), key=len, reverse=True)
+    ]

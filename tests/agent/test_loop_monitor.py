@@ -1,0 +1,87 @@
+"""Loops that are blocked, busy or idle, and what the monitor says of each."""
+
+import asyncio
+import time
+
+import pytest
+
+from areal_core.rollout.loop_thread import LoopThread
+from areal_debug.loop_monitor import (
+    BEAT_S,
+    LoopMonitor,
+    Place,
+    Sample,
+    find_stalls,
+    lags_over_time,
+    percentile,
+)
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread("watched")
+    yield thread
+    thread.close()
+
+
+def watch(loop: LoopThread, coroutine):
+    with LoopMonitor("watched", loop.loop, loop.thread) as monitor:
+        loop.run(coroutine)
+    return monitor.report()
+
+
+async def block(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def block_often(seconds: float, count: int) -> None:
+    await asyncio.gather(*(block(seconds) for _ in range(count)))
+
+
+def test_a_callback_that_blocks_is_named_with_its_stack(loop):
+    report = watch(loop, block(0.4))
+    (stall,) = report.stalls
+    assert f"{__file__}:" in stall.place
+    assert stall.place.endswith(" in block")
+    assert stall.stack[-1] == stall.place
+    assert 0.3 < stall.longest_s < 2
+    assert report.lag_max_s > 0.3
+
+
+def test_many_short_blocks_in_one_turn_of_the_loop_are_one_stall(loop):
+    """No single callback is long, and the loop stands still all the same."""
+    report = watch(loop, block_often(0.06, 15))
+    (stall,) = report.stalls
+    assert stall.place.endswith(" in block")
+    assert stall.count > 5
+    assert report.lag_p99_s > 0.3
+
+
+def test_a_loop_that_waits_is_not_late(loop):
+    report = watch(loop, asyncio.sleep(0.3))
+    assert report.stalls == []
+    assert report.lag_p50_s < 0.05
+
+
+def sample(time_s: float, late_s: float, callback: int, line: int = 1) -> Sample:
+    return Sample(time_s, late_s, callback, (Place("agent.py", line, "run"),))
+
+
+def test_different_callbacks_in_a_row_are_busyness_and_no_stall():
+    busy = [sample(i * 0.02, 0.06 + i * 0.02, callback=i + 1, line=i) for i in range(50)]
+    assert find_stalls(busy, 0.1, late_s=1.0) == []
+
+
+def test_a_stall_is_told_from_when_the_loop_was_last_heard_of():
+    (stall,) = find_stalls(
+        [sample(5.0, 0.06, 7), sample(5.02, 0.08, 7), sample(5.04, 0.10, 7)], 0.1, late_s=0.1
+    )
+    assert stall.longest_s == pytest.approx(0.10)
+    assert (stall.place, stall.count) == ("agent.py:1 in run", 1)
+
+
+def test_lag_percentiles_are_over_time_and_not_over_beats():
+    """Ninety-nine good beats and one of a second: whoever asks at random waits half of the time."""
+    lags = sorted(lags_over_time([0.0] * 99 + [1.0]))
+    assert percentile(lags, 0.75) == pytest.approx(0.5, abs=2 * BEAT_S)
+    assert percentile(sorted([0.0] * 99 + [1.0]), 0.75) == 0.0
