@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from areal_debug.render import fail
 from areal_debug.report_file import QUIET, REPORT_FILE, read_report
@@ -33,18 +34,20 @@ def replay_on_ranks(
 
 def run_once(request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
     """The report of one replay, as rank 0 left it."""
+    arguments = ["-m", "areal_debug.replay_rank", request_text(request)]
+    return parse_report(report_of_ranks(arguments, num_ranks, quiet))
+
+
+def report_of_ranks(arguments: list[str], num_ranks: int, quiet: bool = False) -> dict[str, Any]:
+    """What rank 0 left behind. Ends the command with the ranks' exit code when they fail."""
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        code = run_ranks(
-            ["-m", "areal_debug.replay_rank", request_text(request)],
-            num_ranks,
-            DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {}),
-            Path(folder),
-        )
+        environment = DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {})
+        code = run_ranks(arguments, num_ranks, environment, Path(folder))
         if code != 0 or not report.exists():
             said = "what it said stands above"
             fail(f"the replay ended with exit code {code} before its last step; {said}", code or 1)
-        return parse_report(read_report(report))
+        return read_report(report)

@@ -23,7 +23,7 @@ def enforce_determinism() -> None:
     Raises:
         DeterminismError: an environment variable was not set before Python started, or algorithms were set to warn only.
     """
-    started_with = _environment_at_start()
+    started_with = environment_at_start()
     for name, wanted in DETERMINISTIC.items():
         if started_with.get(name) != wanted:
             seen = f"is {started_with[name]!r}" if name in started_with else "was not set"
@@ -43,7 +43,7 @@ def enforce_determinism() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def _environment_at_start() -> dict[str, str]:
+def environment_at_start() -> dict[str, str]:
     """The environment that this process was started with; os.environ holds later changes too."""
     if not sys.platform.startswith("linux"):
         return dict(os.environ)

@@ -1,10 +1,14 @@
 """`areal-debug replay`: run a record again without an inference engine, as it was or with something changed."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
+
+if TYPE_CHECKING:
+    from recorder import Record
 
 
 @click.command()
@@ -62,7 +66,8 @@ def command(
     opened = open_record(record)
     check_replayable(opened)
     if explain is not None:
-        explain_step(record, explain, nproc or opened.header.num_ranks, model, as_json)
+        explain_step(opened, explain, model, as_json)
+        return
     first, last = step_range(opened, from_step, to_step)
     request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
     check_edits(opened, request)
@@ -89,8 +94,20 @@ def command(
     raise SystemExit(report.verdict.exit_code)
 
 
-def explain_step(record: str, step: int, num_ranks: int, model: str | None, as_json: bool) -> None:
-    """Name the samples that made a step what it was, and end."""
+def explain_step(record: "Record", step: int, model: str | None, as_json: bool) -> None:
+    """Name the samples that made a step what it was."""
+    from areal_debug.explain_output import print_explanation
+    from areal_debug.replay_ranks import report_of_ranks
+    from replayer.before import check_model, step_range
+
+    step_range(record, step, step)
+    check_model(record, model or record.header.config["actor"]["path"], step)
+    arguments = ["-m", "areal_debug.explain_rank", record.path, str(step), model or ""]
+    found = report_of_ranks(arguments, record.header.num_ranks)
+    if as_json:
+        print_json(found)
+    else:
+        print_explanation(console(), record, found)
 
 
 def refuse_damage(record: str | Path, num_steps: int) -> None:

@@ -1,0 +1,57 @@
+"""What `areal-debug goto` is asked for, and what it says when it is there. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from areal_debug.render import escaped
+
+if TYPE_CHECKING:
+    from replayer.goto import GotoReport
+
+
+@dataclass(frozen=True)
+class GotoOptions:
+    """What a user asked for. `do` is "shell", "pdb" or "" for neither."""
+
+    stage: str = "batch"
+    do: str = ""
+    pdb_rank: int = 0
+    model: str | None = None
+    save: str | None = None
+    keep_going: bool = False
+    as_json: bool = False
+
+
+def print_report(out: Console, report: "GotoReport") -> None:
+    """Whether the step was reached with the recorded bits, and from where."""
+    start = "the run's first weights" if report.anchor is None else f"the anchor of step {report.anchor}"
+    count = len(report.replayed)
+    way = f"from {start}, {count} step{'s' * (count != 1)} replayed"
+    first = report.first_different
+    if report.faithful:
+        weights = (
+            f"; the {report.num_parameters} parameters before it have the recorded checksums"
+            if report.num_parameters
+            else ""
+        )
+        out.print(
+            f"[bold green]At step {report.step}[/bold green] ({report.stage}): {way}, all identical{weights}."
+        )
+        return
+    if first is not None:
+        reached = "went on to" if report.reached else "stopped before"
+        out.print(
+            f"[bold red]Not faithful:[/bold red] step {first.step} differs from its record in {len(first.differences)} values; "
+            f"{reached} step {report.step}. {way}."
+        )
+    elif report.wrong_parameters:
+        named = ", ".join(report.wrong_parameters[:3])
+        out.print(
+            f"[bold red]Not faithful:[/bold red] {len(report.wrong_parameters)} parameters before step {report.step} "
+            f"differ from their recorded checksums: {escaped(named)}. {way}."
+        )
+    out.print(
+        "Next: `areal-debug replay` from there says what was set differently; --keep-going goes on all the same."
+    )

@@ -1,0 +1,122 @@
+"""A Python shell at a step, on one rank or on all in step.
+
+    rank 0   terminal ─> line ──┬─> runs it ─> own output ───────────────> terminal
+    rank r   waits for a line <─┘   runs it ─> output, if it differs ────> terminal, marked with its rank
+
+Every line runs on every rank, so that collectives meet: `trainer.actor.checksums()` works, and so does `model.state_dict()`.
+"""
+
+import code
+import io
+import pdb
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+from replayer.goto import Scene
+
+WHERE = {
+    "batch": "with its batch in hand, before anything is computed from it",
+    "advantages": "with advantages computed",
+    "loss": "with the first micro-batch's loss computed, before its backward",
+    "backward": "with the first minibatch's gradients summed, before they are clipped",
+    "optimizer": "after the optimizer's first step",
+}
+
+
+def open_shell(scene: Scene) -> None:
+    """A shell on all ranks, until end of file or `exit()`."""
+    ranks = scene.trainer.ranks
+    names = scene.names()
+    if ranks.world_size > 1:
+        console: code.InteractiveConsole = LockstepConsole(names, ranks.rank, ranks.gather_objects)
+    else:
+        console = code.InteractiveConsole(names)
+        with_completion(names)
+    try:
+        console.interact(banner=describe(scene) if ranks.rank == 0 else "", exitmsg="")
+    except SystemExit:
+        return  # exit() leaves the shell; how the command ends is not its business
+
+
+def describe(scene: Scene) -> str:
+    """Where one stands, and the names that one can type."""
+    rows, width = scene.batch["attention_mask"].shape
+    names = ", ".join(scene.names())
+    everywhere = "\nEvery line runs on every rank." if scene.trainer.ranks.world_size > 1 else ""
+    return (
+        f"Step {scene.step}, {WHERE[scene.stage]}: {rows} rows, {width} tokens wide.\n{names}\n"
+        f"`plan` and `outcome` are what the run recorded of this step. End of file leaves.{everywhere}"
+    )
+
+
+def with_completion(names: dict[str, Any]) -> None:
+    """Completes names with the tab key, where the terminal library is there."""
+    try:
+        import readline
+        import rlcompleter
+    except ImportError:
+        return
+    readline.set_completer(rlcompleter.Completer(names).complete)
+    readline.parse_and_bind("tab: complete")
+
+
+class LockstepConsole(code.InteractiveConsole):
+    """A console whose lines are typed on rank 0 and run on every rank."""
+
+    def __init__(self, names: dict[str, Any], rank: int, gather: Callable[[object], list[Any]]) -> None:
+        super().__init__(names)
+        self.rank, self.gather = rank, gather
+
+    def raw_input(self, prompt: str = "") -> str:
+        """Rank 0's line; a collective. Raises EOFError on all ranks at its end of file."""
+        line: str | None = None
+        if self.rank == 0:
+            try:
+                line = input(prompt)
+            except EOFError:
+                line = None
+        line = self.gather(line)[0]
+        if line is None:
+            raise EOFError
+        return line
+
+    def push(self, line: str, *arguments: Any, **options: Any) -> bool:
+        """Runs the line and prints what it printed, on rank 0; a collective."""
+        said = io.StringIO()
+        try:
+            with redirect_stdout(said), redirect_stderr(said):
+                return super().push(line, *arguments, **options)
+        finally:
+            texts = self.gather(said.getvalue())
+            if self.rank == 0:
+                print(texts[0], end="", flush=True)
+                for rank, text in enumerate(texts):
+                    if text != texts[0]:
+                        print(
+                            "".join(f"[rank {rank}] {part}" for part in text.splitlines(keepends=True)),
+                            end="",
+                        )
+
+    def write(self, data: str) -> None:
+        """Banners and exit messages come from rank 0 alone; what a line prints is taken by `push`."""
+        if self.rank == 0 or data.strip():
+            super().write(data)
+
+
+def open_debugger(scene: Scene, rank: int) -> None:
+    """The debugger on one rank; the others go on to the next collective and wait there, so that one can step into it."""
+    if scene.trainer.ranks.rank == rank:
+        names = scene.names()
+        stand_still(names["model"], names["optimizer"], scene.batch, scene.plan, scene.outcome, scene)
+
+
+def stand_still(model: Any, optimizer: Any, batch: Any, plan: Any, outcome: Any, scene: Scene) -> None:
+    """A frame that has everything by its name. Five frames of ours lie between it and the trainer's."""
+    # Stepping passes over our frames and those that only tell observers.
+    debugger = pdb.Pdb(skip=["areal_debug.*", "replayer.*", "contextlib", "functools"])
+    debugger.message(describe(scene))
+    debugger.message(
+        "`up 6` shows the trainer at this stage, `n` steps on from there, `c` runs to the step's end."
+    )
+    debugger.set_trace()

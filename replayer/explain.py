@@ -1,0 +1,177 @@
+"""Which samples made a step what it was: each one's share of the loss and of the gradient.
+
+Gradients add up: that of a minibatch is the sum of its samples' gradients, G = g1 + g2 + ... So `<gi, G> / |G|^2` are shares that sum to
+1: a sample with 0.6 makes more than half of the step, one with -0.1 pulls against it. `|gi| / |G|` says how large its own gradient is,
+whatever the others do to it. One forward and backward a sample, at the very weights that the step had; the step itself is not changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal_core.batch import Batch
+from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.telemetry import Stats
+from areal_core.trainer.learning import trained_tokens
+from areal_core.trainer.rl import Observer, PPOTrainer
+from recorder import Record, open_record
+from replayer.before import step_range
+from replayer.check import ReplayCheck
+from replayer.request import Request
+from replayer.run import check_of, nearest_anchor, replay
+
+
+@dataclass(frozen=True)
+class SampleShare:
+    """One sample's part in an optimizer step.
+
+    Attributes:
+        rank, row: where it stands in the record. loss: its part of the minibatch's loss (those of all samples add up to it).
+        loss_share: |loss| over the sum of |loss| of the minibatch. gradient_share: `<gi, G> / |G|^2`.
+        gradient_norm: |gi| before clipping, in units of |G|.
+    """
+
+    rank: int
+    row: int
+    minibatch: int
+    prompt_id: int
+    sample_id: int
+    num_trained_tokens: int
+    reward: float
+    advantage: float
+    loss: float
+    loss_share: float
+    gradient_share: float
+    gradient_norm: float
+
+
+@dataclass
+class StepExplanation:
+    """All samples of a step, largest gradient first. `faithful`: every step on the way had the recorded bits.
+
+    `grad_norms` are those of the minibatches, before clipping.
+    """
+
+    record: str
+    step: int
+    grad_norms: list[float] = field(default_factory=list)
+    samples: list[SampleShare] = field(default_factory=list)
+    faithful: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return asdict(self)
+
+
+def explain(folder: str, step: int, model: str | None = None) -> StepExplanation:
+    """Replay up to a step and take it apart, sample by sample; a collective."""
+    record = open_record(folder)
+    step_range(record, step, step)
+    anchor = nearest_anchor(record, step)
+    found = StepExplanation(folder, step)
+    checks: list[ReplayCheck] = []
+
+    def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        checks.append(check_of(record, trainer, request))
+        return checks[0]
+
+    def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        return Explainer(trainer, found)
+
+    replay(Request(folder, anchor or 0, step, model), [make_check, make_explainer])
+    found.faithful = checks[0].report.identical
+    found.samples.sort(key=lambda sample: -sample.gradient_norm)
+    return found
+
+
+class Explainer:
+    """An observer that takes each minibatch of a step apart when its gradients are summed."""
+
+    def __init__(self, trainer: PPOTrainer, found: StepExplanation) -> None:
+        self.trainer, self.found = trainer, found
+        # Statistics of its own: a sample that is run again must not count twice in the step's.
+        self.loss = replace(trainer.objective, stats=Stats()).loss
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Takes one event with the facts of ARCHITECTURE.md."""
+        if event == "gradients" and facts["step"] == self.found.step:
+            random_numbers = rng_state()
+            self.explain_minibatch(facts)
+            set_rng_state(random_numbers)
+
+    def explain_minibatch(self, facts: Mapping[str, Any]) -> None:
+        """Each sample of all ranks; a collective.
+
+        One sample at a time: its rank runs it while the others run an empty micro-batch, for gradients are summed over ranks.
+        """
+        ranks = self.trainer.ranks
+        parameters = [p for p in self.trainer.actor.model.parameters() if p.grad is not None]
+        whole = [p.grad for p in parameters]
+        norm = float(ranks.sum(dot(whole, whole)).sqrt())
+        shares: list[SampleShare] = []
+        for owner, count in enumerate(ranks.gather_objects(len(facts["rows"]))):
+            for position in range(count):
+                for parameter in parameters:
+                    parameter.grad = None
+                loss = self.run_sample(facts, position if owner == ranks.rank else None)
+                own = [p.grad for p in parameters]
+                along, length = (float(ranks.sum(dot(own, other))) for other in (whole, own))
+                if owner == ranks.rank:
+                    shares.append(self.share(facts, position, loss, along / norm**2, length**0.5 / norm))
+        for parameter, gradient in zip(parameters, whole, strict=True):
+            parameter.grad = gradient
+        everyone = [share for of_rank in ranks.gather_objects(shares) for share in of_rank]
+        total = sum(abs(share.loss) for share in everyone) or 1.0
+        self.found.grad_norms.append(norm)
+        self.found.samples += [replace(share, loss_share=abs(share.loss) / total) for share in everyone]
+
+    def run_sample(self, facts: Mapping[str, Any], position: int | None) -> float:
+        """Forward and backward of one row of this rank's minibatch, or of none; its part of the minibatch's loss."""
+        chosen = [] if position is None else [position]
+        engine = self.trainer.actor
+        result = engine.backward(facts["batch"], chosen, self.loss, trained_tokens, facts["total_weight"])
+        return float(result.loss / facts["total_weight"])
+
+    def share(
+        self,
+        facts: Mapping[str, Any],
+        position: int,
+        loss: float,
+        gradient_share: float,
+        gradient_norm: float,
+    ) -> SampleShare:
+        """A sample of this rank by its names; `loss_share` follows when all are known."""
+        batch: Batch = facts["batch"]
+        trained = batch["loss_mask"][position].bool()
+        advantages = batch["advantages"][position][trained]
+        return SampleShare(
+            rank=self.trainer.ranks.rank,
+            row=facts["rows"][position],
+            minibatch=facts["minibatch"],
+            prompt_id=int(batch["prompt_id"][position]),
+            sample_id=int(batch["sample_id"][position]),
+            num_trained_tokens=int(trained.sum()),
+            reward=float(batch["rewards"][position]),
+            advantage=float(advantages.mean()) if len(advantages) else 0.0,
+            loss=loss,
+            loss_share=0.0,
+            gradient_share=gradient_share,
+            gradient_norm=gradient_norm,
+        )
+
+
+def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor:
+    """The inner product of this rank's parts of two gradients, float64 []."""
+    pairs = [
+        (local(a), local(b)) for a, b in zip(left, right, strict=True) if a is not None and b is not None
+    ]
+    return torch.stack([(a.double() * b.double()).sum().cpu() for a, b in pairs]).sum()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

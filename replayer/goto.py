@@ -1,0 +1,199 @@
+"""Goes to a step of a recorded run: everything that the run had in hand there, in hand again.
+
+nearest anchor ─> replay, each step compared ─differs?─> stop and say so
+                          └─> step N ─> its batch | advantages | loss | backward | optimizer ─> visit(scene) ─> end of the replay
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from areal_core.batch import Batch
+from areal_core.trainer.rl import Observer, PPOTrainer
+from recorder import Outcome, Plan, Record, open_record
+from replayer.before import step_range
+from replayer.check import StepResult, StoppedAtDifference
+from replayer.request import Request
+from replayer.run import check_of, nearest_anchor, replay
+
+# Where to stop in a step -> the event at which the trainer is there. "batch": before anything was computed from it.
+STAGES = {
+    "batch": "batch",
+    "advantages": "advantages",
+    "loss": "loss",
+    "backward": "gradients",
+    "optimizer": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is in hand at a step.
+
+    Attributes:
+        batch: this rank's padded batch. plan, outcome: what the run recorded of the step.
+        facts: what the event of the stage tells (ARCHITECTURE.md), such as `inputs`, or `loss` and `flat`.
+    """
+
+    trainer: PPOTrainer
+    record: Record
+    step: int
+    stage: str
+    batch: Batch
+    plan: Plan
+    outcome: Outcome
+    facts: Mapping[str, Any]
+
+    def names(self) -> dict[str, Any]:
+        """Everything under the names that a person would type."""
+        return dict(self.facts) | {
+            "model": self.trainer.actor.model,
+            "optimizer": self.trainer.actor.optimizer,
+            "trainer": self.trainer,
+            "tokenizer": self.trainer.tokenizer,
+            "record": self.record,
+            "step": self.step,
+            "batch": self.batch,
+            "plan": self.plan,
+            "outcome": self.outcome,
+        }
+
+
+Visit = Callable[[Scene], None]
+
+
+@dataclass
+class GotoReport:
+    """How a step was reached.
+
+    Attributes:
+        anchor: the step of the checkpoint that the way began at; None for the model that the run started from.
+        replayed: the steps on the way, each compared with its record.
+        num_parameters: how many parameters were compared with the checksums that the run left before the step.
+        wrong_parameters: those that were not the same.
+        reached: whether the step was visited.
+    """
+
+    record: str
+    step: int
+    stage: str
+    anchor: int | None
+    replayed: list[StepResult] = field(default_factory=list)
+    num_parameters: int = 0
+    wrong_parameters: list[str] = field(default_factory=list)
+    reached: bool = False
+
+    @property
+    def first_different(self) -> StepResult | None:
+        """The first step on the way that differs from its record."""
+        return next((result for result in self.replayed if not result.identical), None)
+
+    @property
+    def faithful(self) -> bool:
+        """The step was reached, and every bit on the way was the recorded one."""
+        return self.reached and self.first_different is None and not self.wrong_parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON types."""
+        first = self.first_different
+        return asdict(self) | {
+            "faithful": self.faithful,
+            "first_different": None if first is None else first.step,
+        }
+
+
+class Arrived(Exception):
+    """Ends a replay whose visit is over; caught by `goto`."""
+
+
+def goto(
+    folder: str,
+    step: int,
+    visit: Visit,
+    *,
+    stage: str = "batch",
+    model: str | None = None,
+    keep_going: bool = False,
+    finish_step: bool = False,
+    on_step: Callable[[StepResult], None] = lambda result: None,
+) -> GotoReport:
+    """Replay on this rank up to a stage of a step and call `visit` there; a collective.
+
+    Args:
+        keep_going: go on after a step that differs from its record.
+        finish_step: after the visit the step runs to its end, and is compared as well.
+
+    Raises:
+        ReplayError, RecordError: the record does not hold the steps on the way.
+    """
+    record = open_record(folder)
+    step_range(record, step, step)
+    anchor = nearest_anchor(record, step)
+    report = GotoReport(folder, step, stage, anchor)
+    request = Request(
+        folder, record.steps[0] if anchor is None else anchor, step, model, stop_at_difference=not keep_going
+    )
+
+    def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        def tell(result: StepResult) -> None:
+            report.replayed.append(result)
+            on_step(result)
+
+        return check_of(record, trainer, request, on_step=tell)
+
+    def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        return Visitor(record, trainer, report, visit, finish_step)
+
+    with suppress(Arrived, StoppedAtDifference):  # the report says which
+        replay(request, [make_check, make_visitor])
+    return report
+
+
+class Visitor:
+    """An observer that calls `visit` once, at the stage of the step that the report names."""
+
+    def __init__(
+        self, record: Record, trainer: PPOTrainer, report: GotoReport, visit: Visit, finish_step: bool
+    ) -> None:
+        self.record, self.trainer, self.report, self.visit = record, trainer, report, visit
+        self.finish_step = finish_step
+        self.batch: Batch = {}
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Takes one event with the facts of ARCHITECTURE.md."""
+        if event in ("start", "end") or self.report.reached or facts["step"] != self.report.step:
+            return
+        if event == "batch":
+            self.batch = facts["batch"]
+            self.compare_weights()
+        if event == STAGES[self.report.stage]:
+            self.report.reached = True
+            self.visit(self.scene(facts))
+            if not self.finish_step:
+                raise Arrived
+
+    def compare_weights(self) -> None:
+        """The weights before the step, against those that the step before left in the record; a collective."""
+        before = self.report.step - 1
+        if before not in self.record.steps:
+            return
+        recorded = self.record.step(before).outcome(self.trainer.ranks.rank).checksums
+        found = self.trainer.actor.checksums()
+        self.report.num_parameters = len(found)
+        self.report.wrong_parameters = sorted(name for name, _ in found.items() ^ recorded.items())
+
+    def scene(self, facts: Mapping[str, Any]) -> Scene:
+        """What is in hand now."""
+        recorded = self.record.step(self.report.step)
+        rank = self.trainer.ranks.rank
+        return Scene(
+            self.trainer,
+            self.record,
+            self.report.step,
+            self.report.stage,
+            self.batch,
+            recorded.plan(rank),
+            recorded.outcome(rank),
+            facts,
+        )

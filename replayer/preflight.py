@@ -1,0 +1,179 @@
+"""Before a long run: would it come out the same twice? What is set is looked at, and one real step is taken twice.
+
+environment, config, script ─> checks (`preflight_checks`) ──────────────────────────────┐
+config ─> model, trainer, a batch of random tokens ─> one step ─> bits ─┬─> equal? ──────┼─> report
+                                      once more, in other processes ────┘  no ─> own noise of each parameter
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from areal_core.batch import Batch
+from areal_core.config import PPOConfig
+from areal_core.engine.determinism import environment_at_start, seed_everything
+from areal_core.rollout.source import TrainedWeights
+from areal_core.trainer.rl import Observer, PPOTrainer
+from recorder import Outcome, OutcomeObserver
+from replayer.preflight_checks import Process
+from replayer.run import without_side_effects
+
+LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be quick
+
+
+class RandomRollouts:
+    """A source of random tokens in the shape that a config asks for; the same seed gives the same bits on every machine.
+
+    Args:
+        vocab_size: tokens are drawn below it.
+        num_prompts, num_samples: of this rank, per step.
+        longest: tokens of the longest row; a quarter of each row is its prompt.
+    """
+
+    def __init__(
+        self, vocab_size: int, num_prompts: int, num_samples: int, longest: int, seed: int = 0, rank: int = 0
+    ) -> None:
+        self.vocab_size, self.num_prompts, self.num_samples = vocab_size, num_prompts, num_samples
+        self.longest, self.seed, self.rank = max(longest, 4), seed, rank
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        """Rows [num_prompts x num_samples, longest]; also seeds what the trainer may draw from."""
+        seed_everything(self.seed + step, self.rank)
+        rng = np.random.default_rng([self.seed, step, self.rank])
+        num_rows = self.num_prompts * self.num_samples
+        lengths = rng.integers(max(3, self.longest // 2), self.longest + 1, num_rows)
+        position = np.arange(lengths.max())
+        mask = position < lengths[:, None]
+        trained = mask & (position >= (lengths // 4)[:, None])
+        batch = {
+            "input_ids": np.where(mask, rng.integers(0, self.vocab_size, mask.shape), 0).astype(np.int32),
+            "attention_mask": mask,
+            "loss_mask": trained.astype(np.int32),
+            "logprobs": np.where(trained, -rng.exponential(2.0, mask.shape), 0).astype(np.float32),
+            "versions": np.where(trained, version, -1).astype(np.int32),
+            "rewards": rng.random(num_rows, np.float32),
+            "prompt_id": np.repeat(np.arange(self.num_prompts), self.num_samples)
+            + self.rank * self.num_prompts,
+            "sample_id": np.tile(np.arange(self.num_samples, dtype=np.int32), self.num_prompts),
+            "finish_reason": np.zeros(num_rows, np.int32),
+        }
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Nothing: nobody samples."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: a step's batch follows from its number."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class StepBits:
+    """What one step came to on this rank: everything that a record would hold, and the local shards of some parameters.
+
+    `weights` and `gradients` are numpy arrays by parameter name, of the parameters that were asked for. `process` is what the rank
+    knew of itself while it took the step.
+    """
+
+    outcome: Outcome
+    process: Process
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def take_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
+    """One real step of the configured trainer on random tokens, from the model's first weights; a collective.
+
+    Args:
+        keep: names of the parameters whose weights after the step, and gradients, are wanted.
+    """
+    config = without_side_effects(config)
+    outcomes: list[Outcome] = []
+    gradients: dict[str, np.ndarray] = {}
+    trainers: list[PPOTrainer] = []
+
+    def make_source(trainer: PPOTrainer) -> RandomRollouts:
+        trainers.append(trainer)
+        return random_rollouts(config, trainer)
+
+    def keep_gradients(trainer: PPOTrainer) -> Observer:
+        def observe(event: str, **facts: Any) -> None:
+            if event == "gradients":
+                parameters = dict(trainer.actor.model.named_parameters())
+                gradients.update({n: local_array(g) for n in keep if (g := parameters[n].grad) is not None})
+
+        return observe
+
+    with PPOTrainer(
+        config,
+        source=make_source,
+        observers=[lambda trainer: OutcomeObserver(outcomes.append), keep_gradients],
+        total_steps=config.total_train_steps or 100,
+        stop_after=0,
+        print_steps=False,
+    ) as trainer:
+        trainer.train()
+        parameters = dict(trainer.actor.model.named_parameters())
+        weights = {name: local_array(parameters[name]) for name in keep}
+        return StepBits(outcomes[0], process_of(trainer), weights, gradients)
+
+
+def process_of(trainer: PPOTrainer) -> Process:
+    """What this rank knows of itself."""
+    options = trainer.actor.model.config.to_dict()
+    return Process(
+        rank=trainer.ranks.rank,
+        world_size=trainer.ranks.world_size,
+        device=trainer.ranks.device.type,
+        now=dict(os.environ),
+        at_start=environment_at_start(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        algorithms_deterministic=torch.are_deterministic_algorithms_enabled(),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        num_threads=torch.get_num_threads(),
+        num_cores=os.cpu_count() or 1,
+        dropouts={n: v for n, v in options.items() if isinstance(v, float) and "drop" in n},
+    )
+
+
+def random_rollouts(config: PPOConfig, trainer: PPOTrainer) -> RandomRollouts:
+    """Random rollouts of the size that a rank gets in this run."""
+    ranks = trainer.ranks
+    limit = config.actor.mb_spec.max_tokens_per_mb or LONGEST
+    return RandomRollouts(
+        trainer.actor.model.config.vocab_size,
+        max(1, config.train_dataset.batch_size // ranks.world_size),
+        config.gconfig.n_samples,
+        min(LONGEST, limit, (config.train_dataset.max_length or LONGEST) + config.gconfig.max_new_tokens),
+        config.seed,
+        ranks.rank,
+    )
+
+
+def local_array(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of this rank's part of a tensor, float32."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().float().cpu().numpy().copy()
+
+
+def save_bits(bits: StepBits, folder: Path, rank: int) -> None:
+    """Leaves the kept arrays in `folder` for the process that compares."""
+    arrays = {f"weights:{name}": array for name, array in bits.weights.items()}
+    arrays |= {f"gradients:{name}": array for name, array in bits.gradients.items()}
+    if arrays:
+        save_file(
+            {n: torch.from_numpy(a) for n, a in arrays.items()}, folder / f"values-{rank:05d}.safetensors"
+        )

@@ -1,0 +1,219 @@
+"""What would keep a run from coming out the same twice, as far as it can be seen without taking a step. Imports no torch.
+
+Each check is a function of what it looks at and gives the findings it has; the values that it wants are in its docstring.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from areal_core.environment import DETERMINISTIC
+from recorder import Record
+
+Status = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. A "problem" can change bits from run to run; a "note" only from place to place."""
+
+    check: str
+    status: Status
+    seen: str
+    next_step: str = ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a rank knows of itself. `at_start` is the environment that it was started with, `now` what it has become."""
+
+    rank: int
+    world_size: int
+    device: str
+    now: Mapping[str, str]
+    at_start: Mapping[str, str]
+    warn_only: bool
+    algorithms_deterministic: bool
+    cudnn_benchmark: bool
+    num_threads: int
+    num_cores: int
+    dropouts: Mapping[str, float]
+
+
+def look(config: Mapping[str, Any], process: Process) -> list[Finding]:
+    """All findings of a rank.
+
+    Args:
+        config: the options as nested dicts.
+    """
+    return [
+        mode(config["deterministic"], process.algorithms_deterministic),
+        warn_only(process.warn_only),
+        *environment(process),
+        nccl(process),
+        attention(config["actor"]["attn_impl"], process),
+        autotune(process),
+        dropout(config["actor"]["disable_dropout"], process.dropouts),
+        threads(process),
+    ]
+
+
+def mode(wanted: bool, on: bool) -> Finding:
+    """`deterministic: true`, and torch's own switch on."""
+    if not wanted:
+        return Finding(
+            "mode", "problem", "deterministic is false", "set deterministic=true, as --dump-rollout does"
+        )
+    if not on:
+        return Finding(
+            "mode", "problem", "torch's deterministic algorithms are off", "see the environment below"
+        )
+    return Finding("mode", "ok", "deterministic algorithms are on, and refuse what has none")
+
+
+def warn_only(on: bool) -> Finding:
+    """`torch.use_deterministic_algorithms(True, warn_only=True)` leaves the backward of attention as it is."""
+    if on:
+        return Finding(
+            "warn_only", "problem", "algorithms only warn", "remove warn_only=True from your script"
+        )
+    return Finding("warn_only", "ok", "algorithms raise, they do not only warn")
+
+
+def environment(process: Process) -> Iterator[Finding]:
+    """What libraries read once, before they start: set in time, and to the value that they need."""
+    bad = False
+    for name, wanted in DETERMINISTIC.items():
+        now, start = process.now.get(name), process.at_start.get(name)
+        if start == wanted:
+            continue
+        bad = True
+        if now == wanted:
+            seen, action = f"{name} was set after Python had started: too late", "export it before"
+        else:
+            seen, action = f"{name} is {now!r}, {wanted!r} is needed", f"export {name}={wanted}"
+        yield Finding("environment", "problem", seen, f"{action}, or start with `areal-debug train`")
+    if not bad:
+        yield Finding(
+            "environment", "ok", f"all {len(DETERMINISTIC)} variables were set before Python started"
+        )
+
+
+def nccl(process: Process) -> Finding:
+    """Ring and Simple: the order of a tree's sums follows from the topology. Even a ring follows the machines it runs over."""
+    if process.device != "cuda" or process.world_size == 1:
+        return Finding("NCCL", "ok", f"not used: {process.world_size} rank(s) on {process.device}")
+    algorithm = process.at_start.get("NCCL_ALGO")
+    if algorithm != "Ring":
+        return Finding("NCCL", "problem", f"NCCL_ALGO is {algorithm!r}", "export NCCL_ALGO=Ring")
+    return Finding(
+        "NCCL", "note", "Ring: the same on the same machines", "keep the allocation to compare bits"
+    )
+
+
+def attention(implementation: str, process: Process) -> Finding:
+    """Flash attention's backward is deterministic on request; the one here follows torch's switch."""
+    if process.device != "cuda":
+        return Finding("attention", "ok", "torch's own kernels, on a CPU")
+    if not process.algorithms_deterministic:
+        return Finding(
+            "attention", "problem", f"{implementation}: its backward adds atomically", "deterministic=true"
+        )
+    return Finding("attention", "ok", "backward takes torch's deterministic kernels")
+
+
+def autotune(process: Process) -> Finding:
+    """A kernel that is chosen by timing may be another one next time."""
+    if process.cudnn_benchmark:
+        return Finding(
+            "autotune", "problem", "cudnn.benchmark is on", "set torch.backends.cudnn.benchmark=False"
+        )
+    if process.now.get("TORCHINDUCTOR_MAX_AUTOTUNE", "0") not in ("", "0"):
+        return Finding(
+            "autotune", "problem", "inductor chooses kernels by timing", "unset TORCHINDUCTOR_MAX_AUTOTUNE"
+        )
+    return Finding("autotune", "ok", "no kernel is chosen by timing")
+
+
+def order_of_record(record: Record) -> Finding:
+    """Rows sorted by (prompt_id, sample_id), never by completion, in every step and rank of an earlier run."""
+    for step in record.steps:
+        recorded = record.step(step)
+        for rank in range(recorded.manifest.num_ranks):
+            batch = recorded.batch(rank, ["prompt_id", "sample_id"])
+            pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
+            if pairs != sorted(pairs):
+                seen = f"rows of step {step}, rank {rank} came in no canonical order"
+                return Finding("order", "problem", seen, "sort them by (prompt_id, sample_id) in your source")
+    return Finding(
+        "order", "ok", f"rows of all {len(record.steps)} recorded steps are sorted by prompt and sample"
+    )
+
+
+def dropout(disabled: bool, dropouts: Mapping[str, float]) -> Finding:
+    """Dropout draws from the random state: the same on the same ranks, another on others."""
+    active = {name: p for name, p in dropouts.items() if p > 0}
+    if active and not disabled:
+        named = ", ".join(f"{name} {p:g}" for name, p in active.items())
+        return Finding("dropout", "note", f"on: {named}", "disable_dropout=true, to replay on other ranks")
+    return Finding("dropout", "ok", "off")
+
+
+def threads(process: Process) -> Finding:
+    """Sums are split over threads: their number belongs to the machine that a record is replayed on."""
+    if "OMP_NUM_THREADS" not in process.at_start:
+        advice = "export OMP_NUM_THREADS, or another machine divides sums otherwise"
+        return Finding(
+            "threads", "note", f"{process.num_threads} of {process.num_cores} cores, chosen by torch", advice
+        )
+    return Finding("threads", "ok", f"{process.num_threads} threads a rank, as OMP_NUM_THREADS says")
+
+
+def look_at_script(file: Path) -> list[Finding]:
+    """What a user's script does that cannot be seen from inside a run: late environment, warn_only, unsorted listings."""
+    tree = ast.parse(file.read_text(), str(file))
+    found = [*late_environment(tree), *warn_only_calls(tree), *unsorted_listings(tree)]
+    return found or [Finding("script", "ok", f"{file.name} sets nothing late and lists nothing unsorted")]
+
+
+def late_environment(tree: ast.Module) -> Iterator[Finding]:
+    """`os.environ["CUBLAS_WORKSPACE_CONFIG"] = ...`: libraries that are imported have read it already."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=place, slice=ast.Constant(value=name))]) if (
+                name in DETERMINISTIC and ast.unparse(place) == "os.environ"
+            ):
+                seen = f"line {node.lineno} sets {name} when Python runs already"
+                yield Finding("script", "problem", seen, "export it before Python starts")
+
+
+def warn_only_calls(tree: ast.Module) -> Iterator[Finding]:
+    """`use_deterministic_algorithms(..., warn_only=True)`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(keywords=keywords) if any(
+                word.arg == "warn_only" and isinstance(word.value, ast.Constant) and word.value.value
+                for word in keywords
+            ):
+                yield Finding("script", "problem", f"line {node.lineno} says warn_only=True", "remove it")
+
+
+LISTINGS = ("listdir", "scandir", "glob", "iglob", "iterdir", "rglob")
+
+
+def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
+    """A folder's entries come in the order of its file system; a call inside `sorted(...)` is fine."""
+    in_sorted = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "sorted"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(node) not in in_sorted:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in LISTINGS:
+                seen = f"line {node.lineno} takes {name}() in the order of the file system"
+                yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")
