@@ -6,6 +6,7 @@ server is paused, pushed to and resumed with the others before any client asks i
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -14,11 +15,18 @@ from typing import Any
 
 from areal_core.rollout.discovery import Discovery
 from areal_core.rollout.errors import RequestRefused, ServerDied, WrongServer
-from areal_core.rollout.server_identity import RunModel, ask_identity, check_identity, weight_version
+from areal_core.rollout.server_identity import (
+    RunModel,
+    ServerIdentity,
+    ask_identity,
+    check_identity,
+    weight_version,
+)
 from areal_core.rollout.servers import Server, call, is_reachable
 
 MAX_THREADS = 64
 CONNECT_S = 3.0
+DYING_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +92,7 @@ class ServerPool:
         """Goes on without a server. Raises `ServerDied` when it was the last."""
         left = [other for other in self.servers if other != server]
         if not left:
-            raise ServerDied(f"{reason} to server {server.describe()}")
+            raise ServerDied(f"{reason}: the last server, {server.describe()}")
         self.servers = left
         logger.warning("inference server lost (%s): %s; %d left", reason, server.address, len(left))
 
@@ -106,6 +114,15 @@ class ServerPool:
         for server in [server for server in self.servers if not answers.get(server, False)]:
             self.drop(server, "no connection" if server in answers else "has left")
 
+    def has_lost_one(self) -> bool:
+        """Whether a server refuses connections, or does so soon: a process that was killed closes its sockets one by one."""
+        deadline = time.monotonic() + DYING_S
+        while all(is_reachable(server, CONNECT_S) for server in self.servers):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
     def _take_in(self, server: Server) -> None:
         """A server of another model is left alone: whoever started it beside a running training made the mistake, not the run."""
         try:
@@ -118,6 +135,14 @@ class ServerPool:
             return
         self.servers = [*self.servers, server]
         logger.warning("inference server joined: %s; %d now", server.address, len(self.servers))
+
+    def identity(self) -> ServerIdentity:
+        """What the first server that answers says of itself. Raises `ServerDied` when none is left."""
+        while True:
+            try:
+                return ask_identity(self.servers[0])
+            except OSError as error:
+                self.drop(self.servers[0], f"no answer ({error!r})")
 
     def check_model(self) -> None:
         """Raises `WrongServer` for the first server that speaks another version or serves another model than the run's."""

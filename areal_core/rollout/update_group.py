@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
-from areal_core.rollout.errors import RequestRefused, ServerDied
 from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import is_reachable
 
 GROUP_NAME = "update_weight_group"
 
@@ -75,8 +73,8 @@ class UpdateGroup:
         """Sends the tensors, in order, to every server, which loads them under their names.
 
         Raises:
-            ServerDied: a server has gone. What the others hold is then a mixture, and the group is of no more use.
-            RequestRefused: a server said no.
+            RuntimeError: `ServerDied`, `RequestRefused` or one of the backend: the death of one server shows in many ways, the refusal of
+                another that waited for it among them. What servers hold is then a mixture, and the group is of no more use.
         """
         request = {
             "names": [name for name, _ in bucket],
@@ -86,13 +84,6 @@ class UpdateGroup:
             **extra,
         }
         replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
-        try:
-            self._send(bucket, replies)
-        except (RequestRefused, RuntimeError) as error:
-            self._name_the_dead(error)
-            raise
-
-    def _send(self, bucket: list[tuple[str, Tensor]], replies: list[Future[str]]) -> None:
         works = [
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
             for _, tensor in bucket
@@ -105,12 +96,6 @@ class UpdateGroup:
             work.wait()
         wait(replies)
         self.pool.raise_failures(replies)
-
-    def _name_the_dead(self, error: Exception) -> None:
-        """One death shows in many ways: an error of the backend, no reply, or the refusal of a server that waited for the dead one."""
-        for server in self.servers:
-            if not is_reachable(server):
-                raise ServerDied(f"during the push: server {server.describe()}") from error
 
     def close(self) -> None:
         """Leaves the group; servers that still wait in it get an error, also when it has lost a member."""

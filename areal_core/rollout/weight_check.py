@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from areal_core.rollout.errors import RequestRefused, WeightsDiffer
-from areal_core.rollout.server_identity import ask_identity
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.weight_checksums import (
     ExpectedWeights,
@@ -73,7 +72,7 @@ class WeightCheck:
                 self._is_told = True
                 logger.warning("pushed weights are not verified, the server cannot: %s", refused)
             return None
-        identity = ask_identity(pool.servers[0])
+        identity = pool.identity()
         return ExpectedWeights(
             names_of(held),
             sha256_of if identity.device == "cpu" else words_hash,
@@ -86,12 +85,14 @@ def names_of(held: Iterable[HeldWeights]) -> Iterator[str]:
 
 
 def describe(name: str) -> str:
-    """A server's parameter, with the names that were pushed for it."""
+    """A server's parameter, with the modules whose tensors were pushed for it."""
     parts = parts_of(name)
-    return name if len(parts) == 1 else f"{name} (pushed as {', '.join(parts)})"
+    return (
+        name if len(parts) == 1 else f"{name} (pushed as {', '.join(part.split('.')[-2] for part in parts)})"
+    )
 
 
 def named(names: list[str]) -> str:
     """The count and the first few."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{len(names)} tensors, {', '.join(names[:MAX_NAMED])}{rest}"
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}, {', '.join(names[:MAX_NAMED])}{rest}"

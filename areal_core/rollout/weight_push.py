@@ -146,7 +146,6 @@ class BroadcastPush:
         self.check = check or WeightCheck(every=0)
         self.grace_s = grace_s
         self._group: UpdateGroup | None = None
-        self._is_open = False
 
     def push(self, weights: NamedTensors, version: int) -> None:
         send = None if self.pool is None else lambda tensors: self._send(tensors, version)
@@ -164,41 +163,40 @@ class BroadcastPush:
             time.sleep(self.grace_s)
             self._broadcast(self.check.watch(weights, self.pool), version)
             self.check.compare(self.pool, version)
-        except ServerDied as death:
-            self._leave()
-            self.pool.refresh()
-            raise SendAgain from death
-        except BaseException:
+        except BaseException as error:
+            self._leave()  # so that servers which wait in it get an error
+            if isinstance(error, RuntimeError) and self.pool.has_lost_one():
+                self.pool.refresh()
+                raise SendAgain from error
             with suppress(ServerDied, RequestRefused):
                 self.pool.resume()
             raise
         self.pool.resume()
 
     def _broadcast(self, weights: NamedTensors, version: int) -> None:
+        has_sessions = self._begin()
+        # After the last call that goes on without a server that dies: from here on the group and the pool are the same servers.
         if self._group is None or self._group.servers != self.pool.servers:
             self._leave()
             self._group = UpdateGroup(self.pool, self.backend, self.ranks_per_server, self.timeout_s)
-        has_sessions = self._begin()
         for bucket, is_last in bucketed(weights, self.bucket_bytes):
             # The version and the flush come with the last bucket: before it the server holds a mixture.
             last = {"weight_version": str(version), "flush_cache": self.pool.flushes}
             self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
         if has_sessions:
             self.pool.post("/end_weight_update", {})
-        self._is_open = False
 
     def _begin(self) -> bool:
         """Opens the servers' update session. False for older servers, which have no such route."""
-        if self._is_open:  # a push that failed has left it open
-            with suppress(RequestRefused):
-                self.pool.post("/end_weight_update", {})
         try:
             self.pool.post("/begin_weight_update", {})
         except RequestRefused as refused:
-            if refused.status != 404:
-                raise
-            return False
-        self._is_open = True
+            if refused.status == 404:
+                return False
+            # A push that broke off, perhaps of a run before this one, has left a session open.
+            with suppress(RequestRefused):
+                self.pool.post("/end_weight_update", {})
+            self.pool.post("/begin_weight_update", {})
         return True
 
     def _leave(self) -> None:

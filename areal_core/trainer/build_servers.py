@@ -55,7 +55,6 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
     """Rank 0's hold on the servers."""
     return ServerPool(
         servers,
-        config.rollout.request_timeout,
         discovery=discovery,
         model=run_model(config.sglang.model_path or config.actor.path),
         pause_mode=config.rollout.pause_mode,

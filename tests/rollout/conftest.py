@@ -1,6 +1,7 @@
 """A server that speaks SGLang's wire format, in a thread; and a real SGLang server on the CPU, shared by its tests."""
 
 import asyncio
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 
@@ -8,8 +9,9 @@ import pytest
 from aiohttp import web
 
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.servers import Server
+from areal_core.launch.embedded_server import serve
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, free_port, server_args
+from areal_core.rollout.servers import Server, is_healthy
 from areal_core.testing import make_tiny_model
 
 
@@ -116,6 +118,43 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
     yield start
     for fake in started:
         fake.stop()
+
+
+class ServerProcess:
+    """The embedded engine's server in a process of its own; ready in a fraction of a second, being forked from one that has torch."""
+
+    def __init__(self, model_path: str) -> None:
+        self.server = Server(f"127.0.0.1:{free_port()}")
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["areal_core.launch.embedded_server"])
+        port = int(self.server.address.rpartition(":")[2])
+        self._process = forks.Process(target=serve, args=(model_path, "127.0.0.1", port), daemon=True)
+        self._process.start()
+
+    def wait_until_ready(self) -> "ServerProcess":
+        while not is_healthy(self.server):
+            assert self._process.is_alive()
+            self._process.join(0.02)
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL; fine when it has ended."""
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.fixture
+def start_server(tiny_model) -> Iterator[Callable[[], ServerProcess]]:
+    """Starts server processes of the tiny model; all are killed at the end."""
+    started: list[ServerProcess] = []
+
+    def start() -> ServerProcess:
+        started.append(ServerProcess(str(tiny_model)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def test_a_push_without_any_server_names_the_dead_one(start_fake, pool_of, model
     dead = start_fake()
     pool = pool_of(dead)
     dead.stop()
-    with pytest.raises(PushFailed, match=f"no connection to server {dead.server.address}"):
+    with pytest.raises(PushFailed, match=f"no connection: the last server, {dead.server.address}"):
         DiskPush(pool, tmp_path / "push", model_path).push(iter(WEIGHTS.items()), 1)
 
 

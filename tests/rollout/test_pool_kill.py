@@ -1,0 +1,207 @@
+"""Servers die by SIGKILL at random moments and others join: no sample is lost, none is doubled, and pushes reach who is there."""
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from concurrent.futures import Future
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_core.rollout.discovery import Discovery
+from areal_core.rollout.name_service import FolderNames, announce_server
+from areal_core.rollout.server_identity import run_model
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.weight_check import WeightCheck
+from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+
+NUM_TOKENS = 40
+
+
+class Weights:
+    """A model's tensors, a little different after each `change`."""
+
+    def __init__(self, path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def __iter__(self):
+        return iter([(name, p.detach()) for name, p in self.model.named_parameters()])
+
+    @torch.no_grad()
+    def change(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.mul_(1.001)
+
+
+class Run:
+    """What a trainer does with servers, without training: an event loop of requests, and pushes from this thread."""
+
+    def __init__(self, start_server, tiny_model, tmp_path, kind: str, num_servers: int) -> None:
+        self.start_server = start_server
+        self.names = FolderNames(tmp_path / "names")
+        self.processes = [start_server() for _ in range(num_servers)]
+        for process in self.processes:
+            self.announce(process)
+        servers = [process.server for process in self.processes]
+        discovery = Discovery((), self.names, "exp", "trial")
+        options = {"discovery": discovery, "pause_mode": "abort"}
+        self.client = SGLangClient(
+            servers, num_retries=2, retry_delay_s=0.02, health_interval_s=0.2, server_wait_s=30.0, **options
+        )
+        self.pool = ServerPool(servers, 30.0, model=run_model(str(tiny_model)), **options)
+        check = WeightCheck(every=1)
+        self.push: WeightPush = (
+            DiskPush(self.pool, tmp_path / "push", tiny_model, check=check)
+            if kind == "disk"
+            else BroadcastPush(self.pool, "gloo", bucket_bytes=100_000, timeout_s=20.0, check=check)
+        )
+        self.weights = Weights(tiny_model)
+        self.version = 0
+        self.answers: Counter[int] = Counter()
+        self.responses: list[ModelResponse] = []
+        self.stopping = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def announce(self, process) -> None:
+        announce_server(self.names, "exp", "trial", process.wait_until_ready().server.address)
+
+    def start_requests(self, concurrency: int) -> Future[int]:
+        """Prompts one after the other on each of `concurrency` lanes, until `stopping`; how many there were."""
+        return asyncio.run_coroutine_threadsafe(self._requests(concurrency), self.loop)
+
+    async def _requests(self, concurrency: int) -> int:
+        prompts = iter(range(10**9))
+        asked = Counter()
+
+        async def lane() -> None:
+            while not self.stopping.is_set():
+                prompt = next(prompts)
+                asked[prompt] += 1
+                request = ModelRequest(
+                    input_ids=[10 + prompt % 80, 11, 12],
+                    sampling=Sampling(max_new_tokens=NUM_TOKENS, ignore_eos=True),
+                    metadata={"prompt_id": prompt // 4, "sample_id": prompt % 4},
+                )
+                self.responses.append(await self.client.agenerate(request))
+                self.answers[prompt] += 1
+
+        await asyncio.gather(*(lane() for _ in range(concurrency)))
+        return len(asked)
+
+    def push_weights(self) -> None:
+        self.weights.change()
+        self.version += 1
+        self.push.push(self.weights, self.version)
+        self.client.set_version(self.version)
+
+    def close(self) -> None:
+        self.stopping.set()
+        self.client.close()
+        self.push.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def start_run(start_server, tiny_model, tmp_path):
+    runs = []
+
+    def start(kind: str, num_servers: int = 2) -> Run:
+        runs.append(Run(start_server, tiny_model, tmp_path, kind, num_servers))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def kill_and_replace(run: Run, dice: random.Random) -> None:
+    """Kills one of two at a random moment, perhaps in the middle of a push, starts another, and pushes until it has joined."""
+    victim = run.processes.pop(dice.randrange(2))
+    run.processes.append(run.start_server())
+    killing = threading.Timer(dice.uniform(0, 0.15), victim.kill)
+    killing.start()
+    run.push_weights()
+    killing.join()
+    run.announce(run.processes[-1])
+    run.push_weights()
+    assert set(run.client.router.servers) == {process.server for process in run.processes}
+
+
+def assert_every_prompt_answered_once(run: Run, requests: Future[int]) -> None:
+    run.stopping.set()
+    asked = requests.result(60)
+    assert asked > 20
+    assert run.answers == Counter(range(asked))
+    for response in run.responses:
+        assert len(response.output_tokens) == len(response.output_logprobs) == NUM_TOKENS
+        assert response.output_versions == sorted(response.output_versions)
+        assert response.output_versions[-1] <= run.version
+
+
+def assert_kills_lose_nothing(run: Run, num_kills: int, seed: int) -> None:
+    dice = random.Random(seed)
+    requests = run.start_requests(concurrency=8)
+    for _ in range(num_kills):
+        kill_and_replace(run, dice)
+    assert_every_prompt_answered_once(run, requests)
+    assert run.version == 2 * num_kills
+    assert any(len(set(response.output_versions)) > 1 for response in run.responses)
+
+
+def test_twenty_kills_lose_no_sample_and_double_none(start_run):
+    assert_kills_lose_nothing(start_run("disk"), num_kills=20, seed=1)
+
+
+def test_kills_around_broadcasts_lose_nothing_and_the_group_is_formed_anew(start_run):
+    assert_kills_lose_nothing(start_run("broadcast"), num_kills=5, seed=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+def test_many_kills_lose_nothing(start_run, kind, seed):
+    assert_kills_lose_nothing(start_run(kind), num_kills=20, seed=seed)
+
+
+def test_a_server_that_joins_serves_the_current_version_and_none_before(start_run):
+    run = start_run("disk", num_servers=1)
+    requests = run.start_requests(concurrency=4)
+    for _ in range(3):
+        run.push_weights()
+    newcomer = run.start_server()
+    run.announce(newcomer)
+    run.client.refresh()
+    assert newcomer.server not in run.client.router.servers  # it has the weights of version 0
+    run.push_weights()
+    assert newcomer.server in run.client.router.servers
+    run.processes.pop().kill()  # from now on only the newcomer answers
+    seen = len(run.responses)
+    while len(run.responses) < seen + 8:
+        threading.Event().wait(0.01)
+    assert all(response.output_versions[-1] == 4 for response in run.responses[seen + 4 :])
+    assert_every_prompt_answered_once(run, requests)
+
+
+def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
+    run = start_run("disk", num_servers=1)
+    requests = run.start_requests(concurrency=2)
+    run.processes.pop().kill()
+    run.announce(run.start_server())  # version 0 is what it starts with
+    while not run.responses:
+        threading.Event().wait(0.01)
+    assert_run_goes_on(run, requests)
+
+
+def assert_run_goes_on(run: Run, requests: Future[int]) -> None:
+    seen = len(run.responses)
+    while len(run.responses) < seen + 20 and not requests.done():
+        threading.Event().wait(0.01)
+    assert_every_prompt_answered_once(run, requests)
