@@ -129,10 +129,15 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def difference_table(title: str, differences: "Sequence[Difference]", limit: int = 20) -> Table:
+def difference_table(
+    title: str,
+    differences: "Sequence[Difference]",
+    limit: int = 20,
+    headings: tuple[str, str, str] = ("what", "recorded", "now"),
+) -> Table:
     """What differs, recorded beside replayed; at most `limit` rows and a line that counts the rest."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-    for heading in ("what", "recorded", "now"):
+    for heading in headings:
         table.add_column(heading, overflow="fold")
     for item in differences[:limit]:
         table.add_row(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug import record_output
+from areal_debug.decoding import load_decoder
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
 
 if TYPE_CHECKING:
-    from recorder import Record, RecordedStep
+    from recorder import RecordedStep
     from recorder.samples import Sample
 
 
@@ -140,23 +141,6 @@ def verify(record: Path, as_json: bool) -> None:
     else:
         record_output.print_verification(record, report)
     raise SystemExit(0 if report.intact else 1)
-
-
-def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
-    """Decoding with the tokenizer that the record names, or None where its file is gone or another one."""
-    identity = record.header.tokenizer or record.header.model
-    file = Path(identity["path"]) / "tokenizer.json"
-    if not file.is_file() or "tokenizer.json" not in identity["files"]:
-        return None
-    from tokenizers import Tokenizer
-
-    from recorder.environment import file_identity
-
-    if file_identity(file) != identity["files"]["tokenizer.json"]:
-        console(stderr=True).print(f"[yellow]{file} is not the one recorded: showing ids[/yellow]")
-        return None
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def select_samples(

@@ -1,0 +1,47 @@
+"""`areal-debug bisect-step`: the first step after which two records hold other weights, without running anything again."""
+
+from dataclasses import asdict
+
+import click
+
+from areal_debug.render import errors_as_sentences, print_json
+
+
+@click.command()
+@click.argument("left", metavar="A", type=click.Path())
+@click.argument("right", metavar="B", type=click.Path())
+@click.option(
+    "--layers", is_flag=True, help="Replay that step of both and name the first layer that differs."
+)
+@click.option(
+    "--model", type=click.Path(), help="With --layers: where the model that the runs started from lies now."
+)
+@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@errors_as_sentences
+def command(left: str, right: str, layers: bool, model: str | None, as_json: bool) -> None:
+    """Find the first step after which A and B hold other weights, by their recorded checksums.
+
+    Exit code 0: the weights never differ. 1: they do.
+    """
+    from areal_debug.diff_output import print_diff, print_first_step, print_layers
+    from recorder import open_record
+    from replayer.bisect_step import bisect_steps, explain_step
+
+    here, there = open_record(left), open_record(right)
+    found = bisect_steps(here, there)
+    report = explain_step(here, there, found)
+    traced = None
+    if layers and found.step is not None:
+        from areal_debug.layers import trace_both
+
+        traced = trace_both(here, there, found.step, model)
+    if as_json:
+        facts = asdict(found) | {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
+        print_json(facts)
+    else:
+        print_first_step(found)
+        if report is not None:
+            print_diff(here, there, report, show_all=False)
+        if traced is not None:
+            print_layers(traced)
+    raise SystemExit(0 if found.step is None else 1)

@@ -1,0 +1,27 @@
+"""Text of recorded token ids, with the tokenizer that the record names."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_debug.render import console
+
+if TYPE_CHECKING:
+    from recorder import Record
+
+
+def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
+    """Decoding with the tokenizer that the record names, or None where its file is gone or another one."""
+    identity = record.header.tokenizer or record.header.model
+    file = Path(identity["path"]) / "tokenizer.json"
+    if not file.is_file() or "tokenizer.json" not in identity["files"]:
+        return None
+    from tokenizers import Tokenizer
+
+    from recorder.environment import file_identity
+
+    if file_identity(file) != identity["files"]["tokenizer.json"]:
+        console(stderr=True).print(f"[yellow]{file} is not the one recorded: showing ids[/yellow]")
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

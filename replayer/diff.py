@@ -1,0 +1,273 @@
+"""Where two records part, and why: the first step that differs, its first stage, and what was set differently and acts there.
+
+    records ─> first step with other bits ─> its differences in the order of computation ─┐
+    headers ─> options, environment, model files that differ ─────────────────────────────┴─> verdict
+
+An option explains a difference only if it acts at that stage or before it: a learning rate cannot change the batch of a step whose weights
+were the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from recorder import Record
+from recorder.difference import Difference
+from replayer.check import WITHOUT_EFFECT
+from replayer.compare import HeaderComparison, compare_headers
+from replayer.errors import ReplayError
+from replayer.stages import STAGES, StageDifference, compare_steps
+
+# options that change no number of a run; a replay ignores more of them, because it has no engine
+WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang"}
+MODEL_PATHS = ("actor.path", "tokenizer_path")
+# the stage at which an option begins to act, by how its name begins; the first that fits; "batch" where none does
+ACTS_FROM = (
+    ("actor.optimizer", "weights"),
+    ("total_train", "weights"),
+    ("actor.eps_clip", "loss"),
+    ("actor.c_clip", "loss"),
+    ("actor.behav_imp_weight_cap", "loss"),
+    ("actor.importance_sampling_level", "loss"),
+    ("actor.rejection_sampling", "loss"),
+    ("actor.ppo_n_minibatches", "loss"),
+    ("actor.sapo", "loss"),
+    ("actor.use_sapo_loss", "loss"),
+    ("actor.m2_threshold", "loss"),
+    ("actor.kl_", "advantages"),
+    ("actor.discount", "advantages"),
+    ("actor.gae_lambda", "advantages"),
+    ("actor.adv_norm", "advantages"),
+    ("actor.reward_", "advantages"),
+    ("actor.overlong_", "advantages"),
+    ("actor.mask_no_eos_with_zero", "advantages"),
+    ("actor.use_decoupled_loss", "logprobs"),
+    ("actor.recompute_logprob", "logprobs"),
+    ("actor.prox_logp_method", "logprobs"),
+    ("actor.temperature", "logprobs"),
+    ("actor.mb_spec", "logprobs"),
+    ("actor.gradient_checkpointing", "logprobs"),
+    ("ref", "logprobs"),
+    ("critic", "logprobs"),
+)
+# how far sums of this precision may part by their order alone, relative to 1 or to the value
+NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
+INPUTS = {
+    "finish_reason": "the same tokens ended otherwise",
+    "logprobs": "the engine gave the same tokens other logprobs",
+    "versions": "the same tokens were sampled by other versions of the weights",
+    "rows": "one side lacks rows that the other trained on",
+    "order of rows": "the same rows were trained on in another order",
+    "rewards": "the same completions were given other rewards: look at the reward function and what it reads",
+    "loss_mask": "other tokens of the same rows are trained on",
+    "input_ids": "the tokens themselves differ",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`cause` is "configuration", "input", "environment", "kernel noise" or "unknown"; `reasons` are the settings that explain it."""
+
+    cause: str
+    why: str
+    reasons: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What two records differ in. `step` is the first that differs, None when no compared step does.
+
+    `num_compared` counts steps, so that "same" cannot mean "nothing compared"; `only_left` and `only_right` were not.
+    """
+
+    left: str
+    right: str
+    num_compared: int
+    only_left: tuple[int, ...]
+    only_right: tuple[int, ...]
+    set_differently: HeaderComparison
+    step: int | None
+    differences: tuple[StageDifference, ...]
+    verdict: Verdict | None
+    not_compared: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Every step that both have is the same in every bit."""
+        return self.step is None
+
+    @property
+    def first(self) -> StageDifference | None:
+        """What differs first."""
+        return self.differences[0] if self.differences else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON types."""
+        return {"same": self.same, "stage": self.first and self.first.stage} | asdict(self)
+
+
+def diff_records(
+    left: Record, right: Record, step: int | None = None, on_step: Callable[[int], None] = lambda step: None
+) -> DiffReport:
+    """Compares two records step by step, up to the first that differs, or one step only; calls `on_step` after each.
+
+    Raises ReplayError when they have no step in common, StepNotRecorded for a `step` that one side lacks, and DamagedRecord.
+    """
+    shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
+    if not shared:
+        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    differences: tuple[StageDifference, ...] = ()
+    num_compared = 0
+    for number in shared:
+        differences = compare_steps(left.step(number), right.step(number))
+        num_compared += 1
+        on_step(number)
+        if differences:
+            break
+    header = settings_that_differ(left, right)
+    if differences:
+        differences = settle_stage(differences, header)
+    return DiffReport(
+        left=left.path,
+        right=right.path,
+        num_compared=num_compared,
+        only_left=tuple(sorted(set(left.steps) - set(right.steps))),
+        only_right=tuple(sorted(set(right.steps) - set(left.steps))),
+        set_differently=header,
+        step=number if differences else None,
+        differences=differences,
+        verdict=judge(differences[0], header, left.header.config) if differences else None,
+        not_compared=stages_not_recorded(left, right),
+    )
+
+
+def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
+    """Config, environment and model files that differ, without options that change no number."""
+    header = compare_headers(left.header, right.header)
+    # where the files themselves are compared, it does not matter where they lie
+    paths = MODEL_PATHS if left.header.model["files"] and right.header.model["files"] else ()
+    config = tuple(
+        item
+        for item in header.config
+        if item.where.split(".")[0] not in WITHOUT_NUMBERS and item.where not in paths
+    )
+    return replace(header, config=config)
+
+
+def stages_not_recorded(left: Record, right: Record) -> tuple[str, ...]:
+    """Stages that cannot be told apart because one of the records has too small a scope."""
+    scopes = {left.header.recording.scope, right.header.recording.scope}
+    if "rollout" in scopes:
+        return STAGES[1:]
+    return ("logprobs", "advantages") if "plan" in scopes else ()
+
+
+def acts_from(option: str) -> str:
+    """The stage at which an option begins to act."""
+    return next((stage for prefix, stage in ACTS_FROM if option.startswith(prefix)), "batch")
+
+
+def options_acting(options: Sequence[Difference], stage: str) -> list[Difference]:
+    """Options that can explain a difference of a stage, the latest first: what acts earlier would have shown earlier."""
+    able = [item for item in options if STAGES.index(acts_from(item.where)) <= STAGES.index(stage)]
+    return sorted(able, key=lambda item: -STAGES.index(acts_from(item.where)))
+
+
+def settle_stage(
+    differences: tuple[StageDifference, ...], header: HeaderComparison
+) -> tuple[StageDifference, ...]:
+    """Says "weights" where a later minibatch's loss stands for weights that were not recorded in between.
+
+    Without checksums of each minibatch (scope "full"), another loss in minibatch 1 can mean another loss function, or weights that
+    minibatch 0 left behind. If only options of the optimizer differ, it is the weights.
+    """
+    first = differences[0]
+    if (
+        first.stage != "loss"
+        or not first.minibatch
+        or any(d.stage == "weights" and d.minibatch is not None for d in differences)
+    ):
+        return differences
+    stages = {acts_from(item.where) for item in header.config}
+    return (replace(first, stage="weights"), *differences[1:]) if stages == {"weights"} else differences
+
+
+def judge(first: StageDifference, header: HeaderComparison, config: dict[str, Any]) -> Verdict:
+    """Why the records part where they do."""
+    if options := options_acting(header.config, first.stage):
+        names = ", ".join(item.where for item in options[:3])
+        return Verdict(
+            "configuration", f"{names} was set differently and acts on the {first.stage}", tuple(options)
+        )
+    if header.model:
+        return Verdict("input", "the runs started from other model files", header.model)
+    environment = tuple(item for item in header.environment if explains(item, first))
+    if environment:
+        names = ", ".join(item.where for item in environment[:3])
+        return Verdict(
+            "environment", f"settings are the same, but the environment is not: {names}", environment
+        )
+    if first.stage == "batch":
+        return Verdict("input", ({first.name: f"{first.name} of the batch differs"} | INPUTS)[first.name])
+    return judge_size(first, config)
+
+
+def explains(item: Difference, first: StageDifference) -> bool:
+    """Whether a difference of the environment can be the reason: rows, masks and rewards do not depend on the hardware."""
+    if first.stage != "batch" or first.name in ("input_ids", "logprobs"):
+        return True
+    return item.where.split(".")[0] in ("code", "libraries", "python")
+
+
+def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
+    """Noise, if nothing was set differently and the numbers differ by no more than their precision explains."""
+    dtype = ({"dtype": "float32"} | config["actor"])["dtype"]
+    limit = NOISE[dtype] * max(1.0, abs(first.left) if isinstance(first.left, float) else 1.0)
+    if first.largest is None or first.largest <= limit:
+        size = (
+            ""
+            if first.largest is None
+            else f" (largest difference {first.largest:.3g}, {dtype} explains {limit:.3g})"
+        )
+        return Verdict("kernel noise", f"the same settings on the same batch gave other bits{size}")
+    return Verdict(
+        "unknown",
+        f"nothing that the records hold was set differently, and {first.largest:.3g} is more than the noise of {dtype} "
+        f"({limit:.3g}): look at code outside the repository, patches, and the hardware",
+    )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Token ids around a place, on both sides; `at` is the index of the token in question."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    at: int
+
+
+def find_context(
+    left: Record, right: Record, step: int, difference: StageDifference, width: int = 12
+) -> Context | None:
+    """The tokens around the first difference, or None where it is not in a row. What was learned speaks of the token after its position."""
+    place = difference.place
+    if place is None or place.token is None:
+        return None
+    token = place.token + (difference.stage != "batch")
+    begin = max(0, token - width)
+    here, there = (
+        tuple(row_tokens(record, step, place.prompt_id, place.sample_id)[begin : token + width // 2])
+        for record in (left, right)
+    )
+    return Context(here, there, token - begin)
+
+
+def row_tokens(record: Record, step: int, prompt_id: int, sample_id: int) -> list[int]:
+    """The token ids of a row, wherever it lies; none where it is not there."""
+    recorded = record.step(step)
+    for rank in range(recorded.manifest.num_ranks):
+        keys = recorded.batch(rank, ["prompt_id", "sample_id"])
+        matches = ((keys["prompt_id"] == prompt_id) & (keys["sample_id"] == sample_id)).nonzero()[0]
+        if len(matches):
+            return recorded.rows(rank, int(matches[0]))["input_ids"].tolist()
+    return []

@@ -1,0 +1,199 @@
+"""Where the recorded tensors of one step part: which tensor first, in which row and token, and by how much.
+
+Rows are matched by (prompt_id, sample_id) over all ranks, so records of different numbers of ranks can be compared. Tensors whose
+checksums in step.json agree are not read.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recorder import RecordedStep
+from recorder.format import BatchEntry, TensorEntry
+
+ROW_KEYS = ("cu_seqlens", "prompt_id", "sample_id")
+# the order in which tensors come to be: what differs first explains what differs later
+ORDER = (
+    "input_ids",
+    "loss_mask",
+    "finish_reason",
+    "rewards",
+    "logprobs",
+    "versions",
+    "prox_logp",
+    "ref_logp",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of a step, and a token of it (None: a value of the row). `rank` and `row` are those of the left record."""
+
+    rank: int
+    row: int
+    prompt_id: int
+    sample_id: int
+    token: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that differs: its first difference, and how much of it differs. None stands for absent.
+
+    `num_different` of `num_compared` elements differ in bits, by at most `largest` (None where they are no numbers).
+    """
+
+    name: str
+    left: Any
+    right: Any
+    num_different: int = 1
+    num_compared: int = 1
+    largest: float | None = None
+    place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a row is: its tokens in the flat tensors of its rank."""
+
+    rank: int
+    row: int
+    begin: int
+    end: int
+
+    def part(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
+        """The row's tokens, or its one value, from an array a rank."""
+        begin, end = (self.begin, self.end) if per_token else (self.row, self.row + 1)
+        return arrays[self.rank][begin:end]
+
+
+Rows = dict[tuple[int, int], Row]
+Files = list[tuple[str, BatchEntry]]
+
+
+def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Iterator[TensorDifference]:
+    """Differences of the tensors of a kind, "batch" or "learning"; nothing where one side did not record them."""
+    here, there = files(left, kind), files(right, kind)
+    if not here or not there:
+        return
+    keys = {key: None for _, entry in (here[0], there[0]) for key in entry.tensors}
+    suspects = [key for key in keys if tensor_entries(here, key) != tensor_entries(there, key)]
+    if not suspects:
+        return
+    rows, other_rows = find_rows(left), find_rows(right)
+    if kind == "batch":
+        yield from compare_rows(rows, other_rows)
+    for key in sorted(set(suspects) - set(ROW_KEYS), key=position):
+        entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
+        if entries[0] is None or entries[1] is None:
+            dtypes = [entry and entry.dtype for entry in entries]
+            yield TensorDifference(key, left=dtypes[0], right=dtypes[1])
+            continue
+        arrays, others = read_all(left, here, key), read_all(right, there, key)
+        yield from compare_tensor(key, rows, other_rows, arrays, others, entries[0].axis == "token")
+
+
+def files(step: RecordedStep, kind: str) -> Files:
+    """Name and entry of each rank's safetensors file of a kind; none where the kind was not recorded."""
+    names = [step.rank_name(kind, rank, "safetensors") for rank in range(step.manifest.num_ranks)]
+    return [(name, step.manifest.batches[name]) for name in names if name in step.manifest.batches]
+
+
+def tensor_entries(entries: Files, key: str) -> list[TensorEntry | None]:
+    """What step.json says of every rank's tensor: equal means equal bytes at equal places."""
+    return [({key: None} | entry.tensors)[key] for _, entry in entries]
+
+
+def read_all(step: RecordedStep, entries: Files, key: str) -> list[np.ndarray]:
+    """A tensor of every rank."""
+    return [step.tensors(name, entry, [key])[key] for name, entry in entries]
+
+
+def position(key: str) -> tuple[int, str]:
+    """Sorts tensors in the order in which they come to be."""
+    return (ORDER.index(key) if key in ORDER else len(ORDER), key)
+
+
+def find_rows(step: RecordedStep) -> Rows:
+    """Every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
+    rows: Rows = {}
+    for rank in range(step.manifest.num_ranks):
+        arrays = step.batch(rank, ROW_KEYS)
+        bounds = arrays["cu_seqlens"].tolist()
+        names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
+        for row, name in enumerate(names):
+            rows[name] = Row(rank, row, bounds[row], bounds[row + 1])
+    return rows
+
+
+def compare_rows(left: Rows, right: Rows) -> Iterator[TensorDifference]:
+    """Rows that only one side has, or that come in another order."""
+    union = {**left, **right}
+    alone = [name for name in union if name not in left or name not in right]
+    if alone:
+        sides = ["present" if alone[0] in rows else None for rows in (left, right)]
+        place = place_of(alone[0], union[alone[0]])
+        yield TensorDifference("rows", sides[0], sides[1], len(alone), len(union), place=place)
+    elif list(left) != list(right):
+        moved = [(name, other) for name, other in zip(left, right, strict=True) if name != other]
+        name, other = moved[0]
+        yield TensorDifference(
+            "order of rows", name, other, len(moved), len(left), place=place_of(name, left[name])
+        )
+
+
+def place_of(name: tuple[int, int], row: Row, token: int | None = None) -> Place:
+    """The row as a place."""
+    return Place(row.rank, row.row, name[0], name[1], token)
+
+
+def compare_tensor(
+    key: str,
+    rows: Rows,
+    other_rows: Rows,
+    arrays: Sequence[np.ndarray],
+    others: Sequence[np.ndarray],
+    per_token: bool,
+) -> Iterator[TensorDifference]:
+    """The difference of one tensor in the rows that both sides have, if its bits differ."""
+    found: list[TensorDifference] = []
+    num_different, num_compared = 0, 0
+    for name in [name for name in rows if name in other_rows]:
+        a, b = rows[name].part(arrays, per_token), other_rows[name].part(others, per_token)
+        different, largest = differing_elements(a, b)
+        num_different, num_compared = num_different + len(different), num_compared + max(len(a), len(b))
+        if len(different):
+            index = int(different[0])
+            place = place_of(name, rows[name], index if per_token else None)
+            found.append(
+                TensorDifference(key, value_at(a, index), value_at(b, index), largest=largest, place=place)
+            )
+    if found:
+        first = found[0]
+        sizes = [one.largest for one in found if one.largest is not None]
+        yield TensorDifference(
+            key, first.left, first.right, num_different, num_compared, max(sizes, default=None), first.place
+        )
+
+
+def differing_elements(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float | None]:
+    """Indices at which two rows differ in bits, ascending, and the largest difference of their numbers."""
+    shared = min(len(left), len(right))
+    a, b = left[:shared], right[:shared]
+    unequal = a != b if a.dtype != b.dtype else bits(a) != bits(b)
+    indices = np.flatnonzero(unequal.reshape(shared, -1).any(axis=1))
+    beyond = np.arange(shared, max(len(left), len(right)))
+    gaps = np.abs(a[indices].astype(np.float64) - b[indices].astype(np.float64))
+    return np.concatenate([indices, beyond]), float(gaps.max()) if gaps.size else None
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The array's bits as integers: 0.0 is not -0.0, and NaN is NaN."""
+    return array.view(f"u{array.itemsize}") if array.dtype.kind == "f" else array
+
+
+def value_at(array: np.ndarray, index: int) -> Any:
+    """An element as a Python number, None beyond the end."""
+    return array[index].tolist() if index < len(array) else None

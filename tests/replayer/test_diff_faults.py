@@ -1,0 +1,213 @@
+"""Faults planted into real tiny runs, one at a time: `diff` names the step, the stage, the tensor and the cause of each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import recorder.header
+from areal_core.config import PPOConfig, config_from_dict
+from areal_core.dataset import get_dataset
+from areal_core.trainer.learning import PolicyObjective
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import recorder_of
+from recorder import Recording, RecordingOptions, open_record
+from recorder.environment import environment
+from replayer.diff import diff_records
+from replayer.request import Request
+from replayer.run import replay
+
+TINY = Path(__file__).parents[1] / "debug"
+NUM_STEPS = 2
+FULL = RecordingOptions(Recording("full"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_environment():
+    """The fingerprint without the state of the repository, in which others may be working."""
+    patch = pytest.MonkeyPatch()
+    fixed = {"commit": "0" * 40, "dirty_sha256": None}
+    patch.setattr(recorder.header, "environment", lambda: environment() | {"code": fixed})
+    yield
+    patch.undo()
+
+
+def train(folder, model, **changes):
+    """A run of the tiny configuration, sampled by the embedded engine and recorded in full."""
+    tree = yaml.safe_load((TINY / "tiny.yaml").read_text())
+    tree |= {"cluster": {"fileroot": str(folder / "files")}, "total_train_steps": NUM_STEPS}
+    tree["actor"] |= {"path": str(model)}
+    for name, value in changes.items():
+        section, _, option = name.rpartition("__")
+        (tree[section] if section else tree)[option] = value
+    config = config_from_dict(tree, PPOConfig)
+    observers = [lambda trainer: recorder_of(trainer, folder / "record", FULL)]
+    with PPOTrainer(
+        config, get_dataset(config.train_dataset), observers=observers, print_steps=False
+    ) as trainer:
+        trainer.train(workflow_kwargs={"reward_fn": f"{TINY}/rewards.py:even_share"})
+    return folder / "record"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, tiny_model):
+    return train(tmp_path_factory.mktemp("good"), tiny_model)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a replay of the good record, and what `diff` must say of it."""
+
+    stage: str
+    name: str
+    cause: str
+    settings: tuple[str, ...] = ()
+    edit: str | None = None
+    step: int = 0
+    reason: str | None = None
+
+
+EDIT = "def edit(batch, step):\n"
+FAULTS = {
+    "learning rate": Fault("weights", "lr", "configuration", ("actor.optimizer.lr=2e-3",)),
+    "weight decay": Fault(
+        "weights",
+        "model.embed_tokens.weight",
+        "configuration",
+        ("actor.optimizer.weight_decay=0.9",),
+        reason="actor.optimizer.weight_decay",
+    ),
+    "clip": Fault("loss", "loss of rank 0", "configuration", ("actor.eps_clip=0.0001",)),
+    "discount": Fault("advantages", "advantages", "configuration", ("actor.discount=0.9",)),
+    "dtype": Fault("logprobs", "prox_logp", "configuration", ("actor.dtype=bfloat16",)),
+    "minibatches": Fault("loss", "rows of rank 0", "configuration", ("actor.ppo_n_minibatches=1",)),
+    "reward": Fault("batch", "rewards", "input", edit="    batch['rewards'][3] += 0.25\n", step=1),
+    "mask off by one": Fault(
+        "batch",
+        "loss_mask",
+        "input",
+        edit="    row = batch['loss_mask'][2]\n    row[int(row.argmax())] = 0\n",
+        step=1,
+    ),
+    "dropped sample": Fault(
+        "batch",
+        "rows",
+        "input",
+        edit="    from areal_core.batch import select_rows\n"
+        "    batch = select_rows(batch, [row for row in range(len(batch['rewards'])) if row != 5])\n",
+        step=1,
+    ),
+    "another token": Fault("batch", "input_ids", "input", edit="    batch['input_ids'][1, 2] += 1\n", step=1),
+}
+
+
+def rerun(recorded, folder, fault=None, observers=()):
+    """Replays the good record with a fault and records what comes out."""
+    edit = None
+    if fault is not None and fault.edit is not None:
+        edit = folder / "edit.py"
+        edit.write_text(
+            f"{EDIT}    if step != {fault.step}:\n        return batch\n{fault.edit}    return batch\n"
+        )
+    settings = () if fault is None else fault.settings
+    request = Request(str(recorded), 0, NUM_STEPS - 1, settings=settings, edit=edit and str(edit))
+
+    def record_again(record, trainer, request):
+        return recorder_of(trainer, folder / "record", FULL)
+
+    replay(request, [*observers, record_again])
+    return folder / "record"
+
+
+def diff(left, right):
+    return diff_records(open_record(left), open_record(right))
+
+
+def check(report, fault):
+    first = report.first
+    found = (report.step, first.stage, report.verdict.cause)
+    assert found == (fault.step, fault.stage, fault.cause), report.differences[:3]
+    assert first.name.startswith(fault.name)
+    options = [item.where for item in report.verdict.reasons]
+    if fault.settings:
+        assert options[0] == fault.settings[0].split("=")[0]
+
+
+def test_a_replay_is_the_same_as_its_record(recorded, tmp_path):
+    report = diff(recorded, rerun(recorded, tmp_path))
+    assert (report.same, report.num_compared, report.differences) == (True, NUM_STEPS, ())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
+    check(diff(recorded, rerun(recorded, tmp_path, FAULTS[name])), FAULTS[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"train_dataset__shuffle": False}, "train_dataset.shuffle"),
+        ({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens"),
+    ],
+)
+def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, changes, option):
+    report = diff(recorded, train(tmp_path, tiny_model, **changes))
+    assert (report.step, report.first.stage, report.verdict.cause) == (0, "batch", "configuration")
+    assert report.verdict.reasons[0].where == option
+
+
+def test_another_model_file_is_an_input(recorded, tmp_path):
+    from areal_core.testing import make_tiny_model
+
+    report = diff(recorded, train(tmp_path, make_tiny_model(tmp_path / "model", seed=5)))
+    assert (report.step, report.first.stage, report.verdict.cause) == (0, "batch", "input")
+    assert [item.where.split(".")[0] for item in report.verdict.reasons] == ["model"] * len(
+        report.verdict.reasons
+    )
+
+
+def test_a_library_flag_is_the_environment(recorded, tmp_path):
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        report = diff(recorded, rerun(recorded, tmp_path))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert (report.first.stage, report.verdict.cause) == ("logprobs", "environment")
+    assert [item.where for item in report.verdict.reasons] == ["torch.attention_backends.flash"]
+
+
+def flip_last_bit(parameter):
+    """What an atomic addition in another order does."""
+    parameter.grad.view(-1)[0:1].view(torch.int32).bitwise_xor_(1)
+
+
+def test_a_last_bit_of_a_gradient_is_kernel_noise(recorded, tmp_path):
+    def disturb(record, trainer, request):
+        def observe(event, **facts):
+            if event == "gradients" and facts["step"] == 1 and facts["minibatch"] == 1:
+                flip_last_bit(dict(trainer.actor.model.named_parameters())["model.norm.weight"])
+
+        return observe
+
+    report = diff(recorded, rerun(recorded, tmp_path, observers=[disturb]))
+    assert (report.step, report.first.stage, report.first.name) == (1, "gradient", "model.norm.weight")
+    assert (report.first.minibatch, report.verdict.cause) == (1, "kernel noise")
+
+
+def test_code_that_no_record_knows_of_is_not_taken_for_noise(recorded, tmp_path, monkeypatch):
+    loss = PolicyObjective.loss
+    monkeypatch.setattr(PolicyObjective, "loss", lambda self, *arguments: loss(self, *arguments) * 1.01 + 0.1)
+    report = diff(recorded, rerun(recorded, tmp_path))
+    assert (report.step, report.first.stage, report.verdict.cause) == (0, "loss", "unknown")
+    assert "is more than the noise of float32" in report.verdict.why
