@@ -88,9 +88,16 @@ def table(curves: list[Curve]) -> Table:
             f"[cyan]{left}[/cyan]",
             f"[magenta]{right}[/magenta]",
             *(format_number(mean) for mean in means),
-            f"{100 * item.moved:.3g} %" if math.isfinite(item.moved) else "from 0",
+            moved_text(item.moved),
         )
     return found
+
+
+def moved_text(moved: float) -> str:
+    """A percentage; beyond tenfold it says no more than that."""
+    if math.isinf(moved):
+        return "from 0"
+    return "> 1000 %" if moved > 10 else f"{100 * moved:.3g} %"
 
 
 def on_one_scale(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 ReplayError (ValueError)
 ├── WrongModel        not the weights that the recorded run started from
+├── NothingToBisect   revisions without a commit between them, or with the same numbers
 ├── WrongFilter       an expression over rows that says nothing, or more than it may
 └── WrongEdit         an edit script or a reward function that cannot be used on a record
 """
@@ -21,3 +22,7 @@ class WrongFilter(ReplayError):
 
 class WrongEdit(ReplayError):
     """The script has no `edit`, the reward function needs what a record lacks, or what they return is no batch."""
+
+
+class NothingToBisect(ReplayError):
+    """No commit can be found between the revisions."""

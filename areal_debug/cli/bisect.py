@@ -1,0 +1,98 @@
+"""`areal-debug bisect`: which commit of the trainer's code changed the numbers?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from areal_debug.render import console, errors_as_sentences, escaped, format_value, print_json
+
+if TYPE_CHECKING:
+    from replayer.bisect import BisectReport, Numbers
+
+DEFAULT_STEPS = 5
+SHOWN = 5
+
+
+@click.command()
+@click.argument("record", type=click.Path())
+@click.option("--good", required=True, metavar="REV", help="Revision with the numbers that are right.")
+@click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="Revision with other numbers.")
+@click.option(
+    "--repository", type=click.Path(path_type=Path), help="Checkout of the code; by default this one."
+)
+@click.option("--from-step", type=int, help="First step to compare; by default the record's first.")
+@click.option(
+    "--to-step", type=int, help=f"Last step to compare; by default the record's first {DEFAULT_STEPS}."
+)
+@click.option("--model", type=click.Path(), help="Where the model that the run started from lies now.")
+@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@errors_as_sentences
+def command(
+    record: str,
+    good: str,
+    bad: str,
+    repository: Path | None,
+    from_step: int | None,
+    to_step: int | None,
+    model: str | None,
+    as_json: bool,
+) -> None:
+    """Replay RECORD with the code of commits between two revisions, each in a worktree, and name the one that changed the numbers.
+
+    Needs about log2 of the number of commits replays. Your checkout is not touched. Exit code 1: a commit was found.
+    """
+    from recorder import open_record
+    from replayer.before import check_model, step_range
+    from replayer.bisect import find_commit, replay_with, worktree
+
+    opened = open_record(record)
+    first, last = step_range(opened, from_step, to_step)
+    if to_step is None:
+        last = min(last, first + DEFAULT_STEPS - 1)
+    check_model(opened, model or opened.header.config["actor"]["path"], first)
+    code = repository or Path(__file__).parents[2]
+    path = record if "://" in record else str(Path(record).resolve())
+    told = console(stderr=True)
+
+    def replay(commit: str, last: int) -> "Numbers | None":
+        with worktree(code, commit) as place:
+            numbers = replay_with(place, path, first, last, model)
+        what = "cannot replay it" if numbers is None else f"steps {first} to {last} replayed"
+        told.print(f"[dim]{commit[:10]}  {what}[/dim]")
+        return numbers
+
+    report = find_commit(path, code, good, bad, last, replay)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_culprit(console(), report)
+    raise SystemExit(1)
+
+
+def print_culprit(out: Console, report: "BisectReport") -> None:
+    """The commit, what it changed, and how it was found."""
+    found = report.culprits[-1]
+    if len(report.culprits) == 1:
+        out.print(f"[bold red]{found.hash[:10]}[/bold red] changed the numbers: {escaped(found.subject)}")
+        out.print(f"{escaped(found.author)}, {found.date}")
+    else:
+        out.print(
+            f"[bold red]One of {len(report.culprits)} commits[/bold red] changed the numbers; those before the last"
+        )
+        out.print("could not be replayed:")
+        for commit in report.culprits:
+            out.print(f"  {commit.hash[:10]}  {escaped(commit.subject)}")
+    out.print(
+        f"\nFirst in step {report.step}, {len(report.changes)} values (good, then bad; 'recorded' as in the record):"
+    )
+    for change in report.changes[:SHOWN]:
+        good, bad = (
+            "recorded" if value is None else format_value(value) for value in (change.good, change.bad)
+        )
+        out.print(f"  {escaped(change.where)}: {good}, {bad}")
+    out.print(f"\n{escaped(report.files)}")
+    out.print(
+        f"[dim]{report.num_replays} replays for {report.num_commits} commits. Next: git show {found.hash[:10]}[/dim]"
+    )

@@ -1,0 +1,218 @@
+"""Finds the commit of the trainer's code that changed the numbers, by replaying one record with the code of several commits.
+
+    good ──o──o──o──o──o──o──o── bad      both are replayed, and differ in step N
+                 └ middle, in a worktree of its own, steps up to N: the good numbers? the bad half begins behind it
+
+The record decides nothing but the batches, so it may come from any machine: what is compared is the code at one commit with the code at
+another, here. Nothing is imported from the other commits; each replays with its own command.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from replayer.errors import NothingToBisect
+
+COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
+FIELDS = "%H%x00%an%x00%as%x00%s"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit, by its full hash."""
+
+    hash: str
+    author: str = ""
+    date: str = ""
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a replay came to: per step, every value that is not the recorded one, by name."""
+
+    steps: Mapping[int, Mapping[str, Any]]
+
+    def first_apart(self, other: "Numbers") -> int | None:
+        """The first step in which two replays differ."""
+        steps = sorted(self.steps.keys() | other.steps.keys())
+        return next(
+            (step for step in steps if dict(self.steps).get(step) != dict(other.steps).get(step)), None
+        )
+
+    def up_to(self, last: int) -> "Numbers":
+        """The same, without later steps."""
+        return Numbers({step: values for step, values in self.steps.items() if step <= last})
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that the commit changed."""
+
+    where: str
+    good: Any
+    bad: Any
+
+
+@dataclass(frozen=True)
+class BisectReport:
+    """The first commit with other numbers than `good`, and how it was found.
+
+    Attributes:
+        culprits: one commit; several, where those between them could not be replayed.
+        step: the first step whose numbers changed. changes: some of its values.
+        files: the culprit's files with the lines it added and removed, as git says it.
+        num_replays, num_commits: how many commits were replayed, of how many.
+    """
+
+    record: str
+    culprits: tuple[Commit, ...]
+    step: int
+    changes: tuple[Change, ...]
+    files: str
+    num_replays: int
+    num_commits: int
+    not_replayable: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return asdict(self)
+
+
+# (worktree's commit, first and last step) -> numbers, or None when that commit cannot replay the record
+Replay = Callable[[str, int], Numbers | None]
+
+
+def bisect(commits: Sequence[str], is_good: Callable[[str], bool | None]) -> tuple[list[str], list[str]]:
+    """The first bad commit of `commits`, whose last one is bad and whose predecessors of the first are good.
+
+    Args:
+        is_good: None for a commit that cannot be asked; its nearest neighbours are asked instead.
+
+    Returns:
+        The first bad commit, behind those before it that could not be asked; and all that could not be asked.
+    """
+    low, high = -1, len(commits) - 1  # good, bad
+    silent: set[int] = set()
+    while candidates := [i for i in range(low + 1, high) if i not in silent]:
+        middle = min(candidates, key=lambda i: abs(2 * i - low - high))
+        good = is_good(commits[middle])
+        if good is None:
+            silent.add(middle)
+        elif good:
+            low = middle
+        else:
+            high = middle
+    return [commits[i] for i in range(low + 1, high + 1)], [commits[i] for i in sorted(silent)]
+
+
+def find_commit(
+    record: str, repository: Path, good: str, bad: str, last: int, replay: Replay
+) -> BisectReport:
+    """The commit between `good` and `bad` that changed what the record's steps up to `last` come to.
+
+    Raises:
+        NothingToBisect: with the reason.
+    """
+    commits = [commit.hash for commit in commits_between(repository, good, bad)]
+    first_hash = git(repository, "rev-parse", f"{good}^{{commit}}").strip()
+    ends = [replay(commit, last) for commit in (first_hash, commits[-1])]
+    if ends[0] is None or ends[1] is None:
+        broken = good if ends[0] is None else bad
+        raise NothingToBisect(f"the code at {broken} cannot replay {record}: what it said stands above")
+    step = ends[0].first_apart(ends[1])
+    if step is None:
+        raise NothingToBisect(
+            f"{good} and {bad} come to the same numbers up to step {last}: choose other revisions, or a later --to-step"
+        )
+    wanted = ends[0].up_to(step)
+    asked = 2
+
+    def is_good(commit: str) -> bool | None:
+        nonlocal asked
+        asked += 1
+        numbers = replay(commit, step)
+        return None if numbers is None else numbers == wanted
+
+    culprits, silent = bisect(commits, is_good)
+    return BisectReport(
+        record,
+        tuple(commit for commit in commits_between(repository, good, bad) if commit.hash in culprits),
+        step,
+        changes(ends[0].steps[step], ends[1].steps[step]),
+        git(repository, "show", "--stat", "--format=", culprits[-1]).strip("\n"),
+        asked,
+        len(commits),
+        tuple(silent),
+    )
+
+
+def changes(good: Mapping[str, Any], bad: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Values that differ; None stands for the recorded one."""
+    names = [*good, *(name for name in bad if name not in good)]
+    pairs = [(name, dict(good).get(name), dict(bad).get(name)) for name in names]
+    return tuple(Change(name, a, b) for name, a, b in pairs if a != b)
+
+
+def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
+    """The commits after `good` up to `bad`, oldest first, along first parents. Raises NothingToBisect."""
+    text = git(repository, "log", "--reverse", "--first-parent", f"--format={FIELDS}", f"{good}..{bad}", "--")
+    commits = [Commit(*line.split("\0")) for line in text.splitlines()]
+    if not commits:
+        raise NothingToBisect(
+            f"there is no commit between {good} and {bad}: --good must be an ancestor of --bad"
+        )
+    return commits
+
+
+def git(repository: Path, *arguments: str) -> str:
+    """What a git command prints. Raises NothingToBisect with its complaint."""
+    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise NothingToBisect(f"git {arguments[0]} in {repository}: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+@contextmanager
+def worktree(repository: Path, commit: str) -> Iterator[Path]:
+    """A checkout beside the repository's own, which is not touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "code"
+        git(repository, "worktree", "add", "--detach", "--quiet", str(place), commit)
+        try:
+            yield place
+        finally:
+            git(repository, "worktree", "remove", "--force", str(place))
+
+
+def replay_with(place: Path, record: str, first: int, last: int, model: str | None) -> Numbers | None:
+    """What a checkout's own code makes of the record; None when it cannot."""
+    steps = ("--from-step", str(first), "--to-step", str(last), "--json")
+    command = [*COMMAND, record, *steps, *(("--model", model) if model else ())]
+    environment = os.environ | {"PYTHONPATH": str(place)}
+    done = subprocess.run(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        return parse_numbers(json.loads(done.stdout))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None  # an error on standard error, in place of a report
+
+
+def parse_numbers(report: dict[str, Any]) -> Numbers:
+    """The numbers in the JSON of `areal-debug replay`. A statistic that the record lacks is no number of the record's."""
+    return Numbers(
+        {
+            step["step"]: {
+                f"{d['kind']} {d['where']} (rank {d['rank']})": d["replayed"]
+                for d in step["differences"]
+                if d["recorded"] is not None
+            }
+            for step in report["steps"]
+        }
+    )
