@@ -18,6 +18,8 @@ VERBS = {
     "hang": "hang",
     "trace": "trace",
     "serve": "serve",
+    "view": "view",
+    "agent": "agent",
 }
 
 

@@ -1,0 +1,61 @@
+// How a token is tinted: a colour, and how much of it (0 to 1), from one value of the token. Pale is ordinary.
+
+const grow = share => Math.min(1, Math.max(0, share)) ** 0.6;
+
+function colourings(step, run) {
+  const t = step.tokens, trainer = t["trainer logprob"], clip = run.clip;
+  const largest = largestOf(t.advantage, t.mask);
+  const eldest = step.sums.oldest.reduce((low, v) => (v < low ? v : low), step.version);
+  const span = Math.max(1, step.version - eldest);
+  return [
+    { name: "logprob", ends: ["likely", "unlikely"], colours: ["", "warm"],
+      value: at => t.logprob[at], tint: v => ["warm", grow(-v / 6)] },
+    { name: "ratio", ends: ["less likely now", "more likely now"], colours: ["cool", "warm"],
+      value: trainer && (at => Math.exp(trainer[at] - t.logprob[at])),
+      tint: v => [v > 1 ? "warm" : "cool", grow(Math.abs(Math.log(v)) / 0.4)],
+      marked: clip && (v => v < clip[0] || v > clip[1]) },
+    { name: "advantage", ends: ["discouraged", "encouraged"], colours: ["bad", "good"],
+      value: t.advantage && (at => t.advantage[at]), tint: v => [v > 0 ? "good" : "bad", grow(Math.abs(v) / largest) * 0.8] },
+    { name: "entropy", ends: ["sure", "undecided"], colours: ["", "violet"],
+      value: t.entropy && (at => t.entropy[at]), tint: v => ["violet", grow(v / 3)] },
+    { name: "version", ends: ["newest weights", `${span} older`], colours: ["", "amber"],
+      value: at => t.version[at], tint: v => ["amber", (step.version - v) / span * 0.8] },
+    { name: "mask", ends: ["given", "trained"], colours: ["", "good"], value: () => 1, tint: () => ["good", 0.4] },
+  ];
+}
+
+// The 99th percentile of the sizes, so that one outlier does not bleach the rest.
+function largestOf(values, mask) {
+  if (!values) return 1;
+  const sizes = [];
+  const stride = Math.max(1, Math.floor(values.length / 50000));
+  for (let at = 0; at < values.length; at += stride) if (mask[at]) sizes.push(Math.abs(values[at]));
+  sizes.sort((a, b) => a - b);
+  return sizes[Math.floor(sizes.length * 0.99)] || 1;
+}
+
+function tintStyle([colour, share]) {
+  return share < 0.02 ? "" : `color-mix(in srgb, var(--${colour}) ${Math.round(share * 75)}%, transparent)`;
+}
+
+function legendOf(colouring) {
+  const side = colour => (colour ? `color-mix(in srgb, var(--${colour}) 75%, transparent)` : "transparent");
+  const [low, high] = colouring.colours.map(side);
+  const middle = colouring.colours[0] ? ", transparent" : "";
+  const bar = element("i");
+  bar.style.background = `linear-gradient(to right, ${low}${middle}, ${high})`;
+  return element("span", { className: "legend" }, colouring.ends[0], bar, colouring.ends[1]);
+}
+
+// Values as every hover shows them, in one order.
+function factsOf(step, row, at) {
+  const t = step.tokens, facts = [];
+  if (step.ids[t.index[at]] >= 0) facts.push(["token id", step.ids[t.index[at]]]);
+  facts.push(["position", at - step.sums.starts[row]]);
+  if (!t.mask[at]) return [...facts, ["trained", "no"]];
+  facts.push(["logprob", number(t.logprob[at], 6)], ["probability", `${number(100 * Math.exp(t.logprob[at]), 4)} %`]);
+  for (const name of ["trainer logprob", "reference logprob"]) if (t[name]) facts.push([name, number(t[name][at], 6)]);
+  if (t["trainer logprob"]) facts.push(["ratio", number(Math.exp(t["trainer logprob"][at] - t.logprob[at]), 6)]);
+  for (const name of ["advantage", "return", "entropy"]) if (t[name]) facts.push([name, number(t[name][at], 6)]);
+  return [...facts, ["weights", `version ${t.version[at]}`]];
+}
