@@ -10,16 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.sample import Foreign, ForeignFormat, Sample, Step, files_in_order, full_sequence
+from recorder.importers.sample import (
+    STOP,
+    Foreign,
+    ForeignFormat,
+    Sample,
+    Step,
+    files_in_order,
+    full_sequence,
+    optional,
+)
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import first_strings, load_pickle
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
-NOTES = (
-    "finish reasons are not in the file: every sample counts as stopped",
-    "weights and optimizer are not in the file: say with which model to replay",
-)
-GROUPS_NOTE = "groups are not named in a padded batch: rows that share the tokens before their first trained one are a group"
+NOTES = ("weights and optimizer are not in the file: say with which model to replay",)
+FINISH_NOTE = "finish reasons are not in the file: every sample counts as stopped"
+GROUPS_NOTE = "groups are not named: rows that share the tokens before their first trained one are a group"
 
 
 def recognises(path: Path) -> bool:
@@ -46,26 +53,23 @@ def is_batch(document: Any) -> bool:
 
 def read(path: Path) -> Foreign:
     """One step a file. Raises ForeignFormat, UnsafePickle."""
-    steps, notes = [], set(NOTES)
+    steps, notes = [], [*NOTES]
     for file in files_in_order(path, "*.pt"):
         document = load_pickle(file)
-        if isinstance(document, list):
-            samples = [
-                sample
-                for number, batch in enumerate(document)
-                for sample in parse_batch(batch, f"{file}, prompt {number}", number)
-            ]
-        else:
-            samples = parse_batch(tensors_of(document), str(file), None)
-            notes.add(GROUPS_NOTE)
+        batches = document if isinstance(document, list) else [tensors_of(document)]
+        samples = []
+        for number, batch in enumerate(batches):
+            if not is_batch(batch):
+                raise ForeignFormat(f"{file} is no batch of AReaL: it lacks one of {sorted(KEYS)}")
+            samples += parse_batch(batch, number if isinstance(document, list) else None)
+            notes += [] if "finish_reason" in batch else [FINISH_NOTE]
+            notes += [] if "prompt_id" in batch or isinstance(document, list) else [GROUPS_NOTE]
         steps.append(Step(file.name, samples))
-    return Foreign("areal", steps, sorted(notes))
+    return Foreign("areal", steps, list(dict.fromkeys(notes)))
 
 
-def parse_batch(document: Any, where: str, group: int | None) -> list[Sample]:
-    """The rows of a padded batch; without a number of their group, the prompt names it."""
-    if not is_batch(document):
-        raise ForeignFormat(f"{where} is no batch of AReaL: it lacks one of {sorted(KEYS)}")
+def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
+    """The rows of a padded batch; without a number of their group, `prompt_id` or the prompt names it."""
     lengths = np.asarray(document["attention_mask"]).astype(bool).sum(axis=1)
     return [parse_row(document, row, int(length), group) for row, length in enumerate(lengths)]
 
@@ -75,13 +79,16 @@ def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | N
     tokens = np.asarray(document["input_ids"])[row, :length].astype(np.int32)
     mask = np.asarray(document["loss_mask"])[row, :length].astype(np.int32)
     first = int(mask.argmax()) if mask.any() else length
-    logprobs = document["logprobs"][row, :length] if "logprobs" in document else None
-    versions = document["versions"][row, :length] if "versions" in document else None
+    logprobs, versions, prompt_ids, reasons = (
+        optional(document, name) for name in ("logprobs", "versions", "prompt_id", "finish_reason")
+    )
+    prompt = tokens[:first].tobytes() if prompt_ids is None else int(prompt_ids[row])
     return Sample(
         tokens=tokens,
         loss_mask=mask,
-        logprobs=None if logprobs is None else full_sequence(logprobs, mask, np.float32),
+        logprobs=None if logprobs is None else full_sequence(logprobs[row, :length], mask, np.float32),
         reward=float(document["rewards"][row]),
-        group=tokens[:first].tobytes() if group is None else group,
-        versions=None if versions is None else np.where(mask, versions, -1).astype(np.int32),
+        group=prompt if group is None else group,
+        finish_reason=STOP if reasons is None else int(reasons[row]),
+        versions=None if versions is None else np.where(mask, versions[row, :length], -1).astype(np.int32),
     )

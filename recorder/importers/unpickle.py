@@ -38,6 +38,7 @@ REFUSED = 3  # exit code of the process
 NUMBERS = 16  # lists of at least so many numbers travel as arrays
 CPU_SECONDS = 600
 GIB = 1 << 30
+ZIP = b"PK\x03\x04"  # how a zip file begins; a pickle may hold one, and zipfile would find it
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -64,7 +65,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 def read_any(data: bytes) -> Any:
     """What a pickle, or a file of `torch.save`, holds; pickles inside it are left as bytes. Raises UnsafePickle."""
-    if not zipfile.is_zipfile(io.BytesIO(data)):
+    if not data.startswith(ZIP):
         return RestrictedUnpickler(io.BytesIO(data)).load()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
@@ -213,12 +214,11 @@ def first_strings(path: Path, num_opcodes: int = 2000) -> set[str]:
     Enough to tell formats apart; empty where the file is neither.
     """
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
+        data = path.read_bytes()
+        if data.startswith(ZIP):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 data = archive.read(pickles[0]) if pickles else b""
-        else:
-            data = path.read_bytes()
         opcodes = itertools.islice(pickletools.genops(data), num_opcodes)
         return {argument for _, argument, _ in opcodes if isinstance(argument, str)}
     except (ValueError, zipfile.BadZipFile):
