@@ -1,9 +1,15 @@
-"""The same tokens scored otherwise: by another checkpoint, in another dtype, with BOS added to the prompt or taken from it."""
+"""The same tokens scored otherwise: by another checkpoint, in another dtype, quantised, with BOS added to the prompt or taken from it."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from consistency.case import Alternative
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score, scorer_of
 from consistency.tokens import Sequences
 
 
@@ -12,6 +18,44 @@ def checkpoint_alternative(
 ) -> Alternative:
     """Another model's scores; `cause` is what it means if they are the engine's (R24 stale, R32 adapter, R38 dtype)."""
     return Alternative(cause, name, score(scorer, sequences, temperature=temperature, top_k=1).logprob)
+
+
+def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
+    """By the model with the weights of its linear layers rounded as an engine's weight-only quantisation rounds them."""
+    return [
+        checkpoint_alternative(quantized(scorer, scheme), sequences, "R44", f"weights in {name}", temperature)
+        for name, scheme in SCHEMES.items()
+    ]
+
+
+def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
+    """A copy of the model whose linear layers, all but the output layer, hold rounded weights."""
+    model = copy.deepcopy(scorer.model)
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = scheme(module.weight.data.float()).to(module.weight.dtype)
+    return scorer_of(model)
+
+
+def rounded_to_float8(weight: Tensor) -> Tensor:
+    """float8 e4m3 with one scale an output channel; [out, in] float32 to the same."""
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def rounded_to_integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
+    """Symmetric integers with one scale an output channel, or one a `group` of inputs; [out, in] float32 to the same."""
+    groups = weight if group is None or weight.shape[1] % group else weight.reshape(-1, group)
+    most = 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
+    return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(weight.shape)
+
+
+SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "float8": rounded_to_float8,
+    "int8": partial(rounded_to_integers, bits=8, group=None),
+    "int4": partial(rounded_to_integers, bits=4, group=128),
+}
 
 
 def bos_alternatives(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from consistency.alternatives import bos_alternatives, checkpoint_alternative
+from consistency.alternatives import bos_alternatives, checkpoint_alternative, quantized_alternatives
 from consistency.case import Alternative, Noise, Setting
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
 from consistency.engine.reply import Top
@@ -96,7 +96,7 @@ def check(
     found = judge(setting)
     given: list[Alternative] = []
     # Each further look costs passes over the sample, and is taken only where doubt is left.
-    for look in (other_dtype, other_prompts, other_checkpoints):
+    for look in (other_dtype, other_prompts, other_checkpoints, quantised_weights):
         if settled(found):
             break
         given += look(scorer, rows, request, setting, dtype)
@@ -192,6 +192,13 @@ def other_prompts(
     if setting.bos_token_id is None:
         return []
     return bos_alternatives(scorer, rows, setting.bos_token_id, setting.temperature)
+
+
+def quantised_weights(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
+) -> list[Alternative]:
+    """As weight-only quantisation would leave the model."""
+    return quantized_alternatives(scorer, rows, setting.temperature)
 
 
 def other_checkpoints(

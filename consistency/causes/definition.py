@@ -24,7 +24,8 @@ def confidence(found: Explanation) -> float:
 def replayed(found: Explanation) -> str:
     """The evidence of a replay in words."""
     p = found.prediction
-    return f"replaying {p.name} {p.parameter:g} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
+    value = f" {p.parameter:g}" if p.parameter else ""
+    return f"replaying {p.name}{value} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
 
 
 def temperature_differs(case: Case) -> Finding | None:

@@ -66,6 +66,21 @@ def other_dtype(case: Case) -> Finding | None:
     )
 
 
+def quantised_engine(case: Case) -> Finding | None:
+    """R44: the engine's weights are quantised, the trainer's are not."""
+    found = explained(case, "R44")
+    if found is None:
+        return None
+    return Finding(
+        "R44",
+        f"the engine's {found.prediction.name}",
+        confidence(found),
+        f"{found.prediction.name} explain the engine's logprobs: {replayed(found)}",
+        "serve the unquantised checkpoint: the difference must fall to the noise of its dtype",
+        "serve without --quantization, train with quantised weights in the forward pass, or correct with truncated importance weights",
+    )
+
+
 def heavy_tail(case: Case) -> Finding | None:
     """R42: most tokens agree and few are far off, anywhere: experts chosen differently."""
     metrics = case.measurement.metrics
@@ -155,6 +170,7 @@ CAUSES = (
     rounded_logprobs,
     rounded_logits,
     other_dtype,
+    quantised_engine,
     periodic,
     heavy_tail,
     unusable_logprobs,

@@ -11,6 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import laws
+from consistency.alternatives import SCHEMES, quantized, quantized_alternatives
 from consistency.case import NOISE, Alternative, Setting
 from consistency.score import Scorer, score, scorer_of
 from consistency.testing import FaultyEngine, draw, report, sample_rows, sequences_of
@@ -275,6 +276,12 @@ def in_bfloat16(world: World) -> Given:
     return Given(sequences, alternatives=[Alternative("R38", "bfloat16", score(other, sequences).logprob)])
 
 
+def in_integers(world: World) -> Given:
+    engine = quantized(world.trainer, SCHEMES["int4"])
+    sequences = sample_rows(replace(world.engine(engine), noise=0.001), world.prompts, NUM_TOKENS, world.seed)
+    return Given(sequences, alternatives=quantized_alternatives(world.trainer, sequences, 1.0))
+
+
 def bfloat16_logits(world: World) -> Given:
     """Noise as large as the grid would hide the rounding."""
     quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
@@ -360,6 +367,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "rounded logprobs": ("R36", told(lambda v, w: rounded(v))),
     "bfloat16 logits": ("R37", bfloat16_logits),
     "bfloat16 engine": ("R38", in_bfloat16),
+    "int4 engine": ("R44", in_integers),
     "few tokens far off": ("R42", told(few_far_off)),
     "every third token": ("R45", told(every_third)),
     "other rotary base": ("R49", other_rope),
