@@ -1,7 +1,9 @@
 """A model, a tokenizer and an engine that are tiny, real and quick: for our tests, the demo, and users' own tests."""
 
+import asyncio
 import hashlib
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,17 +80,21 @@ def make_tiny_model(
 class ScriptedEngine:
     """An inference engine that follows a script: the completion of a prompt is a pure function of its tokens.
 
-    `completions` maps prompt tokens to the tokens to answer with; other prompts get one pseudo-random token.
+    `completions` maps prompt tokens to the tokens to answer with; other prompts get one pseudo-random token. `duration_s` says how
+    long each answer takes.
     """
 
     completions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     vocabulary_size: int = 100
     version: int = 0
     requests: list[ModelRequest] = field(default_factory=list)
+    duration_s: Callable[[ModelRequest], float] | None = None
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answer from the script, with the logprob -1 for each token."""
         self.requests.append(req)
+        if self.duration_s is not None:
+            await asyncio.sleep(self.duration_s(req))
         prompt = tuple(req.input_ids)
         digest = int.from_bytes(hashlib.sha256(repr(prompt).encode()).digest()[:4], "big")
         tokens = self.completions[prompt] if prompt in self.completions else [digest % self.vocabulary_size]
