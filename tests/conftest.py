@@ -36,7 +36,7 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
     """This process as the only rank of a job."""
     import torch
