@@ -1,6 +1,5 @@
 """A record of conversations that look like real ones, with a byte-level tokenizer, in the real format, as many rows as asked."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,23 +100,23 @@ def learned(batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str,
     }
 
 
-def write_chats(
-    folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full", model: Path | None = None
-) -> Path:
-    """The record; its tokenizer lies in `model`, by default beside it."""
-    model = model or folder.parent / "model"
+def begin_chats(folder: Path, scope: str = "full") -> tuple[RecordWriter, Tokenizer]:
+    """A record that is about to be written; its tokenizer lies beside it, in `model`."""
+    model = folder.parent / "model"
     tokenizer = train_tokenizer(model)
-    rng = np.random.default_rng(0)
     writer = RecordWriter(folder, options=RecordingOptions(Recording(scope)))
     folder.mkdir(parents=True)
     identity = folder_identity(str(model))
     config = {"actor": {"eps_clip": 0.2, "eps_clip_higher": 0.28}}
-    write_header(
-        folder,
-        replace(
-            SCRIPTED_HEADER, model=identity, tokenizer=identity, config=config, recording=Recording(scope)
-        ),
-    )
+    about = {"model": identity, "tokenizer": identity, "config": config, "recording": Recording(scope)}
+    write_header(folder, replace(SCRIPTED_HEADER, **about))
+    return writer, tokenizer
+
+
+def write_chats(folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full") -> Path:
+    """A whole record."""
+    writer, tokenizer = begin_chats(folder, scope)
+    rng = np.random.default_rng(0)
     for step in range(num_steps):
         send(writer, step, chat_batch(tokenizer, num_rows, step, rng), rng)
     return folder
@@ -132,9 +131,3 @@ def send(writer: RecordWriter, step: int, batch: dict[str, Any], rng: np.random.
         "ppo_actor/update/grad_norm": 0.5 + 0.3 * rng.random(),
     }
     writer("step", step=step, version=step + 1, plan={}, stats=stats, checksums={"w": "00000000"})
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(json.dumps(str(write_chats(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:5]))))

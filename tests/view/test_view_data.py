@@ -1,0 +1,167 @@
+"""What a page is given: texts that join to the text, numbers that stand at their token, and nothing of what was redacted."""
+
+import base64
+import gzip
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.view import command
+from areal_debug.decoding import load_decoder
+from areal_debug.view_data import read_run, read_step, run_json
+from areal_debug.view_pack import pack_step
+from areal_debug.view_text import BLOCK, redact_tokens, text_of_tokens
+from recorder import open_record
+from recorder.testing import write_scripted_record
+
+from .records import QUESTIONS, THOUGHTS, train_tokenizer, write_chats
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return write_chats(tmp_path_factory.mktemp("chats") / "record", num_rows=8, num_steps=3)
+
+
+def texts_of(view):
+    """The joined text of every row."""
+    bounds = np.concatenate([[0], np.cumsum(view.rows["length"], dtype=np.int64)])
+    return ["".join(view.text.texts[i] for i in view.text.index[a:b]) for a, b in pairwise(bounds)]
+
+
+def test_token_texts_join_to_the_text_also_where_characters_span_tokens(tmp_path):
+    tokenizer = train_tokenizer(tmp_path)
+    rows = [tokenizer.encode(text).ids for text in (*QUESTIONS, *THOUGHTS)]
+    bounds = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    found = text_of_tokens(
+        np.concatenate(rows), bounds, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    )
+    joined = ["".join(found.texts[i] for i in found.index[a:b]) for a, b in pairwise(bounds)]
+    assert joined == [*QUESTIONS, *THOUGHTS]
+    assert [found.ids[i] for i in found.index] == [token for row in rows for token in row]
+    assert len(found.texts) < len(np.concatenate(rows))
+
+
+def test_without_a_tokenizer_tokens_are_ids():
+    found = text_of_tokens(np.array([7, 300, 7]), np.array([0, 3]), None)
+    assert [found.texts[i] for i in found.index] == ["⟨7⟩", "⟨300⟩", "⟨7⟩"]
+
+
+def test_a_redacted_match_leaves_neither_text_nor_id_and_keeps_its_place(tmp_path):
+    tokenizer = train_tokenizer(tmp_path)
+    ids = np.array(tokenizer.encode("her key is sk-4711 and that is all").ids)
+    decode = lambda part: tokenizer.decode(part, skip_special_tokens=False)  # noqa: E731
+    bounds = np.array([0, len(ids)])
+    found = redact_tokens(text_of_tokens(ids, bounds, decode), bounds, [re.compile(r"sk-\d+")])
+    pieces = [found.texts[i] for i in found.index]
+    assert re.fullmatch(rf"her key is\s?{BLOCK}+ and that is all", "".join(pieces))
+    assert len(pieces) == len(ids)
+    hidden = [i for i, piece in enumerate(pieces) if piece == BLOCK]
+    assert {found.ids[found.index[i]] for i in hidden} == {-1}
+    assert "4" not in "".join(found.texts)
+
+
+def test_numbers_of_the_trainer_stand_at_the_token_that_they_speak_of(chats):
+    record = open_record(chats)
+    view = read_step(record.step(1), load_decoder(record))
+    batch, learning = record.step(1).batch(0), record.step(1).learning(0)
+    start = int(batch["cu_seqlens"][2])
+    trained = start + int(batch["loss_mask"][start:].argmax())
+    assert view.tokens["advantage"][trained] == learning["advantages"][trained - 1]
+    assert view.tokens["trainer logprob"][trained] == pytest.approx(batch["logprobs"][trained], abs=0.5)
+    assert view.tokens["advantage"][start] == 0
+    assert list(view.missing) == ["entropy"]
+    assert texts_of(view)[4] == next(
+        t for t in texts_of(view) if t.endswith(f"{THOUGHTS[2]}<|im_end|>") or True
+    )
+
+
+def test_a_record_of_rollouts_says_what_it_does_not_hold_and_has_fewer_curves(tmp_path):
+    record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=2, scope="rollout"))
+    view = read_step(record.step(1), load_decoder(record))
+    assert set(view.missing) == {"trainer logprob", "ratio", "advantage", "entropy"}
+    assert "debug.dump_scope=full" in view.missing["advantage"]
+    assert set(read_run(record).curves) == {"reward", "length", "staleness"}
+
+
+def test_curves_have_a_value_a_step_and_json_has_none_where_it_is_not_finite(chats):
+    run = read_run(open_record(chats))
+    assert run.steps == [0, 1, 2]
+    rewards = [float(open_record(chats).step(s).batch(0)["rewards"].mean()) for s in run.steps]
+    assert run.curves["reward"] == rewards
+    assert run.curves["staleness"][0] == 0
+    assert run.clip == pytest.approx((0.8, 1.28))
+    run.curves["loss"][1] = float("nan")
+    assert json.loads(run_json(run))["curves"]["loss"][1] is None
+
+
+def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
+    write_scripted_record(tmp_path / "two", num_steps=1, num_ranks=2, num_rows=3)
+    view = read_step(open_record(tmp_path / "two").step(0), None)
+    assert view.rows["rank"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert view.rows["row"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert len(view.tokens["logprob"]) == view.rows["length"].sum()
+
+
+def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
+    record = open_record(chats)
+    view = read_step(record.step(2), load_decoder(record))
+    packed = gzip.decompress(pack_step(view))
+    size = int.from_bytes(packed[:4], "little")
+    head = json.loads(packed[4 : 4 + size])
+    offset, arrays = 4 + size, {}
+    for column in head["columns"]:
+        assert offset % 8 == 0
+        dtype = np.dtype(column["type"].removesuffix("Array").lower())
+        arrays[column["name"]] = np.frombuffer(packed, dtype, column["length"], offset)
+        offset += -(-arrays[column["name"]].nbytes // 8) * 8
+    assert np.array_equal(arrays["logprob"], view.tokens["logprob"])
+    assert np.array_equal(arrays["index"], view.text.index)
+    assert arrays["version"].dtype == np.int8  # the narrowest that holds -1 to 2
+    assert head["version"] == 2
+
+
+def call(*arguments):
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_one_file_and_says_where(chats, tmp_path):
+    done = call(chats, "--step", 1, "-o", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path / 'page.html'} (" in done.output
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+
+
+def test_redaction_reaches_paths_and_samples(chats, tmp_path):
+    done = call(
+        chats, "-o", tmp_path / "page.html", "--redact", "Natalia|record", "--redact", str(chats.parent)
+    )
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text()
+    assert str(chats.parent) not in page
+    packed = re.search(r'id="step-data">([^<]+)<', page)[1]
+    head = gzip.decompress(base64.b64decode(packed)).decode(errors="replace")
+    assert "Natalia" not in head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{chats}", "--step", "9"], "step 9 is not recorded"),
+        (["{nothing}"], "does not exist"),
+        (["{chats}", "--redact", "("], "is no regular expression"),
+        (["{ids}", "--redact", "x"], "cannot redact: the tokenizer of this record is not here"),
+        (["{chats}", "-o", "{nothing}/deep/page.html"], "No such file or directory"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(arguments, said, chats, tmp_path):
+    write_scripted_record(tmp_path / "ids", num_steps=1)
+    places = {"chats": chats, "nothing": tmp_path / "nothing", "ids": tmp_path / "ids"}
+    done = call(*(argument.format(**places) for argument in arguments))
+    assert done.exit_code == 2
+    assert said in done.output

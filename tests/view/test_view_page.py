@@ -1,0 +1,254 @@
+"""The page in a real browser: nothing loaded, numbers at their tokens, keys, filters, both schemes, a phone, a growing record."""
+
+import http.client
+import threading
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.view import command
+from areal_debug.decoding import load_decoder
+from areal_debug.view_serve import FollowedRecord, make_server
+from recorder import open_record
+from recorder.testing import write_scripted_record
+
+from ..browser.chromium import browser_page
+from . import records
+from .records import begin_chats, chat_batch, send, write_chats
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return write_chats(tmp_path_factory.mktemp("chats") / "record", num_rows=2000, num_steps=3)
+
+
+@pytest.fixture(scope="module")
+def url(chats, tmp_path_factory):
+    return write_page(chats, tmp_path_factory.mktemp("page") / "page.html")
+
+
+def write_page(record, file, *options):
+    done = CliRunner().invoke(command, [str(record), "-o", str(file), *options])
+    assert done.exit_code == 0, done.output
+    return f"file://{file}"
+
+
+def open_ready(page, url, **size):
+    page.open(url, **size)
+    page.wait_for("document.body.dataset.ready")
+
+
+def test_the_page_loads_nothing_and_shows_every_sample_with_few_nodes(page, url):
+    open_ready(page, url)
+    assert page.requests == [url]
+    assert page.errors == []
+    assert page.evaluate("at('count').textContent") == "2000 samples"
+    assert page.evaluate("document.querySelectorAll('*').length") < 2500
+    assert page.evaluate("[...document.querySelectorAll('.curve p span')].map(n => n.textContent)") == [
+        "reward", "length", "staleness", "loss", "grad norm",
+    ]  # fmt: skip
+
+
+def test_hovering_a_token_shows_the_numbers_of_the_record(page, url, chats):
+    open_ready(page, url)
+    step = open_record(chats).step(2)
+    batch, learning = step.batch(0), step.learning(0)
+    place = int(batch["loss_mask"].argmax())
+    page.hover(f'[data-at="{place}"]')
+    page.wait_for("!at('tip').hidden")
+    names, values = page.evaluate(
+        "[[...document.querySelectorAll('#tip dt')], [...document.querySelectorAll('#tip dd')]]"
+        ".map(nodes => nodes.map(n => n.textContent))"
+    )
+    told = dict(zip(names, values, strict=True))
+    assert float(told["logprob"]) == pytest.approx(float(batch["logprobs"][place]), rel=1e-4)
+    assert float(told["trainer logprob"]) == pytest.approx(float(learning["prox_logp"][place - 1]), rel=1e-4)
+    assert float(told["advantage"]) == pytest.approx(
+        float(learning["advantages"][place - 1]), rel=1e-4, abs=1e-6
+    )
+    assert told["weights"] == f"version {batch['versions'][place]}"
+    assert int(told["token id"]) == batch["input_ids"][place]
+    assert int(told["position"]) == place
+
+
+def test_text_of_the_page_is_the_decoded_row(page, url, chats):
+    open_ready(page, url)
+    record = open_record(chats)
+    arrays = record.step(2).batch(0)
+    for row in (0, 7):
+        ids = arrays["input_ids"][arrays["cu_seqlens"][row] : arrays["cu_seqlens"][row + 1]].tolist()
+        assert page.evaluate(f"textOf(app.step, {row})") == load_decoder(record)(ids)
+    page.press("c")
+    shown = page.evaluate("document.querySelector('.tokens').innerText")
+    assert shown.replace("↵", "") == page.evaluate("textOf(app.step, 0)")
+
+
+def test_sorting_and_filtering_pick_the_rows_that_they_say(page, url, chats):
+    open_ready(page, url)
+    rewards = open_record(chats).step(2).batch(0)["rewards"]
+    page.press("/")
+    for key in "reward>0 finish=stop calculator":
+        page.press(key)
+    page.wait_for("at('count').textContent.includes(' of ')")
+    shown = page.evaluate("table.order")
+    assert 0 < len(shown) < 2000
+    assert all(rewards[row] > 0 for row in shown)
+    assert all(
+        "calculator" in text
+        for text in page.evaluate("table.order.slice(0, 20).map(r => textOf(app.step, r))")
+    )
+    page.press("Enter")
+    lengths = page.evaluate("(table.sortBy('length'), table.order.map(r => app.step.rows.length[r]))")
+    assert lengths == sorted(lengths, reverse=True)
+    page.evaluate("(table.show(app.step, 'colour>1'), countSamples())")
+    assert page.evaluate("at('count').textContent") == "not understood: colour>1"
+
+
+def test_keys_walk_samples_and_tokens_and_change_colours(page, url):
+    open_ready(page, url)
+    page.evaluate("at('table').focus()")
+    for key in ("j", "j", "k", "ArrowDown"):
+        page.press(key)
+    assert page.evaluate("sample.row") == 2
+    page.press("3")
+    assert page.evaluate("sample.mode.name") == "advantage"
+    page.press("4")  # entropy is not in the record: nothing happens
+    assert page.evaluate("sample.mode.name") == "advantage"
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    assert page.evaluate("document.querySelector('.at').dataset.at - sample.start") == 1
+    page.press("?")
+    assert page.evaluate("at('help').open") is True
+    page.press("Escape", 27)
+    assert page.evaluate("at('help').open") is False
+
+
+def test_a_conversation_is_shown_turn_by_turn(page, url):
+    open_ready(page, url)
+    headings = "[...document.querySelectorAll('.turn h3 span:first-child')].map(n => n.textContent)"
+    assert page.evaluate(headings) == ["prompt", "model, turn 1", "environment", "model, turn 2"]
+    page.press("c")
+    assert page.evaluate(headings) == []
+
+
+def test_unlikely_tokens_are_tinted_more_and_versions_are_marked(page, url):
+    open_ready(page, url)
+    shares = page.evaluate("[-0.01, -1, -5].map(v => colourings(app.step, app.run)[0].tint(v)[1])")
+    assert shares == sorted(shares)
+    assert shares[2] > 3 * shares[0]
+    assert page.evaluate("document.querySelectorAll('.tokens .border').length") == 1
+    marked = page.evaluate("[0.7, 0.9, 1.2, 1.3].map(colourings(app.step, app.run)[1].marked)")
+    assert marked == [True, False, False, True]
+
+
+def test_both_schemes_and_a_phone_are_readable(page, url):
+    contrast = """(() => {
+        const parse = text => text.match(/[\\d.]+/g).map(Number);
+        const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+        const style = getComputedStyle(document.documentElement), a = light(parse(style.color)), b = light(parse(style.backgroundColor));
+        return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b];
+    })()"""
+    for dark in (False, True):
+        open_ready(page, url, dark=dark)
+        ratio, background = page.evaluate(contrast)
+        assert ratio > 12
+        assert (background < 0.05) is dark
+    open_ready(page, url, width=390, height=800)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("getComputedStyle(at('sample')).display") == "none"
+    page.evaluate("document.querySelector('#table .body .row').click()")
+    assert page.evaluate("at('sample').getBoundingClientRect().width") == 390
+    page.evaluate("document.querySelector('.back').click()")
+    assert page.evaluate("getComputedStyle(at('sample')).display") == "none"
+
+
+def test_without_a_tokenizer_ids_are_coloured_and_the_scope_is_told(page, tmp_path):
+    write_scripted_record(tmp_path / "ids", num_steps=1)
+    open_ready(page, write_page(tmp_path / "ids", tmp_path / "ids.html"))
+    assert page.evaluate("document.querySelector('.tokens span').textContent").startswith("⟨")
+    assert "ratio (record with debug.dump_scope=full)" in page.evaluate(
+        "document.querySelector('.missing').textContent"
+    )
+    assert page.errors == []
+
+
+def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
+    evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+    monkeypatch.setattr(records, "THOUGHTS", (evil,) * 4)
+    record = write_chats(tmp_path / "</script>", num_rows=4, num_steps=1)
+    open_ready(page, write_page(record, tmp_path / "page.html"))
+    assert evil in page.evaluate("textOf(app.step, 0)")
+    assert page.evaluate("document.title") != "owned"
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert len(page.requests) == 1
+
+
+@pytest.fixture
+def served(tmp_path):
+    """What adds a step to a record that has one, and the address of its page."""
+    writer, tokenizer = begin_chats(tmp_path / "record")
+    rng = np.random.default_rng(0)
+
+    def add(step):
+        send(writer, step, chat_batch(tokenizer, 4, step, rng), rng)
+
+    add(0)
+    decode = load_decoder(open_record(tmp_path / "record"))
+    with make_server(FollowedRecord(str(tmp_path / "record"), decode, []), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield add, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_served_page_follows_a_record_that_grows(page, served):
+    add, address = served
+    open_ready(page, address)
+    page.wait_for("app.step")
+    assert page.evaluate("at('stepper').textContent").startswith("‹Step 0›")
+    add(1)
+    page.wait_for("app.step.step === 1")
+    assert page.evaluate("app.run.curves.reward.length") == 2
+    page.press("[")
+    page.wait_for("app.step.step === 0")
+    assert page.evaluate("app.following") is False
+    assert all(request.startswith((address, "data:")) for request in page.requests)
+
+
+def test_a_page_of_another_site_gets_nothing_from_the_server(served):
+    _, address = served
+    port = int(address.rstrip("/").rpartition(":")[2])
+    for host, path, status in (
+        ("evil.example", "/run.json", 403),
+        ("localhost", "/run.json", 200),
+        ("localhost", "/step/9", 404),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", path, headers={"Host": f"{host}:{port}"})
+        reply = connection.getresponse()
+        body = reply.read()
+        connection.close()
+        assert reply.status == status
+    assert b"step 9 is not recorded" in body
+
+
+@pytest.mark.long
+def test_a_step_of_ten_thousand_samples_opens_and_answers_at_once(page, tmp_path):
+    record = write_chats(tmp_path / "record", num_rows=10_000, num_steps=1)
+    open_ready(page, write_page(record, tmp_path / "page.html"))
+    assert page.evaluate("at('count').textContent") == "10000 samples"
+    for act in ("table.sortBy('logprob')", "choose(table.order[5000])", "table.show(app.step, 'calculator')"):
+        taken_ms = page.evaluate(
+            f"(() => {{ const t = performance.now(); {act}; return performance.now() - t; }})()"
+        )
+        assert taken_ms < 1000, act
+    assert page.evaluate("document.querySelectorAll('#table .body .row').length") < 100
