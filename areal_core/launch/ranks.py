@@ -10,12 +10,19 @@ AREAL_RANK_LOGS/node-0/RUN/attempt_0/LOCAL_RANK/stderr.log   what a rank wrote t
 
 import json
 import os
+import select
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RANK_LOGS = "AREAL_RANK_LOGS"
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,26 +53,56 @@ def main() -> None:
         "--log-line-prefix-template",
         "${role_name}",
     ]
+    ends: dict[int, float] = {}
+    threading.Thread(target=note_ends, args=(ends,), daemon=True).start()
     try:
         run.main([*options, *sys.argv[1:]])
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal's number
-        (logs / "failure.json").write_text(json.dumps(asdict(Failure(time.time(), rank, code))))
-        print(describe(rank, code, logs, first.local_rank), file=sys.stderr)
-        sys.exit(code)
+        failure = first_failure(error, ends)
+        (logs / "failure.json").write_text(json.dumps(asdict(failure)))
+        print(describe(failure, logs, error.failures[failure.rank].local_rank), file=sys.stderr)
+        sys.exit(failure.exit_code)
 
 
-def describe(rank: int, code: int, logs: Path, local_rank: int) -> str:
+def note_ends(ends: dict[int, float]) -> None:
+    """Notes when each child of the main thread ends (process id -> seconds since 1970), for ever.
+
+    torchrun looks every 0.1 s. By then a rank that was killed has taken others with it, which find their connections closed.
+    """
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    if not children.exists():  # not Linux: torchrun's own order has to do
+        return
+    watched: set[int] = set()
+    descriptors: dict[int, int] = {}
+    running = select.poll()
+    while True:
+        for pid in {int(pid) for pid in children.read_text().split()} - watched:
+            watched.add(pid)
+            descriptor = os.pidfd_open(pid)
+            descriptors[descriptor] = pid
+            running.register(descriptor, select.POLLIN)
+        for descriptor, _ in running.poll(POLL_S * 1000):
+            ends[descriptors.pop(descriptor)] = time.time()
+            running.unregister(descriptor)
+            os.close(descriptor)
+
+
+def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
+    """The failure of the rank that ended first."""
+    rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, float("inf")))
+    code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal's number
+    return Failure(ends.get(first.pid, time.time()), rank, code)
+
+
+def describe(failure: Failure, logs: Path, local_rank: int) -> str:
     """Who failed first, and the end of what it wrote to standard error."""
     from areal_core.rollout.servers import last_lines
 
-    written = "".join(
-        last_lines(file, num_lines=20) for file in logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
-    )
-    first = f"rank {rank} failed first, with exit code {code}"
+    files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
+    written = "".join(last_lines(file, num_lines=20) for file in files)
+    first = f"rank {failure.rank} failed first, with exit code {failure.exit_code}"
     return f"{first}; the last lines of its standard error:\n{written}" if written else first
 
 

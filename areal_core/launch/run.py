@@ -21,7 +21,7 @@ from areal_core.launch.torchrun import ended_on_signals
 
 RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a run that was started again
 RESTARTING_MODES = ("fault", "auto", "on")
-RESTART_DELAY_S = 5.0  # what made it fail, a network or a full disk, may pass
+MAX_DELAY_S = 60.0
 MISUSE = 2
 
 
@@ -42,10 +42,11 @@ def run(make_job: Callable[[int], Job]) -> int:
             code = launch(replace(job, env={RECOVER_RUN: str(min(attempt, 1)), **job.env}))
             if code in (0, MISUSE) or attempt == retries:
                 return code
-            told = f"ended with exit code {code}; starting again ({attempt + 1} of at most {retries} times)"
+            delay_s = min(2.0**attempt, MAX_DELAY_S)  # what made it fail, a network or a full disk, may pass
+            told = f"ended with exit code {code}; starting again in {delay_s:.0f} s, {attempt + 1} of at most {retries} times"
             print(told, file=sys.stderr, flush=True)
             keep_logs(job.log_dir, attempt)
-            time.sleep(RESTART_DELAY_S)
+            time.sleep(delay_s)
     raise AssertionError("the last attempt returns")
 
 

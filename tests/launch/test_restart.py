@@ -1,0 +1,147 @@
+"""Runs that fail: when they are started again, with what, and that the weights come out as if nothing had happened."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import PPOConfig
+from areal_core.launch import run as launching
+from areal_core.launch.job import Job
+from recorder import open_record
+
+HERE = Path(__file__).parent
+COMMAND = [Path(sys.executable).parent / "areal-debug", "train", HERE / "train_killed_once.py"]
+
+
+@pytest.fixture
+def attempts(tmp_path, monkeypatch):
+    """Runs with scripted exit codes: `attempts([1, 0], mode="auto")` gives the final code and the jobs that were started."""
+
+    def run(codes: list[int], mode: str, retries: int = 3) -> tuple[int, list[Job]]:
+        config = PPOConfig(experiment_name="e", trial_name="t")
+        config.recover.mode, config.recover.retries = mode, retries
+        job = Job((), config, parse_allocation("fsdp:d1"), {}, tmp_path)
+        started: list[Job] = []
+
+        def launch(job: Job) -> int:
+            started.append(job)
+            (tmp_path / "trainer.log").write_text(f"attempt {len(started)}")
+            return codes.pop(0)
+
+        monkeypatch.setattr(launching, "launch", launch)
+        monkeypatch.setattr(launching.time, "sleep", lambda seconds: None)
+        return launching.run(lambda attempt: replace(job, script_argv=(str(attempt),))), started
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mode", "codes", "last", "num_started"),
+    [
+        ("auto", [0], 0, 1),  # never after success
+        ("fault", [1, 0], 0, 2),
+        ("on", [137, 1, 0], 0, 3),
+        ("auto", [1, 1, 1, 1], 1, 4),  # retries is 3
+        ("auto", [2], 2, 1),  # misuse is not mended by trying again
+        ("auto", [1, 2], 2, 2),
+        ("disabled", [1], 1, 1),
+        ("resume", [1], 1, 1),
+    ],
+)
+def test_a_run_is_started_again_as_its_mode_says(attempts, mode, codes, last, num_started):
+    code, started = attempts(codes, mode)
+    assert code == last
+    assert [job.script_argv for job in started] == [(str(i),) for i in range(num_started)]
+    assert [job.env["AREAL_RECOVER_RUN"] for job in started] == ["0", "1", "1", "1"][:num_started]
+
+
+def test_the_logs_of_failed_attempts_are_kept(attempts, tmp_path):
+    attempts([1, 1, 0], "auto")
+    logs = [
+        tmp_path / "attempt-0" / "trainer.log",
+        tmp_path / "attempt-1" / "trainer.log",
+        tmp_path / "trainer.log",
+    ]
+    assert [log.read_text() for log in logs] == ["attempt 1", "attempt 2", "attempt 3"]
+
+
+def train(model: Path, files: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        *COMMAND,
+        "--config",
+        HERE.parent / "debug" / "tiny.yaml",
+        f"cluster.fileroot={files}",
+        *options,
+    ]
+    command += [f"actor.path={model}", "deterministic=true", "total_train_steps=4", "recover.freq_steps=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RANK_TO_KILL": "0"} | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def facts_of_run(files: Path) -> tuple[dict[str, object], dict[str, object], list[dict[str, float]]]:
+    """Tensors of the last checkpoint, its other facts, and every statistic that is not a time."""
+    [checkpoint] = files.glob("checkpoints/*/tiny/test/recover/step-000004")
+    tensors = {file.name: tensors_of(file.read_bytes()) for file in (checkpoint / "tensors").iterdir()}
+    facts = json.loads((checkpoint / "checkpoint.json").read_text())
+    facts.pop("files")  # checksums of headers, too
+    [stats] = files.glob("logs/*/tiny/test/stats.jsonl")
+    lines = [json.loads(line) for line in stats.read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines]
+    return tensors, facts, kept
+
+
+def tensors_of(file: bytes) -> tuple[dict[str, object], bytes]:
+    """Header and bytes of a safetensors file; its entries of metadata come in any order."""
+    size = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + size])
+    header.pop("__metadata__")
+    return header, file[8 + size :]
+
+
+def killed_and_undisturbed_runs_agree(model: Path, tmp_path: Path, *options: str, **environment: str) -> None:
+    killed = train(model, tmp_path / "killed", "recover.mode=auto", *options, KILL_IN_STEP="2", **environment)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert "ended with exit code 137; starting again in 1 s, 1 of at most 3 times" in killed.stderr
+    undisturbed = train(model, tmp_path / "whole", "recover.mode=fault", *options)
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    assert "starting again" not in undisturbed.stderr
+    tensors, facts, stats = facts_of_run(tmp_path / "killed")
+    expected_tensors, expected_facts, expected_stats = facts_of_run(tmp_path / "whole")
+    assert tensors == expected_tensors
+    assert facts == expected_facts  # schedule, random states, position in the data
+    assert stats == expected_stats
+    assert [line["step"] for line in stats] == [0, 1, 2, 3]
+
+
+def test_a_killed_run_goes_on_to_the_same_bits_with_no_step_doubled(tiny_model, tmp_path):
+    killed_and_undisturbed_runs_agree(tiny_model, tmp_path)
+
+
+@pytest.mark.long
+def test_two_ranks_of_which_one_is_killed_go_on_to_the_same_bits(tiny_model, tmp_path):
+    allocation = "allocation_mode=embedded|fsdp:d2"
+    killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
+
+
+@pytest.mark.long
+def test_a_run_that_is_recorded_and_killed_leaves_two_records_that_replay(tiny_model, tmp_path):
+    record = tmp_path / "record"
+    done = train(
+        tiny_model,
+        tmp_path,
+        "recover.mode=auto",
+        "debug.dump_rollout_data=true",
+        f"debug.path={record}",
+        KILL_IN_STEP="2",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for folder, steps in ((record, [0, 1]), (Path(f"{record}-restart-1"), [2, 3])):
+        assert list(open_record(folder).steps) == steps
+        replayed = subprocess.run([COMMAND[0], "replay", folder], capture_output=True, text=True, timeout=240)
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
