@@ -28,6 +28,19 @@ def tell_nobody(event: str, **facts: object) -> None:
 
 
 @dataclass(frozen=True)
+class FullTensors:
+    """The weights of a sharded model, whole, in a dtype. It may be iterated again, as a push does that lost a server."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, full.detach().to(self.dtype)
+
+
+@dataclass(frozen=True)
 class MicroBatchResult:
     """One micro-batch of this rank: its rows in the batch given, its loss summed over tokens, and its weight."""
 
@@ -191,11 +204,9 @@ class FSDPEngine:
         assert self.schedule is not None
         self.schedule.step()
 
-    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, in the compute dtype; a collective: every rank iterates to the end."""
-        for name, parameter in self.model.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, full.detach().to(self.dtype)
+    def named_full_tensors(self) -> FullTensors:
+        """Every weight, whole, in the compute dtype; a collective each time it is iterated, by every rank to the end."""
+        return FullTensors(self.model, self.dtype)
 
     def checksums(self) -> dict[str, str]:
         """crc32c of every master weight; a collective."""

@@ -31,8 +31,10 @@ class Router:
         if not candidates:
             return None
         home = self._homes.get(prompt)
-        if home is None or home not in candidates or self._is_overloaded(home, candidates):
+        if home is None or home not in candidates:
             home = candidates[next(self._turn) % len(candidates)]
+        elif self._is_overloaded(home, candidates):
+            home = min(candidates, key=self._running.__getitem__)
         self._homes[prompt] = home
         self._homes.move_to_end(prompt)
         if len(self._homes) > REMEMBERED_PROMPTS:

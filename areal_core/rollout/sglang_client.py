@@ -37,6 +37,7 @@ MAX_MISSES = (
     3  # health checks in a row without an answer, after which what a server is doing is given to another
 )
 POLL_S = 0.5
+ASK_TIMEOUT_S = 5.0
 MAX_THREADS = 32
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class SGLangClient:
         self._sessions: dict[Server, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_running = 0
+        self._is_closed = False
         self._watching: asyncio.Task[None] | None = None
         self._last_failure = "none was given"
 
@@ -163,6 +165,8 @@ class SGLangClient:
         self._threads.shutdown()
 
     async def aclose(self) -> None:
+        """Ends what is running with `ServerDied`."""
+        self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
         for session in self._sessions.values():
@@ -176,7 +180,7 @@ class SGLangClient:
         prompt = req.metadata.get("prompt_id", req.rid)
         failed: Counter[Server] = Counter()
         avoid = None
-        while True:
+        while not self._is_closed:
             server = self.router.choose(prompt, avoid) or await self._wait_for_server()
             if server == avoid:
                 await asyncio.sleep(self._retry_delay_s)
@@ -200,6 +204,7 @@ class SGLangClient:
                     return chunk
                 self._last_failure = f"{server.address} came back without the weights of version {version}"
                 self._drop(server)
+        raise ServerDied("the client was closed while this request ran")
 
     def _is_current(self, chunk: Chunk, version: int) -> bool:
         """Whether no token is older than the weights that the server had when it was asked: else it has been started anew."""
@@ -212,7 +217,7 @@ class SGLangClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._server_wait_s
         async with self._searching:  # one request asks for all
-            while self._discovery.is_elastic and not self.router.servers and loop.time() < deadline:
+            while self._may_come() and loop.time() < deadline:
                 await asyncio.to_thread(self.refresh)
                 await asyncio.sleep(0 if self.router.servers else POLL_S)
             if self.router.servers:
@@ -220,6 +225,9 @@ class SGLangClient:
         raise ServerDied(
             f"no inference server is left with the weights of version {self.version}: {self._last_failure}"
         )
+
+    def _may_come(self) -> bool:
+        return self._discovery.is_elastic and not self.router.servers and not self._is_closed
 
     def _begin_request(self) -> None:
         self._num_running += 1
@@ -273,6 +281,6 @@ class SGLangClient:
 def ask_version(server: Server) -> str | None:
     """Which weights a server holds; None when it does not say."""
     try:
-        return weight_version(server)
+        return weight_version(server, ASK_TIMEOUT_S)
     except (OSError, MalformedReply, RequestRefused):
         return None

@@ -1,6 +1,6 @@
 """Where the trainer's batches come from and where its weights go: live rollouts or a record, behind one seam."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch import Tensor
 class TrainedWeights(Protocol):
     """The part of a train engine that a push needs."""
 
-    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every weight, whole, in the inference engine's dtype. Collective: every rank iterates to the end."""
+    def named_full_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight, whole, in the inference engine's dtype; perhaps iterated twice. Collective: every rank iterates to the end."""
         ...
 
 

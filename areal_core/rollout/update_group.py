@@ -42,9 +42,13 @@ class UpdateGroup:
                 "group_name": self.name,
             },
         )
-        self._group = self._form(world_size, backend, store, timeout, joining)
+        self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
         wait(joining)
-        pool.raise_failures(joining)
+        try:
+            pool.raise_failures(joining)
+        except RuntimeError:
+            self.close()
+            raise
 
     def _form(
         self,
@@ -88,18 +92,22 @@ class UpdateGroup:
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
             for _, tensor in bucket
         ]
-        # A server that has refused or died never enters the broadcast, so waiting in it alone would not end.
-        while not all(work.is_completed() for work in works):
+        try:
+            # A server that has refused or died never enters the broadcast, so waiting in it alone would not end.
+            while not all(work.is_completed() for work in works):
+                self.pool.raise_failures(replies)
+                time.sleep(0.001)
+            while works:
+                works.pop().wait()
+            wait(replies)
             self.pool.raise_failures(replies)
-            time.sleep(0.001)
-        for work in works:
-            work.wait()
-        wait(replies)
-        self.pool.raise_failures(replies)
+        finally:
+            works.clear()  # a traceback would keep them, they the group, and the group its connections
 
     def close(self) -> None:
-        """Leaves the group; servers that still wait in it get an error, also when it has lost a member."""
+        """Leaves the group: servers that wait in it get an error once nothing refers to it here."""
         dist.destroy_process_group(self._group)
+        self._group = None
 
 
 def form_group(

@@ -45,7 +45,7 @@ class FakeServer:
     """Continues a prompt by counting up from its last token, with logprob -token / 100.
 
     `script` holds replies that come before that: a status with a body, or a number of tokens after which the request is cut.
-    `refuse` maps a control route to the status and the JSON that it answers.
+    `refuse` maps a control route to the status and the JSON that it answers; `model_info` and `server_info` are what it says of itself.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,8 @@ class FakeServer:
         self.script: list[int | tuple[int, str]] = []
         self.refuse: dict[str, tuple[int, dict]] = {}
         self.weight_version = "default"
+        self.model_info: dict = {"architectures": ["LlamaForCausalLM"]}
+        self.server_info: dict = {"version": "0.5.23", "model_path": "/models/tiny"}
         self._http = HttpThread(self._application())
         self.server = self._http.server
 
@@ -60,7 +62,7 @@ class FakeServer:
         application = web.Application()
         application.router.add_post("/generate", self._generate)
         application.router.add_post("/{route}", self._control)
-        application.router.add_get("/health", self._control)
+        application.router.add_get("/{route}", self._inform)
         return application
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -84,6 +86,17 @@ class FakeServer:
         self.calls.append((request.path, await request.json() if request.can_read_body else {}))
         status, body = self.refuse.get(request.path, (200, {"success": True, "message": ""}))
         return web.json_response(body, status=status)
+
+    async def _inform(self, request: web.Request) -> web.Response:
+        """Not among the calls: the client asks when it likes."""
+        if request.path in self.refuse:
+            return await self._control(request)
+        said = {
+            "/health": {},
+            "/model_info": {"weight_version": self.weight_version, **self.model_info},
+            "/server_info": {"device": "cpu", "dtype": "float32", **self.server_info},
+        }
+        return web.json_response(said[request.path])
 
     def routes(self) -> list[str]:
         return [route for route, _ in self.calls]

@@ -1,0 +1,291 @@
+"""Who belongs to a run's servers: discovery, identity, routing, and clients that ask only servers with the current weights."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from aiohttp import web
+
+from areal_core.rollout import sglang_client
+from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
+from areal_core.rollout.errors import NoServers, PushFailed, RequestRefused, ServerDied, WrongServer
+from areal_core.rollout.name_service import MemoryNames, announce_server
+from areal_core.rollout.routing import SPARE_REQUESTS, Router
+from areal_core.rollout.server_identity import ask_identity, check_identity, run_model
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.weight_push import BroadcastPush
+
+A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
+
+
+def write_config(folder, **config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---- discovery
+
+
+def test_explicit_addresses_come_before_the_environment_and_announced_servers_are_added_to_both():
+    names = MemoryNames()
+    announce_server(names, "exp", "trial", "c:3")
+    announce_server(names, "exp", "trial", "a:1")
+    environ = {"AREAL_LLM_SERVER_ADDRS": "b:2"}
+    assert set(discover(["a:1"], environ, names, "exp", "trial").servers()) == {A, C}
+    assert set(discover([], environ, names, "exp", "trial").servers()) == {A, B, C}
+    assert set(discover([], {}, names, "exp", "trial").servers()) == {A, C}
+
+
+def test_a_run_that_knows_no_server_says_the_three_places_it_looked_in():
+    with pytest.raises(
+        NoServers,
+        match=r"AREAL_LLM_SERVER_ADDRS is not set and none has announced itself below \w+/exp/trial/gen_servers",
+    ):
+        discover([], {}, MemoryNames(), "exp", "trial")
+
+
+def test_what_a_dead_server_announced_is_left_out_and_forgotten_but_an_address_that_was_told_is_waited_for(
+    start_fake,
+):
+    alive, dead = start_fake(), start_fake()
+    dead.stop()
+    names = MemoryNames()
+    for fake in (alive, dead):
+        announce_server(names, "exp", "trial", fake.server.address)
+    discovery = Discovery((), names, "exp", "trial")
+    assert wait_until_ready(discovery, timeout_s=1) == [alive.server]
+    pool = ServerPool([alive.server], discovery=discovery)
+    pool.refresh()
+    assert discovery.servers() == [alive.server]
+    with pytest.raises(ServerDied, match=f"not ready after 0 s: server {dead.server.address}"):
+        wait_until_ready(Discovery((dead.server,)), timeout_s=0)
+    pool.close()
+
+
+# ---- identity
+
+
+def identity_error(fake, model) -> str:
+    with pytest.raises(WrongServer) as wrong:
+        check_identity(fake.server, ask_identity(fake.server), model)
+    return str(wrong.value).replace(fake.server.address, "ADDRESS")
+
+
+def test_a_server_of_the_runs_model_is_taken_wherever_its_machine_mounts_it(start_fake, tmp_path):
+    fake = start_fake()
+    model = run_model(str(write_config(tmp_path / "tiny", architectures=["LlamaForCausalLM"])))
+    check_identity(fake.server, ask_identity(fake.server), model)
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"), [("0.4.6.post5", "too old"), ("0.6.1", "newer than this version knows")]
+)
+def test_a_server_of_another_version_is_refused(start_fake, tmp_path, version, wrong):
+    fake = start_fake()
+    fake.server_info["version"] = version
+    assert identity_error(fake, run_model("tiny")) == (
+        f"the server at ADDRESS is SGLang {version}, which is {wrong}: use 0.5 (0.5.23 is tested)"
+    )
+
+
+def test_a_server_of_another_model_is_refused_with_both_names(start_fake, tmp_path):
+    fake = start_fake()
+    qwen = run_model(str(write_config(tmp_path / "qwen", architectures=["Qwen3ForCausalLM"])))
+    assert identity_error(fake, qwen).startswith(
+        f"the server at ADDRESS serves /models/tiny, a LlamaForCausalLM, and the run trains {tmp_path}/qwen, a Qwen3ForCausalLM"
+    )
+    llama = run_model(str(write_config(tmp_path / "llama", architectures=["LlamaForCausalLM"])))
+    assert identity_error(fake, llama).startswith(
+        f"the server at ADDRESS serves /models/tiny, and the run trains {tmp_path}/llama:"
+    )
+
+
+def test_a_server_of_a_model_of_another_size_is_refused_with_the_sizes(start_fake, tmp_path):
+    fake = start_fake()
+    fake.server_info["model_path"] = str(write_config(tmp_path / "served", vocab_size=32000))
+    model = run_model(str(write_config(tmp_path / "trained", vocab_size=151936)))
+    assert (
+        f"{tmp_path}/served with vocab_size 32000, and the run trains {tmp_path}/trained with vocab_size 151936"
+        in identity_error(fake, model)
+    )
+
+
+def test_what_is_no_sglang_server_is_refused(start_fake):
+    fake = start_fake()
+    fake.refuse["/server_info"] = (404, {"detail": "Not Found"})
+    with pytest.raises(WrongServer, match="is no SGLang server that this version can use"):
+        ask_identity(fake.server)
+
+
+def test_a_wrong_server_that_joins_a_running_training_is_left_alone_with_one_warning(start_fake, caplog):
+    good, wrong = start_fake(), start_fake()
+    wrong.server_info["version"] = "0.3.0"
+    names = MemoryNames()
+    pool = ServerPool(
+        [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
+    )
+    announce_server(names, "e", "t", wrong.server.address)
+    with caplog.at_level(logging.WARNING):
+        pool.refresh()
+        pool.refresh()
+    assert pool.servers == [good.server]
+    assert [r.message for r in caplog.records if "cannot join" in r.message] == [
+        f"an inference server cannot join: the server at {wrong.server.address} is SGLang 0.3.0, which is too old: "
+        "use 0.5 (0.5.23 is tested)"
+    ]
+    pool.close()
+
+
+def test_a_server_that_an_earlier_run_pushed_to_loads_the_models_own_weights_first(start_fake):
+    fresh, used = start_fake(), start_fake()
+    used.weight_version = "12"
+    pool = ServerPool([fresh.server, used.server], model=run_model("tiny"))
+    pool.load_first_weights(version=0)
+    assert fresh.calls == []
+    assert used.calls == [
+        ("/update_weights_from_disk", {"model_path": "tiny", "weight_version": "0", "flush_cache": True})
+    ]
+    pool.close()
+
+
+# ---- routing
+
+
+def test_prompts_take_turns_and_all_requests_of_a_prompt_go_to_one_server():
+    router = Router([A, B])
+    assert [router.choose(prompt) for prompt in (0, 1, 2, 0, 1, 2)] == [A, B, A, A, B, A]
+
+
+def test_a_server_with_far_more_to_do_gives_up_its_prompts():
+    router = Router([A, B])
+    home = router.choose("p")
+    running = [router.request_to(home) for _ in range(SPARE_REQUESTS)]
+    for request in running:
+        request.__enter__()
+    assert router.choose("p") == home  # 8 beside 0 is not too much yet
+    with router.request_to(home):
+        assert router.choose("p") != home
+    for request in running:
+        request.__exit__(None, None, None)
+
+
+def test_the_prompts_of_a_server_that_is_gone_find_another_and_a_failed_one_is_avoided():
+    router = Router([A, B])
+    assert router.choose("p") == A
+    assert router.choose("p", avoid=A) == B
+    router.drop(B)
+    assert router.choose("p") == A
+    assert router.choose("p", avoid=A) == A  # there is no other
+    router.drop(A)
+    assert router.choose("p") is None
+
+
+# ---- the client
+
+
+def sample(client: SGLangClient, num_tokens: int = 3):
+    return client.agenerate(ModelRequest(input_ids=[5], sampling=Sampling(max_new_tokens=num_tokens)))
+
+
+def test_only_servers_with_the_current_weights_are_asked(start_fake):
+    pushed, missed = start_fake(), start_fake()
+
+    async def work():
+        client = SGLangClient([pushed.server, missed.server])
+        pushed.weight_version = "1"
+        await asyncio.to_thread(client.set_version, 1)
+        responses = [await sample(client) for _ in range(4)]
+        missed.weight_version = "2"  # as in the middle of a push: newer weights are welcome
+        client.refresh()
+        asked = set(client.router.servers)
+        await client.aclose()
+        return responses, asked
+
+    responses, asked = asyncio.run(work())
+    assert [r.output_versions for r in responses] == [[1, 1, 1]] * 4
+    assert missed.calls == []
+    assert asked == {pushed.server, missed.server}
+
+
+def test_tokens_of_a_server_that_came_back_with_old_weights_are_thrown_away(start_fake):
+    restarted, good = start_fake(), start_fake()
+
+    async def work():
+        client = SGLangClient([restarted.server, good.server])
+        restarted.weight_version = good.weight_version = "3"
+        await asyncio.to_thread(client.set_version, 3)
+        restarted.weight_version = "default"  # killed, and started again at its address
+        responses = [await sample(client) for _ in range(3)]
+        await client.aclose()
+        return responses
+
+    assert [r.output_versions for r in asyncio.run(work())] == [[3, 3, 3]] * 3
+    assert len(restarted.calls) == 1
+
+
+def test_first_weights_keep_their_version_when_the_reply_comes_after_a_push(start_fake):
+    """The server says "default"; the version at the time of arrival would be wrong."""
+    fake = start_fake()
+
+    async def work():
+        client = SGLangClient([fake.server], version=4)
+        asked = asyncio.create_task(sample(client))
+        await asyncio.sleep(0)  # the request has read the version
+        client.version = 5
+        response = await asked
+        await client.aclose()
+        return response
+
+    assert asyncio.run(work()).output_versions == [4, 4, 4]
+
+
+def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thread, monkeypatch):
+    monkeypatch.setattr(sglang_client, "ASK_TIMEOUT_S", 0.05)
+
+    async def never(request):
+        await asyncio.sleep(60)
+
+    application = web.Application()
+    application.router.add_route("*", "/{route}", never)
+    hung, good = http_thread(application), start_fake()
+
+    async def work():
+        client = SGLangClient([hung.server, good.server], health_interval_s=0.01)
+        response = await asyncio.wait_for(sample(client), 20)
+        await client.aclose()
+        return response
+
+    assert asyncio.run(work()).output_tokens == [6, 7, 8]
+
+
+def test_a_server_that_answers_500_to_one_request_is_not_given_up(start_fake):
+    fake = start_fake()
+    fake.script = [(500, "boom")] * 3
+
+    async def work():
+        client = SGLangClient([fake.server], num_retries=2, retry_delay_s=0.001)
+        with pytest.raises(RequestRefused, match="answered 500: boom"):
+            await sample(client)
+        response = await sample(client)
+        await client.aclose()
+        return response
+
+    assert asyncio.run(work()).output_tokens == [6, 7, 8]
+
+
+def test_weights_that_can_be_iterated_once_cannot_be_sent_again(start_fake, monkeypatch):
+    fake = start_fake()
+    pool = ServerPool([fake.server])
+    push = BroadcastPush(pool, "gloo")
+    monkeypatch.setattr(
+        push, "_broadcast", lambda weights, version: (_ for _ in ()).throw(RuntimeError("peer gone"))
+    )
+    monkeypatch.setattr(pool, "has_lost_one", lambda: True)
+    with pytest.raises(PushFailed, match="weights that are an iterator cannot be sent again"):
+        push.push(iter({}.items()), 1)
+    pool.close()
