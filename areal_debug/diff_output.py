@@ -28,18 +28,8 @@ REFUTED_BY = {
 def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: bool) -> None:
     """The report in words."""
     out = console()
-    steps = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
-    if report.first is None or report.verdict is None:
-        out.print(f"[bold green]Same:[/bold green] {steps} compared, every bit alike.")
-    else:
-        first = report.first
-        out.print(
-            f"[bold red]Different:[/bold red] step {report.step} is the first of {steps} compared that differs, "
-            f"and {first.stage} its first stage."
-        )
-        out.print(f"[bold]{report.verdict.cause}[/bold]: {escaped(report.verdict.why)}")
-        out.print(f"first        {escaped(describe(first))}")
-        print_context(left, right, report)
+    print_verdict(left, right, report)
+    if report.first is not None:
         print_stages(report, show_all)
     for title, items in (
         ("Set differently in the config", report.set_differently.config),
@@ -51,7 +41,23 @@ def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: 
             out.print(difference_table(title, items, headings=("what", "A", "B")))
     print_not_compared(report)
     if report.verdict is not None:
-        out.print(f"\n[dim]would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
+        out.print(f"\n[dim]what would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
+
+
+def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None:
+    """Whether the records are the same, and if not, where that shows first and why."""
+    out = console()
+    if report.first is None or report.verdict is None:
+        count = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
+        out.print(f"[bold green]Same:[/bold green] {count} compared, every bit alike.")
+        return
+    out.print(
+        f"[bold red]Different:[/bold red] step {report.step} is the first that differs, and {report.first.stage} its first stage. "
+        f"[dim]{report.num_compared} of {report.num_shared} common steps compared[/dim]"
+    )
+    out.print(f"[bold]{report.verdict.cause}[/bold]: {escaped(report.verdict.why)}")
+    out.print(f"first        {escaped(describe(report.first))}")
+    print_context(left, right, report)
 
 
 def describe(difference: "StageDifference") -> str:
@@ -153,14 +159,14 @@ def print_first_step(found: "FirstStep") -> None:
 def print_layers(report: "LayersReport") -> None:
     """The first layer that differs when the step is run again."""
     out = console()
-    out.print()
-    if report.first is None:
+    if report.name is None:
         out.print(
-            f"[bold]layers[/bold]: all {report.num_calls} outputs of layers are the same when both steps run again here: what made "
-            "them differ is not in the records (hardware, kernels, code)"
+            f"[bold]layers[/bold]       all {report.num_calls} calls of layers agree when step {report.step} runs again here from both: "
+            "what made them differ is not in the records (hardware, kernels, code)"
         )
         return
+    why = "what went into it differs already" if report.input_differs else "what went into it is the same"
     out.print(
-        f"[bold]layers[/bold]: the first of {report.num_calls} outputs that differs is {escaped(report.first.name)} "
-        f"({report.first.kind}, call {report.first.call}); the input of that call {'differs' if report.input_differs else 'is the same'}"
+        f"[bold]layers[/bold]       the first call that differs is {escaped(report.name)} "
+        f"(call {report.index:,} of {report.num_calls:,}, rank {report.rank}); {why}"
     )

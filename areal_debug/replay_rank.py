@@ -11,7 +11,7 @@ from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.replay_observer import check_that_tells
 from areal_debug.script import mistakes_as_sentences
 from areal_debug.wiring import recorder_of
-from recorder import Record, RecordingOptions
+from recorder import Record, Recording, RecordingOptions
 from replayer.check import StoppedAtDifference
 from replayer.request import Request, parse_request
 from replayer.run import MakeObserver, replay
@@ -33,7 +33,8 @@ def main(text: str) -> None:
 def record_again(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
     """An observer that records what this replay does, into another folder."""
     assert request.record_to is not None
-    return recorder_of(trainer, Path(request.record_to), RecordingOptions(text=True))
+    scope = "full" if record.header.recording.scope == "full" else "plan"
+    return recorder_of(trainer, Path(request.record_to), RecordingOptions(Recording(scope), text=True))
 
 
 if __name__ == "__main__":

@@ -31,24 +31,6 @@ class StepComparison:
 
 
 @dataclass(frozen=True)
-class RunComparison:
-    """All replayed steps of one rank; `missing` were replayed but not recorded, or the other way round."""
-
-    steps: tuple[StepComparison, ...]
-    missing: tuple[int, ...]
-
-    @property
-    def first_different(self) -> StepComparison | None:
-        """The first step that differs, or None."""
-        return next((step for step in self.steps if not step.identical), None)
-
-    @property
-    def identical(self) -> bool:
-        """Every step is there on both sides and identical."""
-        return self.first_different is None and not self.missing
-
-
-@dataclass(frozen=True)
 class HeaderComparison:
     """What was set differently before the first number: report it before the numbers that follow from it."""
 
@@ -96,18 +78,6 @@ def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str
         losses=differing(losses, loss_values(right)),
         stats=differing(left["stats"], right["stats"], ignored),
         parameters=differing(left["checksums"], right["checksums"]),
-    )
-
-
-def compare_runs(
-    recorded: Sequence[Outcome], replayed: Sequence[Outcome], ignored: Sequence[str] = ()
-) -> RunComparison:
-    """Compares the outcomes of one rank, matched by step, in ascending order."""
-    left, right = ({outcome.step: outcome for outcome in run} for run in (recorded, replayed))
-    shared = sorted(left.keys() & right.keys())
-    return RunComparison(
-        steps=tuple(compare_outcomes(left[step], right[step], ignored) for step in shared),
-        missing=tuple(sorted(left.keys() ^ right.keys())),
     )
 
 

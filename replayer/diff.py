@@ -60,7 +60,7 @@ INPUTS = {
     "order of rows": "the same rows were trained on in another order",
     "rewards": "the same completions were given other rewards: look at the reward function and what it reads",
     "loss_mask": "other tokens of the same rows are trained on",
-    "input_ids": "the tokens themselves differ",
+    "input_ids": "the same prompts were answered otherwise",
 }
 
 
@@ -77,12 +77,13 @@ class Verdict:
 class DiffReport:
     """What two records differ in. `step` is the first that differs, None when no compared step does.
 
-    `num_compared` counts steps, so that "same" cannot mean "nothing compared"; `only_left` and `only_right` were not.
+    `num_compared` of the `num_shared` steps that both have were compared; "same" cannot mean "nothing compared".
     """
 
     left: str
     right: str
     num_compared: int
+    num_shared: int
     only_left: tuple[int, ...]
     only_right: tuple[int, ...]
     set_differently: HeaderComparison
@@ -131,6 +132,7 @@ def diff_records(
         left=left.path,
         right=right.path,
         num_compared=num_compared,
+        num_shared=len(set(left.steps) & set(right.steps)),
         only_left=tuple(sorted(set(left.steps) - set(right.steps))),
         only_right=tuple(sorted(set(right.steps) - set(left.steps))),
         set_differently=header,
@@ -207,6 +209,8 @@ def judge(first: StageDifference, header: HeaderComparison, config: dict[str, An
         return Verdict(
             "environment", f"settings are the same, but the environment is not: {names}", environment
         )
+    if first.stage == "batch" and first.place is not None and first.place.in_prompt:
+        return Verdict("input", "the prompts differ: other data, or another order of it")
     if first.stage == "batch":
         return Verdict("input", ({first.name: f"{first.name} of the batch differs"} | INPUTS)[first.name])
     return judge_size(first, config)

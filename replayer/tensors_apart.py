@@ -29,20 +29,24 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Place:
-    """A row of a step, and a token of it (None: a value of the row). `rank` and `row` are those of the left record."""
+    """A row of a step, and a token of it (None: a value of the row). `rank` and `row` are those of the left record.
+
+    `in_prompt`: the token stands before the first one that the model sampled.
+    """
 
     rank: int
     row: int
     prompt_id: int
     sample_id: int
     token: int | None = None
+    in_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class TensorDifference:
     """A tensor that differs: its first difference, and how much of it differs. None stands for absent.
 
-    `num_different` of `num_compared` elements differ in bits, by at most `largest` (None where they are no numbers).
+    `num_different` of `num_compared` elements differ in bits, by at most `largest` (None where they are no floats).
     """
 
     name: str
@@ -56,12 +60,13 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Row:
-    """Where a row is: its tokens in the flat tensors of its rank."""
+    """Where a row is: its tokens in the flat tensors of its rank, the first `prompt_length` of which were given to the model."""
 
     rank: int
     row: int
     begin: int
     end: int
+    prompt_length: int
 
     def part(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
         """The row's tokens, or its one value, from an array a rank."""
@@ -120,11 +125,13 @@ def find_rows(step: RecordedStep) -> Rows:
     """Every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
     rows: Rows = {}
     for rank in range(step.manifest.num_ranks):
-        arrays = step.batch(rank, ROW_KEYS)
-        bounds = arrays["cu_seqlens"].tolist()
+        arrays = step.batch(rank, (*ROW_KEYS, "loss_mask"))
+        bounds, mask = arrays["cu_seqlens"].tolist(), arrays["loss_mask"]
         names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
         for row, name in enumerate(names):
-            rows[name] = Row(rank, row, bounds[row], bounds[row + 1])
+            begin, end = bounds[row], bounds[row + 1]
+            trained = np.flatnonzero(mask[begin:end])
+            rows[name] = Row(rank, row, begin, end, int(trained[0]) if len(trained) else end - begin)
     return rows
 
 
@@ -146,7 +153,7 @@ def compare_rows(left: Rows, right: Rows) -> Iterator[TensorDifference]:
 
 def place_of(name: tuple[int, int], row: Row, token: int | None = None) -> Place:
     """The row as a place."""
-    return Place(row.rank, row.row, name[0], name[1], token)
+    return Place(row.rank, row.row, name[0], name[1], token, token is not None and token < row.prompt_length)
 
 
 def compare_tensor(
@@ -179,14 +186,16 @@ def compare_tensor(
 
 
 def differing_elements(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float | None]:
-    """Indices at which two rows differ in bits, ascending, and the largest difference of their numbers."""
+    """Indices at which two rows differ in bits, ascending, and the largest difference of their floats."""
     shared = min(len(left), len(right))
     a, b = left[:shared], right[:shared]
     unequal = a != b if a.dtype != b.dtype else bits(a) != bits(b)
     indices = np.flatnonzero(unequal.reshape(shared, -1).any(axis=1))
     beyond = np.arange(shared, max(len(left), len(right)))
+    if a.dtype.kind != "f" or not len(indices):
+        return np.concatenate([indices, beyond]), None
     gaps = np.abs(a[indices].astype(np.float64) - b[indices].astype(np.float64))
-    return np.concatenate([indices, beyond]), float(gaps.max()) if gaps.size else None
+    return np.concatenate([indices, beyond]), float(gaps.max())
 
 
 def bits(array: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import click
 
-from areal_debug.render import errors_as_sentences, print_json
+from areal_debug.render import console, errors_as_sentences, print_json
 
 
 @click.command()
@@ -23,7 +23,7 @@ def command(left: str, right: str, layers: bool, model: str | None, as_json: boo
 
     Exit code 0: the weights never differ. 1: they do.
     """
-    from areal_debug.diff_output import print_diff, print_first_step, print_layers
+    from areal_debug.diff_output import print_first_step, print_layers, print_verdict
     from recorder import open_record
     from replayer.bisect_step import bisect_steps, explain_step
 
@@ -41,7 +41,8 @@ def command(left: str, right: str, layers: bool, model: str | None, as_json: boo
     else:
         print_first_step(found)
         if report is not None:
-            print_diff(here, there, report, show_all=False)
+            print_verdict(here, there, report)
+            console().print(f"[dim]all stages: areal-debug diff {left} {right} --step {found.step}[/dim]")
         if traced is not None:
             print_layers(traced)
     raise SystemExit(0 if found.step is None else 1)

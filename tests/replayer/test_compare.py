@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recorder import MicroBatch, Outcome
 from recorder.difference import Difference
 from recorder.testing import SCRIPTED_HEADER
-from replayer.compare import compare_headers, compare_outcomes, compare_runs
+from replayer.compare import compare_headers, compare_outcomes
 
 OUTCOME = Outcome(
     step=3,
@@ -87,24 +87,6 @@ def test_zero_is_not_minus_zero_and_nan_is_nan():
 def test_two_losses_are_identical_exactly_when_their_bits_are(left, right):
     identical = compare_outcomes(with_loss(OUTCOME, 0, left), with_loss(OUTCOME, 0, right)).identical
     assert identical == (left.hex() == right.hex())
-
-
-def run_of(*losses):
-    return [replace(with_loss(OUTCOME, 0, float(loss)), step=step) for step, loss in enumerate(losses)]
-
-
-def test_the_first_step_that_differs_is_found():
-    comparison = compare_runs(run_of(1, 2, 3, 4), run_of(1, 2, 30, 40))
-    assert comparison.first_different.step == 2
-    assert [step.identical for step in comparison.steps] == [True, True, False, False]
-    assert not comparison.identical
-    assert compare_runs(run_of(1, 2), run_of(1, 2)).identical
-    assert compare_runs(run_of(1, 2), run_of(1, 2)).first_different is None
-
-
-def test_a_step_on_one_side_only_is_not_identical():
-    comparison = compare_runs(run_of(1, 2, 3), run_of(1, 2))
-    assert (comparison.identical, comparison.missing, comparison.first_different) == (False, (2,), None)
 
 
 def test_config_environment_and_model_differences_come_by_name():

@@ -16,6 +16,7 @@ from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from recorder.environment import environment
 from replayer.diff import diff_records
+from replayer.layers import compare_calls, trace_layers
 from replayer.request import Request
 from replayer.run import replay
 
@@ -211,3 +212,29 @@ def test_code_that_no_record_knows_of_is_not_taken_for_noise(recorded, tmp_path,
     report = diff(recorded, rerun(recorded, tmp_path))
     assert (report.step, report.first.stage, report.verdict.cause) == (0, "loss", "unknown")
     assert "is more than the noise of float32" in report.verdict.why
+
+
+def trace(recorded, *observers):
+    """The calls of layers in step 1 of a replay, rank by rank."""
+    traces = []
+    request = Request(str(recorded), 1, 1)
+    replay(request, [*observers, trace_layers(1, traces.extend)])
+    return traces
+
+
+def test_the_first_layer_that_differs_is_named(recorded):
+    def disturb(record, trainer, request):
+        layer = dict(trainer.actor.model.named_modules())["model.layers.1.mlp.down_proj"]
+
+        def observe(event, **facts):
+            if event == "batch" and facts["step"] == 1:
+                layer.register_forward_hook(lambda module, arguments, result: result * 1.0001)
+
+        return observe
+
+    calls = trace(recorded)
+    report = compare_calls(1, calls, trace(recorded, disturb))
+    assert (report.name, report.input_differs, report.rank) == ("model.layers.1.mlp.down_proj", False, 0)
+    same = compare_calls(1, calls, trace(recorded))
+    assert (same.name, same.index, same.num_calls) == (None, len(calls[0]), len(calls[0]))
+    assert len(calls[0]) > 100

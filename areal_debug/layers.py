@@ -1,0 +1,31 @@
+"""Runs one step of two records again, each on ranks of its own, and compares what every layer gave."""
+
+from typing import TYPE_CHECKING
+
+from areal_debug.replay_ranks import report_of_ranks
+from replayer.before import check_model, step_range
+from replayer.request import Request, request_text
+
+if TYPE_CHECKING:
+    from recorder import Record
+    from replayer.layers import Call, LayersReport
+
+
+def trace_both(left: "Record", right: "Record", step: int, model: str | None) -> "LayersReport":
+    """The first layer that differs in a step of two records. Raises ReplayError, WrongModel; ends the command when a replay fails."""
+    from replayer.layers import compare_calls
+
+    return compare_calls(step, trace(left, step, model), trace(right, step, model))
+
+
+def trace(record: "Record", step: int, model: str | None) -> "list[list[Call]]":
+    """The calls of every rank in a step."""
+    from replayer.layers import Call
+
+    step_range(record, step, step)
+    check_model(record, model or record.header.config["actor"]["path"], step)
+    request = Request(record.path, step, step, model)
+    report = report_of_ranks(
+        ["-m", "areal_debug.layers_rank", request_text(request)], record.header.num_ranks, quiet=True
+    )
+    return [[Call(**call) for call in calls] for calls in report["calls"]]

@@ -1,0 +1,364 @@
+"""Two scripted records, changed in one place: what `diff` and `bisect-step` say, and how much they read for it."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from recorder import Recording, RecordingOptions, RecordWriter, open_record
+from recorder.difference import Difference
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
+from replayer.bisect_step import bisect_steps, first_true
+from replayer.compare import HeaderComparison
+from replayer.diff import acts_from, diff_records, find_context, judge, settle_stage
+from replayer.errors import ReplayError
+from replayer.stages import StageDifference
+
+LENGTHS = [3, 8, 6, 4]
+UPDATE = {"grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
+
+
+class Script:
+    """One step of a record: change a member, record it, compare."""
+
+    def __init__(self, step):
+        self.batch = scripted_batch(LENGTHS, seed=step)
+        self.learning = scripted_learning(self.batch)
+        self.losses = [0.5, 0.25]
+        self.updates = [dict(UPDATE), dict(UPDATE)]
+        self.stats = {"ppo_actor/advantages/avg": 0.125, "timeperf/step": 1.0}
+        self.weights = {"embed": f"{step:08x}", "head": f"{step + 1:08x}"}
+
+
+def record(folder, num_steps=3, change=lambda step, script: None, header=SCRIPTED_HEADER, scope="full"):
+    recording = Recording(scope)
+    writer = RecordWriter(folder, options=RecordingOptions(recording))
+    folder.mkdir(parents=True)
+    write_header(folder, replace(header, recording=recording))
+    for step in range(num_steps):
+        script = Script(step)
+        change(step, script)
+        writer("batch", step=step, version=step, batch=script.batch, rng={})
+        writer("advantages", step=step, inputs=script.batch | script.learning)
+        for minibatch, loss in enumerate(script.losses):
+            writer(
+                "micro_batch",
+                step=step,
+                minibatch=minibatch,
+                micro_batch=0,
+                rows=[0, 1],
+                num_tokens=21,
+                loss=loss,
+                weight=4.0,
+            )
+            if scope == "full":
+                writer("checksums", step=step, of="gradients", values={"embed": "0", "head": str(loss)})
+                writer("checksums", step=step, of="weights", values=script.weights)
+        plan = {"minibatches": script.updates}
+        writer("step", step=step, version=step + 1, plan=plan, stats=script.stats, checksums=script.weights)
+    return open_record(folder)
+
+
+def compare(tmp_path, change, at=1, **options):
+    """The report on two records of which the right one is changed in one step."""
+    left = record(tmp_path / "left", **options)
+    right = record(
+        tmp_path / "right", change=lambda step, script: change(script) if step == at else None, **options
+    )
+    return diff_records(left, right)
+
+
+def test_two_records_of_the_same_run_are_the_same_whatever_the_clock_said(tmp_path):
+    def slower(script):
+        script.stats["timeperf/step"] = 9.0
+
+    report = compare(tmp_path, slower)
+    assert (report.same, report.num_compared, report.differences, report.verdict) == (True, 3, (), None)
+
+
+def test_a_changed_logprob_is_named_by_row_and_token(tmp_path):
+    def change(script):
+        script.batch["logprobs"][1, 5] -= np.float32(0.5)
+
+    report = compare(tmp_path, change)
+    first = report.first
+    assert (report.step, first.stage, first.name, first.num_different, first.num_compared) == (
+        1,
+        "batch",
+        "logprobs",
+        1,
+        21,
+    )
+    place = first.place
+    assert (place.rank, place.row, place.prompt_id, place.sample_id, place.token) == (0, 1, 0, 1, 5)
+    assert first.largest == pytest.approx(0.5)
+    assert report.verdict.cause == "input"
+    assert report.num_compared == 2
+
+
+def test_the_stages_are_told_in_the_order_of_the_step(tmp_path):
+    def change(script):
+        script.learning["prox_logp"][2, 3] += np.float32(0.001)
+        script.learning["advantages"][2, 3] += np.float32(0.1)
+        script.losses[0] = 0.5001
+        script.updates[0]["grad_norm"] = (1.75).hex()
+        script.weights["head"] = "ffffffff"
+
+    report = compare(tmp_path, change)
+    stages = [difference.stage for difference in report.differences]
+    assert stages[:3] == ["logprobs", "advantages", "loss"]
+    assert [name for name, after in zip(stages, ["", *stages], strict=False) if name != after] == [
+        *("logprobs", "advantages", "loss", "gradient", "weights")
+    ]
+    gradients = [d for d in report.differences if d.stage == "gradient"]
+    assert [(d.name, d.minibatch) for d in gradients] == [("grad_norm", 0), ("head", 0)]
+
+
+def test_a_smaller_scope_has_statistics_in_place_of_advantages_and_says_what_it_cannot_tell(tmp_path):
+    def change(script):
+        script.stats["ppo_actor/advantages/avg"] = 0.25
+
+    report = compare(tmp_path, change, scope="plan")
+    assert (report.first.stage, report.first.name) == ("advantages", "statistic ppo_actor/advantages/avg")
+    assert report.not_compared == ("logprobs", "advantages")
+
+
+def test_batches_alone_can_be_compared(tmp_path):
+    def change(script):
+        script.batch["rewards"][3] = 0.75
+
+    report = compare(tmp_path, change, scope="rollout")
+    assert (report.step, report.first.name, report.first.place.row) == (1, "rewards", 3)
+    assert report.not_compared == ("logprobs", "advantages", "loss", "gradient", "weights")
+
+
+def test_rows_are_matched_by_name_and_not_by_position(tmp_path):
+    def swap(script):
+        for key, array in script.batch.items():
+            script.batch[key] = array[[0, 2, 1, 3]]
+        script.learning = scripted_learning(script.batch)
+
+    report = compare(tmp_path, swap)
+    first = report.first
+    assert (first.name, first.left, first.right, first.num_different) == ("order of rows", (0, 1), (1, 0), 2)
+    assert [difference.stage for difference in report.differences] == ["batch"]
+
+
+def test_a_row_that_is_missing_is_named_and_the_others_are_still_compared(tmp_path):
+    def drop(script):
+        for key, array in script.batch.items():
+            script.batch[key] = array[[0, 1, 3]]
+        script.learning = scripted_learning(script.batch)
+
+    report = compare(tmp_path, drop)
+    first = report.first
+    assert (first.name, first.left, first.right) == ("rows", "present", None)
+    assert (first.place.prompt_id, first.place.sample_id) == (1, 0)
+    assert [difference.name for difference in report.differences] == ["rows"]
+    assert report.verdict.why == "one side lacks rows that the other trained on"
+
+
+def test_zero_is_not_minus_zero(tmp_path):
+    def change(script):
+        script.learning["advantages"][0, 0] = -0.0
+
+    report = compare(tmp_path, change)
+    assert (report.first.name, report.first.largest) == ("advantages", 0.0)
+
+
+def test_the_same_rows_on_other_ranks_are_the_same_step(tmp_path):
+    one, script = record(tmp_path / "one", num_steps=1, scope="plan"), Script(0)
+    folder = tmp_path / "two"
+    writers = [RecordWriter(folder, rank, 2, gather) for rank, gather in enumerate(gatherers(2))]
+    folder.mkdir()
+    write_header(folder, replace(SCRIPTED_HEADER, num_ranks=2))
+
+    def run_rank(rank):
+        half = slice(2 * rank, 2 * rank + 2)
+        writer, plan = writers[rank], {"minibatches": script.updates}
+        writer(
+            "batch",
+            step=0,
+            version=0,
+            rng={},
+            batch={key: array[half] for key, array in script.batch.items()},
+        )
+        writer("step", step=0, version=1, plan=plan, stats=script.stats, checksums=script.weights)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run_rank, (0, 1)))
+    report = diff_records(one, open_record(folder))
+    assert (report.same, report.num_compared) == (True, 1)
+
+
+def test_records_without_a_common_step_and_absent_steps_are_refused(tmp_path):
+    left, right = record(tmp_path / "left", num_steps=2), record(tmp_path / "right", num_steps=0)
+    with pytest.raises(ReplayError, match="have no step in common"):
+        diff_records(left, right)
+    with pytest.raises(ReplayError, match="have no step in common"):
+        bisect_steps(left, right)
+    with pytest.raises(ValueError, match="step 7 is not recorded"):
+        diff_records(left, left, step=7)
+
+
+@pytest.mark.parametrize(
+    ("option", "stage"),
+    [
+        ("seed", "batch"),
+        ("gconfig.temperature", "batch"),
+        ("actor.dtype", "batch"),
+        ("ref.path", "logprobs"),
+        ("actor.kl_ctl", "advantages"),
+        ("actor.eps_clip_higher", "loss"),
+        ("actor.optimizer.lr", "weights"),
+    ],
+)
+def test_an_option_acts_from_its_stage_on(option, stage):
+    assert acts_from(option) == stage
+
+
+def found(stage, **members):
+    return StageDifference(stage, "x", 1.0, 1.0, **members)
+
+
+def header(*options, environment=(), model=()):
+    config = tuple(Difference(name, 1, 2) for name in options)
+    return HeaderComparison(config, tuple(Difference(name, 1, 2) for name in environment), model)
+
+
+def test_an_option_that_acts_later_cannot_explain_what_differs_earlier():
+    config = {"actor": {"dtype": "float32"}}
+    assert judge(found("batch"), header("actor.optimizer.lr"), config).cause == "input"
+    assert judge(found("weights"), header("actor.optimizer.lr", "seed"), config).reasons[0].where == (
+        "actor.optimizer.lr"
+    )
+    assert judge(found("loss"), header("actor.kl_ctl"), config).cause == "configuration"
+
+
+def test_the_environment_explains_numbers_but_not_which_rows_there_are():
+    config = {"actor": {"dtype": "float32"}}
+    other_cpu = header(environment=("cpu",))
+    assert judge(found("logprobs"), other_cpu, config).cause == "environment"
+    assert judge(replace(found("batch"), name="rows"), other_cpu, config).cause == "input"
+    assert (
+        judge(replace(found("batch"), name="rewards"), header(environment=("code.commit",)), config).cause
+        == "environment"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "cause"),
+    [
+        ("float32", 1e-6, "kernel noise"),
+        ("float32", 1e-3, "unknown"),
+        ("bfloat16", 1e-3, "kernel noise"),
+        ("float32", None, "kernel noise"),
+    ],
+)
+def test_noise_is_what_the_precision_explains(dtype, largest, cause):
+    assert judge(found("logprobs", largest=largest), header(), {"actor": {"dtype": dtype}}).cause == cause
+
+
+def test_a_later_loss_stands_for_weights_when_only_the_optimizer_was_set_differently():
+    differences = (found("loss", minibatch=1), found("weights"))
+    assert settle_stage(differences, header("actor.optimizer.weight_decay"))[0].stage == "weights"
+    assert settle_stage(differences, header("actor.eps_clip"))[0].stage == "loss"
+    assert settle_stage((found("loss", minibatch=0),), header("actor.optimizer.eps"))[0].stage == "loss"
+
+
+def test_the_context_of_what_was_learned_is_the_next_token(tmp_path):
+    left = record(tmp_path / "left", num_steps=1)
+    place = diff_records(
+        left,
+        record(tmp_path / "right", num_steps=1, change=lambda step, s: nudge(s.learning["advantages"], 1, 3)),
+    ).first
+    context = find_context(left, left, 0, place, width=2)
+    ids = left.step(0).rows(0, 1)["input_ids"].tolist()
+    assert context.left == tuple(ids[2:5])
+    assert (context.left[context.at], place.place.token) == (ids[4], 3)
+
+
+def nudge(array, *index):
+    array[index] += np.float32(0.01)
+
+
+def part_at(step):
+    def change(number, script):
+        if number >= step:
+            script.weights["head"] = f"{number + 77:08x}"
+
+    return change
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 12])
+def test_the_first_step_with_other_weights_is_found_by_a_few_looks(tmp_path, step):
+    left = record(tmp_path / "left", num_steps=13)
+    found = bisect_steps(left, record(tmp_path / "right", num_steps=13, change=part_at(step)))
+    assert (found.step, found.last_same) == (step, step - 1 if step else None)
+    assert found.num_read <= 5
+
+
+def test_weights_that_never_part_take_one_look(tmp_path):
+    left, right = record(tmp_path / "left"), record(tmp_path / "right")
+    found = bisect_steps(left, right)
+    assert (found.step, found.last_same, found.num_read) == (None, 2, 1)
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_binary_search_finds_the_first(first):
+    assert first_true(8, lambda index: index >= first) == first
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def test_the_commands_say_it_in_words_and_as_json_and_end_with_the_code_of_diff(tmp_path):
+    same, left = tmp_path / "same", tmp_path / "left"
+    record(same)
+    record(left)
+    record(tmp_path / "right", change=part_at(1))
+    result = run("diff", left, same)
+    assert result.exit_code == 0
+    assert "Same: 3 steps compared, every bit alike." in result.output
+    result = run("diff", left, tmp_path / "right")
+    assert result.exit_code == 1
+    assert "step 1 is the first that differs, and weights its first stage" in result.output
+    assert "head, minibatch 0: 00000002 in A, 0000004e in B; 1 of 2 differ" in result.output
+    facts = json.loads(run("diff", left, tmp_path / "right", "--json").output)
+    assert (facts["same"], facts["step"], facts["stage"]) == (False, 1, "weights")
+    assert facts["verdict"]["cause"] == "kernel noise"
+    result = run("bisect-step", left, tmp_path / "right")
+    assert result.exit_code == 1
+    assert "The weights differ after step 1; they were the same after step 0." in result.output
+    facts = json.loads(run("bisect-step", left, tmp_path / "right", "--json").output)
+    assert (facts["step"], facts["last_same"], facts["diff"]["stage"]) == (1, 0, "weights")
+    assert run("bisect-step", left, same).exit_code == 0
+
+
+def test_misuse_is_one_sentence_and_code_2(tmp_path):
+    record(tmp_path / "left")
+    record(tmp_path / "rollout", scope="rollout")
+    for arguments, words in (
+        (("diff", tmp_path / "left", tmp_path / "nothing"), "does not exist"),
+        (("diff", tmp_path / "left", tmp_path / "left", "--step", 9), "step 9 is not recorded"),
+        (("bisect-step", tmp_path / "left", tmp_path / "rollout"), "debug.dump_scope=plan"),
+    ):
+        result = run(*arguments)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
+        assert words in result.stderr
+
+
+def test_damage_is_code_1(tmp_path):
+    record(tmp_path / "left")
+    record(tmp_path / "right")
+    file = tmp_path / "right/steps/000001/step.json"
+    file.write_bytes(file.read_bytes()[:-1])
+    result = run("diff", tmp_path / "left", tmp_path / "right")
+    assert result.exit_code == 1
+    assert "steps/000001/step.json" in result.stderr
