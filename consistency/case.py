@@ -154,6 +154,6 @@ class Case:
     def surprise(self) -> float:
         """Z: how many standard deviations the tokens' surprisal lies above what the trainer's own law expects; 0 +- 1 when it drew them."""
         scores = self.scores
-        usable = np.isfinite(scores.logprob)
+        usable = np.isfinite(scores.logprob) & np.isfinite(scores.entropy)
         expected = (-scores.logprob - scores.entropy)[usable].sum()
         return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))

@@ -14,7 +14,8 @@ from consistency.case import Alternative, Noise, Setting
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
 from consistency.engine.reply import Top
 from consistency.estimators import k3
-from consistency.replay import Replays, replay, select_rows
+from consistency.measure import worst_tokens
+from consistency.replay import Replays, replay, select_rows, spread_rows
 from consistency.rescoring import Rescoring
 from consistency.score import Progress, Question, Scorer, Scores, load_scorer, load_scores, save_scores, score
 from consistency.source import Sampled, concatenate, setting_of
@@ -23,6 +24,9 @@ from recorder.environment import folder_identity
 from recorder.sealed import checksum
 
 TOP_K = 5
+# Entropy, rank and the likeliest tokens are asked of so many tokens a part, and of the worst ones.
+TOKENS_IN_DETAIL = 20_000
+MOST_WORST = 30
 SURE = 0.85
 # Two kernels that both round differ by more than one that rounds from one that does not: sqrt(2), and some.
 NOISE_MARGIN = 1.6
@@ -103,6 +107,7 @@ def check(
         if look is other_dtype:
             setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
         found = judge(setting, alternatives=given)
+    detail_worst(scorer, sequences, scores, found, temperature)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops)
 
 
@@ -150,7 +155,10 @@ def score_part(
     """Scores of one part, from disk where an earlier attempt finished them."""
 
     def scored() -> Scores:
-        return score(scorer, sequences, temperature=temperature, top_k=TOP_K, progress=progress)
+        rows = spread_rows(sequences, TOKENS_IN_DETAIL)
+        return score(
+            scorer, sequences, temperature=temperature, top_k=TOP_K, detailed_rows=rows, progress=progress
+        )
 
     if request.scores_folder is None:
         return scored()
@@ -167,6 +175,21 @@ def score_part(
     if not file.exists():
         save_scores(file, question, scored())
     return load_scores(file, question)
+
+
+def detail_worst(
+    scorer: Scorer, sequences: Sequences, scores: Scores, found: Diagnosis, temperature: float
+) -> None:
+    """Ask in detail about the rows of the worst tokens, where it was not done, and write it into `scores`."""
+    row_of_place = sequences.row_of_token[sequences.scored]
+    worst = found.table.index[worst_tokens(found.table, MOST_WORST)]
+    rows = np.unique(row_of_place[worst[scores.rank[worst] < 0]])
+    if len(rows):
+        places = np.flatnonzero(np.isin(row_of_place, rows))
+        detailed = score(scorer, select_rows(sequences, rows), temperature=temperature, top_k=TOP_K)
+        for name, values in vars(detailed).items():
+            if name != "logprob":
+                getattr(scores, name)[places] = values
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:

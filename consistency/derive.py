@@ -25,7 +25,7 @@ def with_derived(
         Prediction("R07", "constant", offset, base + offset),
         Prediction("R08", "logarithms to base 2", 1 / np.log(2), base / np.log(2)),
         Prediction("R08", "logarithms to base 10", 1 / np.log(10), base / np.log(10)),
-        Prediction("R09", "likeliest token", 0.0, scores.largest[replays.sample]),
+        Prediction("R09", "likeliest token", 0.0, replays.largest),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
         paired_otherwise(engine, base, row),
         *(Prediction(a.cause, a.name, 0.0, a.logprobs) for a in alternatives),

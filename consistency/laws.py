@@ -57,6 +57,11 @@ def as_is(rows: Rows) -> Tensor:
     return normalised(rows.scaled)
 
 
+def likeliest(rows: Rows) -> Tensor:
+    """R09: the largest logprob in place of every token's own."""
+    return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
+
+
 def at_temperature(rows: Rows, temperature: float) -> Tensor:
     """Another temperature."""
     return normalised(rows.logits / temperature)

@@ -89,13 +89,10 @@ def families(eos_token_id: int | None) -> list[Family]:
 
 
 def take_sample(scorer: Scorer, sequences: Sequences) -> Sample:
-    """Rows evenly spread over the batch, until there are tokens enough."""
+    """The tokens of some rows, with what predicts them."""
     limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
     row_of_place = sequences.row_of_token[sequences.scored]
-    counts = np.bincount(row_of_place, minlength=sequences.num_rows)
-    spread = np.argsort((np.arange(sequences.num_rows) * 0.618034) % 1.0, kind="stable")
-    taken = spread[np.concatenate([[True], np.cumsum(counts[spread])[:-1] < limit])]
-    rows = np.sort(taken)
+    rows = spread_rows(sequences, limit)
     places = np.flatnonzero(np.isin(row_of_place, rows))
     part = select_rows(sequences, rows)
     hidden = torch.empty(0)
@@ -107,6 +104,14 @@ def take_sample(scorer: Scorer, sequences: Sequences) -> Sample:
     return Sample(
         rows, places, tokens, hidden, torch.as_tensor(sequences.input_ids[tokens], device=scorer.device)
     )
+
+
+def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
+    """Rows evenly spread over the batch, until they hold so many scored tokens; ascending."""
+    row_of_place = sequences.row_of_token[sequences.scored]
+    counts = np.bincount(row_of_place, minlength=sequences.num_rows)
+    spread = np.argsort((np.arange(sequences.num_rows) * 0.618034) % 1.0, kind="stable")
+    return np.sort(spread[np.concatenate([[True], np.cumsum(counts[spread])[:-1] < num_tokens])])
 
 
 def tokens_within(logits: int, vocabulary_size: int) -> int:
@@ -201,7 +206,7 @@ class Replays:
     """Every prediction tried; float64 [sample].
 
     `base` is the trainer's own logprob, which also stands in `engine` where that had no usable one; `rounding` is what bfloat16 logits
-    would change.
+    would change; `largest` the logprob of the likeliest token.
     """
 
     rows: Ints
@@ -209,13 +214,15 @@ class Replays:
     engine: Floats
     base: Floats
     rounding: Floats
+    largest: Floats
     predictions: tuple[Prediction, ...]
 
 
 def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
     """Try every law on a part of the sample, those that do any good on all of it, and finer steps around what fits best."""
     sample = take_sample(scorer, sequences)
-    base, rounded = evaluate(scorer, sequences, sample, temperature, [laws.as_is, laws.bfloat16_logits])
+    own = [laws.as_is, laws.bfloat16_logits, laws.likeliest]
+    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, own)
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
     def predict(
@@ -233,7 +240,7 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
         predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
-    return Replays(sample.rows, sample.places, engine, base, rounded - base, tuple(predictions))
+    return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
 
 
 def does_good(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:

@@ -28,6 +28,7 @@ Progress = Callable[[int], None]
 class Scores:
     """One value a scored token, [n], in the order of `Sequences.scored`, all under softmax(logits / temperature).
 
+    Tokens of rows that were not asked about in detail have a `logprob` alone: the rest is NaN there, and `rank` -1.
     `logprob`; `entropy` and `variance` of the logprob of a token drawn from the distribution; `rank`, the number of likelier tokens, and
     `mass_before`, their probability; `largest`, the logprob of the likeliest token; `top_ids` and `top_logprobs` [n, k].
     """
@@ -46,10 +47,9 @@ class Scores:
         """Room for so many tokens."""
         column = [np.full(num_tokens, np.nan) for _ in range(5)]
         logprob, entropy, variance, mass_before, largest = column
-        rank, top_ids = np.zeros(num_tokens, np.int64), np.zeros((num_tokens, top_k), np.int64)
-        return cls(
-            logprob, entropy, variance, rank, mass_before, largest, top_ids, np.zeros((num_tokens, top_k))
-        )
+        rank, top_ids = np.full(num_tokens, -1), np.zeros((num_tokens, top_k), np.int64)
+        top_logprobs = np.full((num_tokens, top_k), np.nan)
+        return cls(logprob, entropy, variance, rank, mass_before, largest, top_ids, top_logprobs)
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def score(
     temperature: float = 1.0,
     top_k: int = 5,
     tokens_per_pass: int = TOKENS_PER_PASS,
+    detailed_rows: Ints | None = None,
     progress: Progress = lambda num_tokens: None,
 ) -> Scores:
     """Score every token that was sampled.
@@ -123,17 +124,26 @@ def score(
         temperature: divides the logits.
         top_k: the likeliest tokens to keep, at most the vocabulary.
         tokens_per_pass: tokens of one forward pass, and at least the longest row.
+        detailed_rows: the rows of whose tokens more than the logprob is wanted, which costs as much again as the
+            logprob; all unless given.
         progress: is told the tokens of each finished pass.
     """
     top_k = min(top_k, scorer.head.vocabulary_size)
     result = Scores.empty(len(sequences.scored), top_k)
+    row_of_place = sequences.row_of_token[sequences.scored]
+    is_detailed = np.ones(len(row_of_place), bool)
+    if detailed_rows is not None:
+        is_detailed = np.isin(row_of_place, detailed_rows)
+    size = scorer.head.rows_at_a_time(scorer.device)
     for places, hidden, labels, num_tokens in predictors(scorer, sequences, tokens_per_pass):
-        size = scorer.head.rows_at_a_time(scorer.device)
-        for begin in range(0, len(places), size):
-            rows = slice(begin, begin + size)
-            logits = scorer.head.cap(scorer.head.uncapped(hidden[rows]))
-            for name, values in score_logits(logits, labels[rows], temperature, top_k).items():
-                getattr(result, name)[places[rows]] = values.cpu().numpy()
+        for in_detail in (True, False):
+            wanted = np.flatnonzero(is_detailed[places] == in_detail)
+            for begin in range(0, len(wanted), size):
+                rows = torch.as_tensor(wanted[begin : begin + size], device=hidden.device)
+                logits = scorer.head.cap(scorer.head.uncapped(hidden[rows]))
+                told = score_logits(logits, labels[rows], temperature, top_k if in_detail else None)
+                for name, values in told.items():
+                    getattr(result, name)[places[wanted[begin : begin + size]]] = values.cpu().numpy()
         progress(num_tokens)
     return result
 
@@ -172,12 +182,14 @@ def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Te
     return hidden
 
 
-def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int) -> dict[str, Tensor]:
-    """The fields of `Scores` for a few rows; `logits` float32 [rows, vocab] is overwritten."""
+def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int | None) -> dict[str, Tensor]:
+    """The fields of `Scores` for a few rows, `logprob` alone where `top_k` is None; `logits` float32 [rows, vocab] is overwritten."""
     if temperature != 1.0:
         logits = logits.div_(temperature)
     shifted = logits.sub_(logits.amax(1, keepdim=True))
     at_label = shifted.gather(1, labels[:, None])  # [rows, 1]
+    if top_k is None:
+        return {"logprob": at_label[:, 0] - shifted.exp_().sum(1).log()}
     likelier = shifted > at_label
     top = shifted.topk(top_k, dim=1)
     weights = shifted.exp()

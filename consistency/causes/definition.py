@@ -25,7 +25,9 @@ def replayed(found: Explanation) -> str:
     """The evidence of a replay in words."""
     p = found.prediction
     value = f" {p.parameter:g}" if p.parameter else ""
-    return f"replaying {p.name}{value} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
+    return (
+        f"replaying {p.name}{value} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
+    )
 
 
 def temperature_differs(case: Case) -> Finding | None:
@@ -108,7 +110,7 @@ def drawn_from_truncation(case: Case) -> Finding | None:
         0.95,
         f"the tokens are {nats:.0f} nats likelier under {law.name} {law.parameter:g} than under the trainer (Z = {case.surprise:+.1f}), "
         f"though the logprobs agree (mean |D| {case.mean_abs:.2g}); highest rank {case.scores.rank.max()}, "
-        f"most mass before a token {case.scores.mass_before.max():.3f}",
+        f"most mass before a token {np.nanmax(case.scores.mass_before):.3f}",
         f"sample without {law.name}: Z must come within +-3",
         "sample with top_p 1, top_k -1, min_p 0, or weigh the loss by the mass that was kept; metrics of logprobs cannot see this",
     )
@@ -212,7 +214,8 @@ def wrong_token(case: Case) -> Finding | None:
     found = explained(case, "R09")
     if found is None:
         return None
-    argmax = float(np.mean(case.scores.rank == 0))
+    rank = case.scores.rank
+    argmax = float(np.mean(rank[rank >= 0] == 0))
     return Finding(
         "R09",
         "logprob of the likeliest token",

@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from consistency import score as scoring
 from consistency.errors import StaleScores
 from consistency.score import Question, load_scorer, load_scores, save_scores, score, scorer_of
+from consistency.testing import FaultyEngine, sample_rows
 from consistency.tokens import Sequences
+
+from .models import peaked_model
 
 
 def some_sequences(vocabulary_size: int, lengths=(7, 30, 2, 19, 1), seed: int = 0) -> Sequences:
@@ -107,3 +110,17 @@ def test_saved_scores_come_back_for_the_same_question_only(tiny_model, tmp_path)
     )
     with pytest.raises(StaleScores, match=r"temperature=1\.0 \(now temperature=0\.5\)"):
         load_scores(tmp_path / "step.npz", Question("model", "float32", 0.5, 5, "tokens"))
+
+
+def test_rows_without_detail_have_the_same_logprobs_and_nothing_else():
+    scorer = scorer_of(peaked_model(0))
+    prompts = torch.arange(3, 51).reshape(4, 12)
+    sequences = sample_rows(FaultyEngine(scorer), prompts, 10, seed=0)
+    whole, part = score(scorer, sequences), score(scorer, sequences, detailed_rows=np.array([1, 3]))
+    np.testing.assert_array_equal(part.logprob, whole.logprob)
+    row = sequences.row_of_token[sequences.scored]
+    detailed = np.isin(row, [1, 3])
+    np.testing.assert_array_equal(part.entropy[detailed], whole.entropy[detailed])
+    np.testing.assert_array_equal(part.rank[detailed], whole.rank[detailed])
+    assert np.isnan(part.entropy[~detailed]).all()
+    assert (part.rank[~detailed] == -1).all()

@@ -63,7 +63,7 @@ def test_share_that_a_key_explains_is_judged_on_tokens_it_was_not_learned_from()
 @pytest.mark.parametrize(("moves", "mean_abs"), [(0.05, 0.08), (0.005, 0.02)])
 def test_noise_is_the_published_one_or_what_the_model_shows_itself(moves, mean_abs):
     base = np.full(100, -2.0)
-    replays = Replays(np.arange(1), np.arange(100), base, base, base * 0, ())
+    replays = Replays(np.arange(1), np.arange(100), base, base, base * 0, base, ())
     other = Alternative("R38", "scoring in float32", base + moves * np.tile([1, -1], 50))
     assert noise_of_model(NOISE["bfloat16"], other, replays).mean_abs == pytest.approx(mean_abs)
     assert noise_of_model(NOISE["float32"], other, replays) == NOISE["float32"]
