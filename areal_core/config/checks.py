@@ -269,6 +269,7 @@ COUPLINGS = (
     batch_divides_over_ranks,
 )
 PPO_COUPLINGS = (
+    rollout_limits_let_something_run,
     consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,
     groups_have_n_samples,

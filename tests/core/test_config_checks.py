@@ -92,6 +92,12 @@ def test_sound_config_passes_without_notes():
         ({"rollout.tokenizer_path": "x", "tokenizer_path": "y"}, ["rollout.tokenizer_path is 'x'", "tokenizer_path is 'y'"]),
         ({"actor.kl_estimator": "k4"}, ["actor.kl_estimator is 'k4'", "'k1', 'k2', 'k3'"]),
         ({"actor.reward_norm": NormConfig(mean_level="row")}, ["actor.reward_norm.mean_level is 'row'"]),
+        ({"rollout.max_head_offpolicyness": -1}, ["rollout.max_head_offpolicyness is -1"]),
+        ({"rollout.max_failures": -1}, ["rollout.max_failures is -1"]),
+        ({"rollout.max_concurrent_rollouts": 0}, ["rollout.max_concurrent_rollouts is 0"]),
+        ({"async_training": False, "rollout.max_head_offpolicyness": 2}, ["async_training is False", "max_head_offpolicyness is 2"]),
+        ({"actor.dynamic_sampling": True, "gconfig.n_samples": 1, "actor.reward_norm": None},
+         ["actor.dynamic_sampling is True", "gconfig.n_samples is 1"]),
         ({"device": "tpu"}, ["device is 'tpu'", "'auto', 'cpu', 'cuda'"]),
     ],
 )  # fmt: skip

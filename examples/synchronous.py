@@ -1,0 +1,29 @@
+"""GSM8K in lockstep: every sample is of the weights that train on it, so that no correction for age is needed. Validates as it goes.
+
+    areal-debug train examples/synchronous.py --config examples/synchronous.yaml --dump-rollout
+
+The place to start when a run does not learn: if it does not learn here either, staleness is not the cause.
+"""
+
+import sys
+
+from transformers import AutoTokenizer
+
+from areal_core.config import GRPOConfig
+from areal_core.dataset import get_dataset
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import wire
+
+
+def main(argv: list[str]) -> None:
+    config, hooks = wire(argv, GRPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    train_dataset = get_dataset(config.train_dataset, tokenizer=tokenizer)
+    valid_dataset = get_dataset(config.valid_dataset, tokenizer=tokenizer)
+    with PPOTrainer(config, train_dataset, valid_dataset, **hooks) as trainer:
+        # Validation takes the same workflow, with eval_gconfig.
+        trainer.train(workflow_kwargs={"reward_fn": "areal_core.reward.gsm8k_reward_fn"})
+
+
+if __name__ == "__main__":
+    main(sys.argv)
