@@ -1,0 +1,179 @@
+"""Checksums of pushed weights: equal to SGLang's own, laid out as its servers hold tensors, and a difference is named."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_core.rollout.errors import MalformedReply, PushFailed
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.weight_check import WeightCheck
+from areal_core.rollout.weight_checksums import (
+    ExpectedWeights,
+    HeldWeights,
+    parse_checksums,
+    parts_of,
+    sha256_of,
+    words_hash,
+)
+from areal_core.rollout.weight_push import DiskPush
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+Q, K, V = (QKV.replace("qkv", part) for part in "qkv")
+
+
+def random_tensor(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_a_cpu_server_hashes_the_bytes_with_sha256():
+    assert sha256_of(torch.tensor([1.0, -2.0])) == hashlib.sha256(b"\0\0\x80\x3f\0\0\0\xc0").hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "expected"),
+    [
+        (1, torch.float32, "1f2f5250e8187466"),
+        (5, torch.bfloat16, "b7957d09e9c9e6a0"),  # half a word is padded
+        (8192, torch.float32, "d1d0d9059c7936ef"),  # a whole tile
+        (20001, torch.bfloat16, "885cdd61430b9928"),
+        (50000, torch.float32, "858a7df008b424e0"),
+    ],
+)
+def test_a_gpu_servers_hash_is_that_of_sglangs_kernel(size, dtype, expected):
+    """The values are those of SGLang 0.5.23's kernel, run by Triton's interpreter."""
+    assert words_hash(random_tensor(size, seed=size, dtype=dtype)) == expected
+
+
+def test_the_gpu_hash_does_not_depend_on_how_the_tensor_is_cut_for_it(monkeypatch):
+    tensor = random_tensor(100_000)
+    whole = words_hash(tensor)
+    monkeypatch.setattr("areal_core.rollout.weight_checksums.CHUNK_TILES", 1)
+    assert words_hash(tensor) == whole
+
+
+def test_fused_parameters_are_known_by_their_parts():
+    assert parts_of(QKV) == (Q, K, V)
+    assert parts_of("model.layers.3.mlp.gate_up_proj.weight") == (
+        "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.3.mlp.up_proj.weight",
+    )
+    assert parts_of("model.norm.weight") == ("model.norm.weight",)
+
+
+def expectation(names, weights, dtype=torch.float32) -> ExpectedWeights:
+    expected = ExpectedWeights(names, sha256_of, dtype)
+    assert [name for name, _ in expected.watch(weights.items())] == list(weights)
+    return expected
+
+
+def test_parts_are_joined_in_the_servers_order_whatever_order_they_come_in():
+    weights = {V: random_tensor(2, 4, seed=1), Q: random_tensor(4, 4, seed=2), K: random_tensor(2, 4, seed=3)}
+    held = HeldWeights({QKV: [sha256_of(torch.cat([weights[Q], weights[K], weights[V]]))]}, is_sharded=False)
+    assert expectation([QKV], weights).compare(held).differ == []
+    short = {**weights, K: weights[K][:-1]}
+    assert expectation([QKV], short).compare(held).differ == [QKV]
+
+
+def test_the_vocabulary_may_be_padded_with_rows_of_zeros_but_with_nothing_else():
+    name = "model.embed_tokens.weight"
+    embedding = random_tensor(105, 4)
+    expected = expectation([name], {name: embedding})
+    for rows, differs in ((torch.zeros(23, 4), False), (torch.ones(23, 4), True), (torch.zeros(0, 4), False)):
+        held = HeldWeights({name: [sha256_of(torch.cat([embedding, rows]))]}, is_sharded=False)
+        assert bool(expected.compare(held).differ) == differs
+
+
+def test_weights_are_compared_in_the_servers_dtype():
+    weights = {"norm": random_tensor(8)}
+    held = HeldWeights({"norm": [sha256_of(weights["norm"].bfloat16())]}, is_sharded=False)
+    assert expectation(["norm"], weights, torch.bfloat16).compare(held).differ == []
+    assert expectation(["norm"], weights, None).compare(held).differ == []  # "auto": one of the two
+    assert expectation(["norm"], weights, torch.float32).compare(held).differ == ["norm"]
+
+
+def test_what_cannot_be_compared_is_named_and_is_no_difference():
+    expected = expectation(["norm", "experts.w13_weight"], {"norm": torch.ones(2), "extra": torch.ones(2)})
+    checksums = {
+        "norm": [sha256_of(torch.ones(2))],
+        "experts.w13_weight": ["0"],
+        "rotary_emb.cos_sin_cache": ["1"],
+    }
+    found = expected.compare(HeldWeights(checksums, is_sharded=False))
+    assert (found.differ, found.not_compared) == ([], ["extra", "experts.w13_weight"])
+    found = expected.compare(HeldWeights(checksums, is_sharded=True))
+    assert (found.differ, found.not_compared) == ([], ["norm", "experts.w13_weight"])
+
+
+def checker_reply(checksums: dict[str, str], tp_size: int = 1) -> dict:
+    return {"success": True, "ranks": [{"checksums": checksums, "parallelism_info": [{"tp_size": tp_size}]}]}
+
+
+def test_a_reply_is_parsed_or_its_lack_is_named():
+    assert parse_checksums(json.dumps(checker_reply({"a": "1"}, 2))) == HeldWeights(
+        {"a": ["1"]}, is_sharded=True
+    )
+    with pytest.raises(MalformedReply, match="'ranks'"):
+        parse_checksums('{"success": true}')
+
+
+# ---- the check around a push
+
+
+@pytest.fixture
+def push_to(start_fake, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    pools = []
+
+    def make(checksums: dict[str, str], every: int = 1, refuse: tuple[int, dict] | None = None):
+        fake = start_fake()
+        fake.refuse["/weights_checker"] = refuse or (200, checker_reply(checksums))
+        pools.append(ServerPool([fake.server]))
+        return fake, DiskPush(pools[-1], tmp_path / "push", tmp_path / "model", check=WeightCheck(every))
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+WEIGHTS = {Q: torch.ones(2, 2), K: torch.ones(2, 2), V: torch.ones(2, 2), "norm": torch.ones(2)}
+HELD = {QKV: sha256_of(torch.ones(6, 2)), "norm": sha256_of(torch.ones(2))}
+
+
+def test_a_difference_fails_the_push_names_the_tensor_and_lets_generation_go_on(push_to):
+    fake, push = push_to({**HELD, QKV: "0123456789abcdef"})
+    with pytest.raises(PushFailed) as failed:
+        push.push(WEIGHTS.items(), 3)
+    assert (
+        f"WeightsDiffer: after the push of version 3 the server at {fake.server.address} holds other weights than the trainer: "
+        f"1 tensor, {QKV} (pushed as q_proj, k_proj, v_proj)"
+    ) in str(failed.value)
+    assert fake.routes()[-1] == "/continue_generation"
+
+
+def test_the_first_push_and_every_kth_after_it_is_checked_while_generation_is_paused(push_to):
+    fake, push = push_to(HELD, every=3)
+    for version in range(1, 6):
+        push.push(WEIGHTS.items(), version)
+    checks = [i for i, route in enumerate(fake.routes()) if route == "/weights_checker"]
+    plain = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    checked = ["/weights_checker", *plain[:2], "/weights_checker", plain[2]]
+    assert fake.routes() == checked + 2 * plain + checked + plain
+    assert len(checks) == 4
+
+
+def test_zero_checks_nothing(push_to):
+    fake, push = push_to({}, every=0)
+    push.push(WEIGHTS.items(), 1)
+    assert "/weights_checker" not in fake.routes()
+
+
+def test_a_server_without_the_route_is_warned_of_once_and_pushed_to(push_to, caplog):
+    fake, push = push_to({}, refuse=(404, {"detail": "Not Found"}))
+    push.push(WEIGHTS.items(), 1)
+    push.push(WEIGHTS.items(), 2)
+    assert sum("pushed weights are not verified" in record.message for record in caplog.records) == 1
+    assert fake.routes().count("/update_weights_from_disk") == 2
