@@ -30,6 +30,8 @@ class PolicyObjective:
     def learning_inputs(self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None) -> Batch:
         """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
 
+        With a reference also `ref_logp` [B, T].
+
         A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
         """
         options = self.options
@@ -57,7 +59,7 @@ class PolicyObjective:
         if options.adv_norm is not None:
             norm = norm_arguments(options.adv_norm, self.sum_over_ranks)
             advantages = normalize_tokens(advantages, mask, group_ids=batch["prompt_id"], **norm)
-        return aligned | {
+        inputs = {
             "logprobs": behaviour,
             "prox_logp": proximal,
             "advantages": advantages,
@@ -65,6 +67,9 @@ class PolicyObjective:
             "kl_rewards": learned.kl_rewards,
             "total_rewards": learned.total_rewards,
         }
+        if reference_logprobs is not None:
+            inputs["ref_logp"] = reference_logprobs
+        return aligned | inputs
 
     def _sequence_rewards(self, batch: Batch) -> Tensor:
         """Shaped and normalised rewards [B]."""
