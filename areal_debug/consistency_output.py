@@ -117,12 +117,18 @@ def print_finding(out: Console, finding: Finding) -> None:
 
 
 def print_answers(
-    out: Console, num_prompts: int, engine_right: int, model_right: int, identical: int
+    out: Console,
+    num_prompts: int,
+    engine_right: int,
+    model_right: int,
+    identical: int,
+    parts_after: float | None,
 ) -> None:
-    """How many greedy answers are right, which is all that a comparison of answers can tell."""
+    """How many greedy answers are right, which is all that a comparison of answers can tell, and where completions part."""
+    parted = "" if parts_after is None else f", the others part after {parts_after:g} (median)"
     out.print(
         f"greedy answers: engine {engine_right} of {num_prompts} right, model {model_right}; "
-        f"{identical} completions are the same tokens"
+        f"{identical} completions are the same tokens{parted}"
     )
 
 

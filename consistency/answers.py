@@ -1,5 +1,6 @@
 """Greedy answers of both sides, right or wrong: the comparison that needs no logprobs, and sees far less."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,16 @@ from consistency.prompts import Prompt
 
 @dataclass(frozen=True)
 class Answers:
-    """How many greedy answers of each side are right, and how many completions are the same tokens."""
+    """How many greedy answers of each side are right, how many completions are the same tokens, and where the others part first.
+
+    `parts_after` is the median number of tokens that both sides agree on before they part; None where none parts.
+    """
 
     num_prompts: int
     engine_right: int
     model_right: int
     identical: int
+    parts_after: float | None
 
 
 def compare_answers(
@@ -46,11 +51,20 @@ def compare_answers(
             judge(reward, prompt, ids, words) > 0.5 for prompt, ids in zip(prompts, completions, strict=True)
         )
 
+    parted = [agreed(a, b) for a, b in zip(engine_ids, model_ids, strict=True) if a != b]
     return Answers(
         num_prompts=len(prompts),
         engine_right=num_right(engine_ids),
         model_right=num_right(model_ids),
         identical=sum(a == b for a, b in zip(engine_ids, model_ids, strict=True)),
+        parts_after=statistics.median(parted) if parted else None,
+    )
+
+
+def agreed(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens that two completions have in common at their beginning."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
     )
 
 

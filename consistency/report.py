@@ -8,6 +8,7 @@ from consistency.check import Checked
 from consistency.engine.reply import Top
 from consistency.errors import UnknownGate
 from consistency.measure import ALIASES, worst_tokens
+from consistency.ranking import rank_tokens
 from consistency.tokens import TokenTable
 
 EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
@@ -101,6 +102,7 @@ def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> t
 def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
     """Everything as JSON-ready values; non-finite numbers are left to the writer."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
+    ranking = rank_tokens(checked.scores, checked.tops)
     return {
         "verdict": found.verdict,
         "causes": [asdict(cause) for cause in found.causes],
@@ -119,6 +121,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "names_elsewhere": ALIASES,
         "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
         "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
+        "ranking": None if ranking is None else asdict(ranking),
         "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
         "histogram": [list(bar) for bar in measured.histogram],
         "worst": [asdict(token) for token in describe_worst(checked)],

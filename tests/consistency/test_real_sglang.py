@@ -123,4 +123,10 @@ def test_live_server_is_asked_by_address_and_its_greedy_answers_are_compared(ser
     assert found["metrics"]["mean_abs"] < 1e-5
     assert found["rescoring"]["decode"] < 1e-5
     assert found["rescoring"]["prefill"] < 1e-5
-    assert found["answers"] == {"num_prompts": 16, "engine_right": 0, "model_right": 0, "identical": 16}
+    assert found["answers"] == {
+        "num_prompts": 16,
+        "engine_right": 0,
+        "model_right": 0,
+        "identical": 16,
+        "parts_after": None,
+    }
