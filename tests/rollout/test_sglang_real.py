@@ -14,6 +14,7 @@ from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.weight_check import WeightCheck
 from areal_core.rollout.weight_push import BroadcastPush, DiskPush
 
 pytestmark = pytest.mark.sglang
@@ -89,14 +90,15 @@ def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
 def test_a_push_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
     perturb(model, 1)
     assert_not_sampled_by(model, generate(pool))
-    DiskPush(pool, tmp_path / "push", tiny_model).push(iter(model.named_parameters()), 7)
+    check = WeightCheck(every=1)
+    DiskPush(pool, tmp_path / "push", tiny_model, check=check).push(model.named_parameters(), 7)
     responses = generate(pool)
     assert_sampled_by(model, responses)
     assert {v for r in responses for v in r.output_versions} == {7}
 
 
 def test_pushes_by_broadcast_change_the_weights_and_the_version(pool, model):
-    push = BroadcastPush(pool, "gloo", bucket_bytes=100_000)
+    push = BroadcastPush(pool, "gloo", bucket_bytes=100_000, check=WeightCheck(every=1))
     for version in (8, 9):
         perturb(model, version)
         assert_not_sampled_by(model, generate(pool))
@@ -104,32 +106,53 @@ def test_pushes_by_broadcast_change_the_weights_and_the_version(pool, model):
         responses = generate(pool)
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
-    push._group.close()
+    push._leave()
 
 
-def test_a_completion_that_a_push_cuts_goes_on_with_the_new_weights(pool, model, tiny_model, tmp_path):
+@pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
+def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights(
+    pool, model, tiny_model, tmp_path, mode, version
+):
+    """The weights are the same, so that the law must be too, whatever the mode does with the request and its cache."""
+
     async def work() -> ModelResponse:
         client = SGLangClient(pool.servers)
         sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
         await asyncio.sleep(0.4)
-        push = DiskPush(pool, tmp_path / "push", tiny_model)
-        await asyncio.to_thread(push.push, iter(model.named_parameters()), 10)
+        interrupting = ServerPool(pool.servers, 60.0, pause_mode=mode)
+        push = DiskPush(interrupting, tmp_path / "push", tiny_model, check=WeightCheck(every=1))
+        await asyncio.to_thread(push.push, model.named_parameters(), version)
         response = await task
         await client.aclose()
+        interrupting.close()
         return response
 
     response = asyncio.run(work())
     assert len(response.output_tokens) == 700
-    assert set(response.output_versions) == {9, 10}
+    assert set(response.output_versions) == {version - 1, version}
     assert response.output_versions == sorted(response.output_versions)
-    assert_sampled_by(model, [response])  # the weights were the same: a cut must not change the law
+    assert_sampled_by(model, [response])
+
+
+@pytest.mark.parametrize("part", ["k_proj", "up_proj"])
+def test_a_weight_that_is_a_row_short_is_taken_without_a_word_but_found_and_named(pool, model, part):
+    name = f"model.layers.1.{'self_attn' if part == 'k_proj' else 'mlp'}.{part}.weight"
+    fused = {"k_proj": "self_attn.qkv_proj", "up_proj": "mlp.gate_up_proj"}[part]
+    perturb(model, 77)  # else the row that is kept would be the one that is missing
+    short = [(n, p.detach()[:-1] if n == name else p.detach()) for n, p in model.named_parameters()]
+    BroadcastPush(pool, "gloo").push(short, 12)  # nobody asks: nobody complains
+    push = BroadcastPush(pool, "gloo", check=WeightCheck(every=1))
+    complaint = rf"WeightsDiffer: .* 1 tensor, model\.layers\.1\.{fused}\.weight \(pushed as .*{part}"
+    with pytest.raises(PushFailed, match=complaint):
+        push.push(short, 12)
+    push.push(model.named_parameters(), 12)  # whole again
 
 
 def test_weights_of_a_wrong_shape_are_refused_and_generation_goes_on(pool, model):
     wrong = ((n, p[:-1] if n == "model.norm.weight" else p) for n, p in model.named_parameters())
     with pytest.raises(PushFailed, match="Attempted to load weight"):
-        BroadcastPush(pool, "gloo").push(wrong, 11)
+        BroadcastPush(pool, "gloo").push(wrong, 13)
     assert len(generate(pool, 1, 4, ignore_eos=True)[0].output_tokens) == 4
 
 
