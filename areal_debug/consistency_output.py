@@ -15,6 +15,7 @@ from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
 from consistency.rescoring import Rescoring
+from consistency.third import ThirdOpinion
 from recorder.samples import token_texts
 
 NUMBERS = (
@@ -63,6 +64,8 @@ def print_report(
     for gate in gates:
         word = "[green]holds[/green]" if gate.holds else "[red]does not hold[/red]"
         out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
+    if checked.third is not None:
+        print_third(out, checked.third)
     if checked.rescoring is not None:
         print_rescoring(out, checked.rescoring)
     print_numbers(out, checked.diagnosis.measurement)
@@ -130,6 +133,15 @@ def print_answers(
         f"greedy answers: engine {engine_right} of {num_prompts} right, model {model_right}; "
         f"{identical} completions are the same tokens{parted}"
     )
+
+
+def print_third(out: Console, third: ThirdOpinion) -> None:
+    """What the trainer says, beside engine and model."""
+    out.print(
+        f"trainer ({third.source}), mean |difference| over {third.num_tokens:,} tokens: "
+        f"to the engine {format_number(third.engine_trainer)}, to the model {format_number(third.trainer_model)}; engine to model {format_number(third.engine_model)}"
+    )
+    out.print()
 
 
 def print_rescoring(out: Console, rescoring: Rescoring) -> None:

@@ -10,6 +10,7 @@ from consistency.measure import Measurement
 from consistency.replay import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
 from consistency.rescoring import Rescoring
 from consistency.score import Scores
+from consistency.third import ThirdOpinion
 from consistency.tokens import Floats, Sequences, TokenTable
 
 # An explanation must leave less than 1 / GAIN of the disagreement; right ones leave a fifth and less.
@@ -107,7 +108,11 @@ def best_explanation(
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `replays` is None where full logits were not looked at, `rescoring` where no live engine was asked again."""
+    """One comparison.
+
+    `replays` is None where full logits were not looked at, `rescoring` where no live engine was asked again, `third` where nobody
+    knows what the trainer says.
+    """
 
     sequences: Sequences
     table: TokenTable
@@ -116,6 +121,7 @@ class Case:
     setting: Setting
     replays: Replays | None
     rescoring: Rescoring | None = None
+    third: ThirdOpinion | None = None
 
     @property
     def level(self) -> float:

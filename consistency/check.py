@@ -19,6 +19,7 @@ from consistency.replay import Replays, replay, select_rows, spread_rows
 from consistency.rescoring import Rescoring
 from consistency.score import Progress, Question, Scorer, Scores, load_scorer, load_scores, save_scores, score
 from consistency.source import Sampled, concatenate, setting_of
+from consistency.third import ThirdOpinion, third_opinion, trainer_logprobs
 from consistency.tokens import Sequences
 from recorder.environment import folder_identity
 from recorder.sealed import checksum
@@ -38,7 +39,8 @@ AskAgain = Callable[[Scorer, Sequences, float], Rescoring]
 class Request:
     """What to compare with. Checkpoints are folders in Hugging Face format; None where not given.
 
-    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for the next attempt.
+    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for the next attempt; `trainer` asks the
+    trainer's own packed path too, where the record does not hold what it said.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Request:
     previous: str | None = None
     base: str | None = None
     scores_folder: Path | None = None
+    trainer: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Checked:
     dtype: str
     rescoring: Rescoring | None
     tops: tuple[Top, ...] | None
+    third: ThirdOpinion | None
 
 
 def check(
@@ -96,7 +100,8 @@ def check(
     rescoring = None if ask_again is None else ask_again(scorer, rows, temperature)
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
-    judge = partial(diagnose, sequences, scores, replays=replays, rescoring=rescoring)
+    third = ask_trainer(sampled, sequences, scores, request, dtype, temperature)
+    judge = partial(diagnose, sequences, scores, replays=replays, rescoring=rescoring, third=third)
     found = judge(setting)
     given: list[Alternative] = []
     # Each further look costs passes over the sample, and is taken only where doubt is left.
@@ -108,7 +113,21 @@ def check(
             setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
         found = judge(setting, alternatives=given)
     detail_worst(scorer, sequences, scores, found, temperature)
-    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops)
+    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, third)
+
+
+def ask_trainer(
+    sampled: Sampled, sequences: Sequences, scores: Scores, request: Request, dtype: str, temperature: float
+) -> ThirdOpinion | None:
+    """What the trainer said according to the record, or says now if the request wants to know."""
+    if sampled.trainer is not None:
+        source, trainer = "the record", sampled.trainer
+    elif request.trainer:
+        source = "its packed path, now"
+        trainer = trainer_logprobs(request.model, dtype, request.device, sequences, temperature)
+    else:
+        return None
+    return third_opinion(source, sequences.engine_logprobs[sequences.scored], trainer, scores.logprob)
 
 
 def settled(found: Diagnosis) -> bool:

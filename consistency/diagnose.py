@@ -11,6 +11,7 @@ from consistency.measure import Measurement, measure
 from consistency.replay import Replays
 from consistency.rescoring import Rescoring
 from consistency.score import Scores
+from consistency.third import ThirdOpinion
 from consistency.tokens import Sequences, TokenTable, compare_tokens
 
 CONFIDENT = 0.5
@@ -43,6 +44,7 @@ def diagnose(
     replays: Replays | None = None,
     alternatives: Sequence[Alternative] = (),
     rescoring: Rescoring | None = None,
+    third: ThirdOpinion | None = None,
 ) -> Diagnosis:
     """Judge an engine's logprobs by the trainer's.
 
@@ -51,6 +53,7 @@ def diagnose(
         replays: of the same sequences at the same temperature; without them only structure and shape are judged.
         alternatives: the tokens of `replays.sample` scored otherwise, which stale weights, BOS and dtypes are recognised by.
         rescoring: what engine and model said when they were asked again.
+        third: what the trainer's own path says.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -65,7 +68,7 @@ def diagnose(
         replays = with_derived(replays, sequences, scores, alternatives)
     measurement = measure(table)
     assert all(identity.holds for identity in measurement.identities), measurement.identities
-    case = Case(sequences, table, scores, measurement, setting, replays, rescoring)
+    case = Case(sequences, table, scores, measurement, setting, replays, rescoring, third)
     findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
     harmless = any(finding.id in ("R35", "R57") for finding in findings)

@@ -122,6 +122,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
         "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
         "ranking": None if ranking is None else asdict(ranking),
+        "third": None if checked.third is None else asdict(checked.third),
         "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
         "histogram": [list(bar) for bar in measured.histogram],
         "worst": [asdict(token) for token in describe_worst(checked)],

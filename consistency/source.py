@@ -9,8 +9,9 @@ import numpy as np
 from consistency.case import NOISE, Noise, Setting
 from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
-from consistency.tokens import Sequences
+from consistency.tokens import Floats, Sequences
 from recorder import Record, RecordedStep
+from recorder.errors import StepNotRecorded
 
 COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
 EVERY_TOKEN = 100_000_000  # AReaL's top_k for "all of them"
@@ -32,13 +33,14 @@ class Sampling:
 class Sampled:
     """What to judge: parts by name (`step-000004`), how they were sampled, and the weights' version where it is one.
 
-    `tops` holds the engine's likeliest tokens, one entry a scored token; None where they were not told.
+    One entry a scored token: `tops` holds the engine's likeliest tokens, `trainer` the trainer's logprobs; None where they were not told.
     """
 
     parts: Mapping[str, Sequences]
     sampling: Sampling
     version: int | None = None
     tops: tuple[Top, ...] | None = None
+    trainer: Floats | None = None
 
 
 def read_record(record: Record, steps: Sequence[int]) -> Sampled:
@@ -46,7 +48,26 @@ def read_record(record: Record, steps: Sequence[int]) -> Sampled:
     sampling = parse_sampling(record)
     parts = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
     versions = {record.step(number).plan(0).version for number in steps}
-    return Sampled(parts, sampling, versions.pop() if len(versions) == 1 else None)
+    version = versions.pop() if len(versions) == 1 else None
+    return Sampled(parts, sampling, version, trainer=read_trainer(record, steps))
+
+
+def read_trainer(record: Record, steps: Sequence[int]) -> Floats | None:
+    """The proximal logprobs that the trainer computed of the scored tokens; None where the scope of the record is less than "full"."""
+    columns = []
+    for number in steps:
+        step = record.step(number)
+        for rank in range(step.manifest.num_ranks):
+            try:
+                aligned = step.learning(rank, ("prox_logp",))["prox_logp"].astype(np.float64)
+            except StepNotRecorded:
+                return None
+            arrays = step.batch(rank, ("cu_seqlens", "loss_mask"))
+            first = np.zeros(len(aligned), bool)
+            first[arrays["cu_seqlens"][:-1]] = True
+            scored = np.flatnonzero(arrays["loss_mask"].astype(bool) & ~first)
+            columns.append(aligned[scored - 1])
+    return np.concatenate(columns)
 
 
 def parse_sampling(record: Record) -> Sampling:

@@ -56,6 +56,9 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 @click.option(
     "--reward", default=GSM8K_REWARD, show_default=True, help="Judges answers: package.module.function."
 )
+@click.option(
+    "--trainer", is_flag=True, help="Ask the trainer's packed path too, where the record does not hold it."
+)
 @click.option("--previous", help="The checkpoint before that, to recognise stale weights.")
 @click.option("--base", help="The model without its adapter, to recognise an adapter that was not loaded.")
 @click.option(
@@ -126,7 +129,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
     """The options that speak of the model's side."""
     from consistency.check import Request
 
-    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder")
+    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
     return Request(model, **{name: options[name] for name in names})
 
 

@@ -1,4 +1,4 @@
-"""What asking engine and model twice tells: who disagrees with itself."""
+"""What asking engine, model and trainer again tells: who disagrees with itself, and who with the two others."""
 
 from consistency.case import Case, Finding
 
@@ -56,4 +56,24 @@ def batch_variant(case: Case) -> Finding | None:
     )
 
 
-CAUSES = (decoding_differs, model_not_repeatable, batch_variant)
+def trainer_differs(case: Case) -> Finding | None:
+    """R20: the trainer's packed path says something else than the model, so the fault is on the trainer's side."""
+    third = case.third
+    if (
+        third is None
+        or third.trainer_model <= MUCH * case.level
+        or third.engine_model > third.trainer_model / MUCH
+    ):
+        return None
+    return Finding(
+        "R20",
+        "the trainer's own path differs from the model",
+        0.9,
+        f"trainer (from {third.source}) against model: mean |difference| {third.trainer_model:.2g} over {third.num_tokens} tokens; "
+        f"engine against model: {third.engine_model:.2g}",
+        "give the trainer one sequence a micro-batch: the difference must vanish",
+        "pass the boundaries of packed sequences to every layer (cu_seqlens); compare the trainer's temperature and dtype",
+    )
+
+
+CAUSES = (trainer_differs, decoding_differs, model_not_repeatable, batch_variant)

@@ -1,0 +1,97 @@
+"""A third opinion on the same tokens: the trainer's own path, which packs and shards, as a record kept it or as it computes now.
+
+Engine against Hugging Face names the engine's faults only as long as the trainer agrees with Hugging Face; where it does not, the
+fault is at home.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areal_core.algorithm.alignment import shifted_left
+from areal_core.batch import Batch
+from areal_core.config import TrainEngineConfig
+from areal_core.config.engine import MicroBatchSpec
+from areal_core.engine.ranks import join_ranks, leave_ranks
+from areal_core.trainer.build import build_engine
+from consistency.estimators import k3
+from consistency.tokens import Bools, Floats, Sequences
+
+TOKENS_PER_MICRO_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class ThirdOpinion:
+    """Mean |difference| and k3 over `num_tokens`. `source` says where the trainer's logprobs are from."""
+
+    source: str
+    num_tokens: int
+    engine_trainer: float
+    trainer_model: float
+    engine_model: float
+    trainer_model_k3: float
+
+
+def third_opinion(source: str, engine: Floats, trainer: Floats, model: Floats) -> ThirdOpinion | None:
+    """Compare three columns where all are finite; None where none is."""
+    usable = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(model) & (engine <= 0)
+    if not usable.any():
+        return None
+    engine, trainer, model = engine[usable], trainer[usable], model[usable]
+
+    def distance(left: Floats, right: Floats) -> float:
+        return float(np.abs(left - right).mean())
+
+    return ThirdOpinion(
+        source=source,
+        num_tokens=len(engine),
+        engine_trainer=distance(engine, trainer),
+        trainer_model=distance(trainer, model),
+        engine_model=distance(engine, model),
+        trainer_model_k3=float(k3(model - trainer).mean()),
+    )
+
+
+def trainer_logprobs(path: str, dtype: str, device: str, sequences: Sequences, temperature: float) -> Floats:
+    """Logprobs of the scored tokens by the FSDP engine on one rank, its micro-batches packed; float64 [scored].
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+    """
+    options = TrainEngineConfig(
+        path=path,
+        dtype=dtype,
+        temperature=temperature,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS_PER_MICRO_BATCH),
+    )
+    ranks = join_ranks(device)
+    try:
+        engine = build_engine(options, ranks, total_steps=1)
+        padded, kept = padded_batch(sequences)
+        found = engine.compute_logprobs(padded)
+    finally:
+        leave_ranks()
+    column = np.full(len(sequences.input_ids), np.nan)
+    column[sequences.scored] = shifted_right(found).double().numpy()[kept][sequences.scored]
+    return column[sequences.scored]
+
+
+def shifted_right(values: torch.Tensor) -> torch.Tensor:
+    """[B, T] -> [B, T]: what spoke of the next token speaks of the token itself; the first column is 0."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
+
+
+def padded_batch(sequences: Sequences) -> tuple[Batch, Bools]:
+    """`input_ids`, `attention_mask` and the next-token aligned `loss_mask` [B, T]; and where in [B, T] the tokens are."""
+    lengths = np.diff(sequences.cu_seqlens)
+    kept = np.arange(lengths.max())[None, :] < lengths[:, None]
+    ids, mask = np.zeros(kept.shape, np.int64), np.zeros(kept.shape, np.int64)
+    ids[kept], mask[kept] = sequences.input_ids, sequences.sampled
+    mask[:, 0] = 0
+    batch = {
+        "input_ids": torch.as_tensor(ids),
+        "attention_mask": torch.as_tensor(kept),
+        "loss_mask": shifted_left(torch.as_tensor(mask), 0),
+    }
+    return batch, kept

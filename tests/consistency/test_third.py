@@ -1,0 +1,71 @@
+"""The trainer as a third opinion: its packed path agrees with Hugging Face, and when it does not the engine is not blamed."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.consistency import command
+from consistency import third
+from consistency.score import load_scorer, score
+from consistency.source import read_step
+from consistency.third import third_opinion, trainer_logprobs
+from recorder import open_record
+
+from .records import save_model, write_record
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def record(model, tmp_path_factory):
+    return write_record(tmp_path_factory.mktemp("record") / "record", model)
+
+
+def facts(*arguments):
+    done = CliRunner().invoke(command, [*map(str, arguments), "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_packed_path_gives_the_logprobs_of_hugging_face(model, record):
+    sequences = read_step(open_record(record).step(0))
+    found = trainer_logprobs(str(model), "float32", "cpu", sequences, 0.7)
+    np.testing.assert_allclose(
+        found, score(load_scorer(str(model)), sequences, temperature=0.7).logprob, atol=2e-5
+    )
+
+
+def test_three_columns_are_compared_where_all_are_numbers():
+    found = third_opinion(
+        "x", np.array([-1.0, -2.0, np.nan]), np.array([-1.5, -2.0, -1.0]), np.array([-1.25, -2.0, -1.0])
+    )
+    assert (found.num_tokens, found.engine_trainer, found.trainer_model, found.engine_model) == (
+        2,
+        0.25,
+        0.125,
+        0.125,
+    )
+
+
+def test_healthy_trainer_is_told_beside_the_engine(model, record):
+    code, found = facts(record, "--trainer")
+    assert (code, found["verdict"]) == (0, "healthy")
+    assert found["third"]["trainer_model"] < 1e-5
+    assert found["third"]["engine_trainer"] == pytest.approx(found["third"]["engine_model"], rel=1e-3)
+
+
+def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engine(record, monkeypatch):
+    real = third.trainer_logprobs
+
+    def leaking(path, dtype, device, sequences, temperature):
+        right = real(path, dtype, device, sequences, temperature)
+        later = sequences.row_of_token[sequences.scored] > 0
+        return np.where(later, np.roll(right, 40), right)  # sees what belongs to another row
+
+    monkeypatch.setattr("consistency.check.trainer_logprobs", leaking)
+    code, found = facts(record, "--trainer")
+    assert (code, found["verdict"], found["causes"][0]["id"]) == (1, "mismatch", "R20")
