@@ -139,7 +139,8 @@ def print_third(out: Console, third: ThirdOpinion) -> None:
     """What the trainer says, beside engine and model."""
     out.print(
         f"trainer ({third.source}), mean |difference| over {third.num_tokens:,} tokens: "
-        f"to the engine {format_number(third.engine_trainer)}, to the model {format_number(third.trainer_model)}; engine to model {format_number(third.engine_model)}"
+        f"to the engine {format_number(third.engine_trainer)}, to the model {format_number(third.trainer_model)}; "
+        f"engine to model {format_number(third.engine_model)}"
     )
     out.print()
 
