@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from areal_core.rollout.errors import RolloutStuck
+
 T = TypeVar("T")
 UNWIND_S = 5.0  # a coroutine that is cancelled has so long to end
 
@@ -24,10 +26,16 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the coroutine; an interrupt of the waiting thread cancels it."""
-        assert threading.current_thread() is not self.thread, (
-            "called from an episode, it would wait for itself"
-        )
+        """Waits for the coroutine; an interrupt of the waiting thread cancels it.
+
+        Raises:
+            RolloutStuck: called on this very thread, say by a workflow: it would wait for itself.
+        """
+        if threading.current_thread() is self.thread:
+            coroutine.close()
+            raise RolloutStuck(
+                "an episode called its own executor and would wait for itself for ever: await the engine instead"
+            )
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -50,6 +58,18 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class FewPerTurn:
+    """Lets a few coroutines on in each turn of an event loop, so that thousands that become ready at once do not stop it for seconds."""
+
+    def __init__(self, count: int = 8) -> None:
+        self._room = asyncio.Semaphore(count)
+
+    async def wait(self) -> None:
+        """Returns in one of the next turns."""
+        async with self._room:
+            await asyncio.sleep(0)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.rollout.errors import NothingAccepted
+from areal_core.rollout.errors import NothingAccepted, RolloutStuck
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.staleness import StalenessControl
@@ -115,6 +115,18 @@ def test_paused_it_starts_nothing_and_resumed_it_goes_on(start):
     assert engine.requests == []
     executor.resume()
     assert len(executor.wait(1, timeout_s=10)) == 1
+
+
+def test_an_episode_that_waits_for_its_own_executor_is_told_so(start):
+    executor = start()
+
+    class Recursive:
+        async def arun_episode(self, engine, data):
+            executor.wait(1)
+
+    executor.submit({"number": 0}, Recursive())
+    with pytest.raises(RolloutStuck, match="an episode called its own executor"):
+        executor.wait(1, timeout_s=10)
 
 
 def test_groups_whose_rewards_are_equal_are_filtered_out(start):
