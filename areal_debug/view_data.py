@@ -13,7 +13,7 @@ from areal_debug.view_text import Decode, TokenText, redact_text, redact_tokens,
 from recorder.errors import StepNotRecorded
 from recorder.reader import Record, RecordedStep
 
-MAX_CURVE_STEPS = 2000
+MAX_CURVE_STEPS = 1000
 # Curves from the outcome's statistics: name on the page, and the names under which trainers record it.
 STATS = {
     "loss": ("ppo_actor/update/loss", "ppo_actor/update/actor_loss/avg", "loss"),

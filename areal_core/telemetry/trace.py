@@ -3,8 +3,8 @@
 trainer thread         stages (through Stats.timing), pushes, counters  --+
 rollout thread         episodes > generation, reward                    --+-> events in memory, under a lock
                                                                           |
-after every `save_interval` steps, and at the end: flush  <---------------+
-    rank-00000.jsonl  rank-00001.jsonl ...   a header with the rank's clock, then one event a line
+after every `save_interval` steps, when there are many, and at the end: flush hands them to
+writer thread          JSON -> rank-00000.jsonl, rank-00001.jsonl ...   a header with the rank's clock, then one event a line
 the rank that ends last: merge -> trace.json (`trace_merge.py`); nobody waits for anybody
 
 Overlapping work needs rows of its own to be drawn: an episode takes the lowest free lane, and what happens inside it (one
@@ -14,7 +14,9 @@ Instrumented code holds a `Trace` or nothing; nothing here changes what it does.
 
 import heapq
 import json
+import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -25,10 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+logger = logging.getLogger(__name__)
+
 TRAINER_LANE = 0
 HEADER = "areal_trace_rank"  # the name of the line that starts a rank's file, and each continuation of it
 FOOTER = "areal_trace_end"
-MAX_BUFFERED = 100_000  # events; about 30 MB
+MAX_BUFFERED = 5_000  # events; they wait for the end of a step unless there are so many
 
 
 @dataclass
@@ -75,9 +79,14 @@ class Trace:
         self._num_lanes = 0
         self._num_running = 0
         self._origin_ns = time.perf_counter_ns()
+        # A step of 1,000 episodes takes 50 ms to write down: neither the trainer nor the event loop should wait for it.
+        self._to_write: queue.Queue[list[dict[str, Any]] | None] = queue.Queue()
+        self._writer = threading.Thread(target=self._write, name="trace", daemon=True)
+        self._writer.start()
         header = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
         # The wall clock is read once: within a rank, time never runs backwards.
-        self._write([{"ph": "M", "name": HEADER, "args": header | {"start_ns": time.time_ns(), **options}}])
+        header |= {"start_ns": time.time_ns(), **options}
+        self._to_write.put([{"ph": "M", "name": HEADER, "args": header}])
 
     @contextmanager
     def span(self, name: str, category: str, parent: Span | None = None, **args: Any) -> Iterator[Span]:
@@ -123,16 +132,30 @@ class Trace:
         self._add(event | {"ts": self._us(time.perf_counter_ns())})
 
     def flush(self) -> None:
-        """Writes what is in memory."""
+        """Hands what is in memory to the writer; does not wait for the disk."""
         with self._lock:
             events, self._events = self._events, []
-        self._write(events)
+        self._to_write.put(events)
 
     def close(self) -> None:
         """Writes the rest, and says that this rank has ended. Call once."""
         self.flush()
-        self._write([{"ph": "M", "name": FOOTER, "args": {}}])
-        self._file.close()
+        self._to_write.put([{"ph": "M", "name": FOOTER, "args": {}}])
+        self._to_write.put(None)
+        self._writer.join()
+
+    def _write(self) -> None:
+        try:
+            with self._file:
+                while (events := self._to_write.get()) is not None:
+                    lines = (json.dumps(event, separators=(",", ":")) + "\n" for event in events)
+                    self._file.write("".join(lines))
+                    self._file.flush()
+                    self._to_write.task_done()
+        except OSError as error:  # a full disk must not end a run that is only watched
+            logger.warning("the trace %s ends here: %s", self._file.name, error)
+            while self._to_write.get() is not None:
+                continue
 
     def _open(self, name: str, category: str, parent: Span | None, args: dict[str, Any]) -> Span:
         """Begins a span: on its parent's lane, while no other part of the parent is drawn there."""
@@ -178,11 +201,6 @@ class Trace:
             full = len(self._events) >= MAX_BUFFERED
         if full:
             self.flush()
-
-    def _write(self, events: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
-        self._file.write(lines)
-        self._file.flush()
 
 
 def rank_file(folder: Path, rank: int) -> Path:

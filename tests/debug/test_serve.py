@@ -58,6 +58,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert serve("--status").returncode == 1
 
 
+@pytest.mark.long
 def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_start_at_once(
     serve, tiny_model
 ):

@@ -143,3 +143,14 @@ def test_a_continued_run_keeps_what_came_before(tmp_path):
     steps = complete(merged_events(tmp_path), "stage")
     assert len(steps) == 2
     assert steps[1]["ts"] > steps[0]["ts"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_the_trace_with_a_warning_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
+    trace = Trace(tmp_path, 0, 1, {})
+    for _ in range(3):
+        trace.counter("x", y=1)
+        trace.flush()
+    trace.close()
+    assert "rank-00000.jsonl ends here: [Errno 28] No space left on device" in caplog.text

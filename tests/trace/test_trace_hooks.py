@@ -133,6 +133,7 @@ def test_events_reach_the_disk_every_save_interval(tmp_path, save_interval):
     tracing = Tracing(trace, save_interval)
     trace.counter("x", y=1)
     tracing.observers[0]("weights", step=0)
+    trace._to_write.join()
     lines = (tmp_path / "rank-00000.jsonl").read_text().count("\n")
     tracing.close()
     assert lines == (2 if save_interval == 1 else 1)
