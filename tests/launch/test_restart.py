@@ -80,7 +80,9 @@ def train(model: Path, files: Path, *options: str, **environment: str) -> subpro
         *options,
     ]
     command += [f"actor.path={model}", "deterministic=true", "total_train_steps=4", "recover.freq_steps=1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RANK_TO_KILL": "0"} | environment
+    environment = (
+        os.environ | {"OMP_NUM_THREADS": "1", "RANK_TO_KILL": "0", "KILL_IN_STEP": "-1"} | environment
+    )
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 

@@ -1,9 +1,12 @@
-"""The tiny run of tests/debug; it is killed in step KILL_IN_STEP, unless it was started again after that."""
+"""The tiny run of tests/debug; RANK_TO_KILL is killed in step KILL_IN_STEP, unless the run was started again after that.
+
+Every rank observes, since observed ranks take checksums together.
+"""
 
 import os
 import runpy
 from pathlib import Path
 
 if os.environ["AREAL_RECOVER_RUN"] == "1" or os.environ["RANK_TO_KILL"] != os.environ.get("RANK", "0"):
-    os.environ.pop("KILL_IN_STEP", None)
+    os.environ["KILL_IN_STEP"] = "-1"
 runpy.run_path(str(Path(__file__).parents[1] / "debug" / "train_tiny.py"), run_name="__main__")

@@ -1,0 +1,116 @@
+"""Which checkpoint a run continues from, what it does with damaged and foreign ones, and what stays in stats.jsonl."""
+
+import json
+import logging
+
+import pytest
+
+from areal_core.config import SFTConfig
+from areal_core.config.engine import OptimizerConfig
+from areal_core.engine.errors import CheckpointError
+from areal_core.trainer import build, sft
+from areal_core.trainer.recovery import cut_stats, find_checkpoint
+from areal_core.trainer.sft import SFTTrainer
+
+ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
+
+
+@pytest.fixture
+def train(tiny_model, ranks, tmp_path, monkeypatch):
+    """Trains in this process: `train(mode, stop_after)` gives the weights at the end; four steps of two rows."""
+    monkeypatch.setattr(build, "start_process", lambda config: ranks)
+    monkeypatch.setattr(sft, "leave_ranks", lambda: None)
+
+    def run(mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1) -> dict[str, list[float]]:
+        config = SFTConfig(experiment_name="e", trial_name=trial, allocation_mode="fsdp:d1")
+        config.cluster.fileroot = str(tmp_path)
+        config.actor.path, config.actor.dtype = str(tiny_model), "float32"
+        config.actor.optimizer = OptimizerConfig(
+            lr=1e-2, lr_scheduler_type="linear", warmup_steps_proportion=0.0
+        )
+        config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", "sft", 2
+        config.recover.mode, config.recover.freq_steps = mode, freq_steps
+        with SFTTrainer(config, ROWS) as trainer:
+            trainer.train(stop=lambda step: step == stop_after)
+            return {name: tensor.tolist() for name, tensor in trainer.actor.named_full_tensors()}
+
+    return run
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """The folder of the run's checkpoints, as `checkpoints("t")`."""
+
+    def folder(trial: str = "t"):
+        [user] = (tmp_path / "checkpoints").iterdir()
+        return user / "e" / trial / "recover"
+
+    return folder
+
+
+@pytest.fixture
+def steps_logged(tmp_path):
+    """The steps that stats.jsonl of a trial holds."""
+
+    def steps(trial: str = "t") -> list[int]:
+        [file] = tmp_path.glob(f"logs/*/e/{trial}/stats.jsonl")
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+    return steps
+
+
+def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(train, checkpoints, steps_logged):
+    whole = train("disabled", trial="whole")
+    train("auto", stop_after=2, freq_steps=2)  # its only checkpoint is the one before step 2
+    assert steps_logged() == [0, 1, 2]
+    assert train("auto") == whole
+    assert steps_logged() == [0, 1, 2, 3]
+    assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    train, checkpoints, steps_logged, caplog
+):
+    whole = train("auto")
+    [tensors] = (checkpoints() / "step-000004" / "tensors").iterdir()
+    damaged = bytearray(tensors.read_bytes())
+    damaged[-1] ^= 1
+    tensors.write_bytes(damaged)
+    with caplog.at_level(logging.INFO):
+        assert train("resume") == whole
+    assert f"passing over a checkpoint: {tensors} is missing or damaged" in caplog.text
+    assert f"continuing at step 3 from {checkpoints() / 'step-000003'}" in caplog.text
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_fault_starts_anew_and_continues_only_what_it_has_begun_itself(
+    train, checkpoints, monkeypatch, steps_logged
+):
+    train("auto")
+    train("fault", stop_after=0, freq_steps=2)  # ends before its first checkpoint
+    assert sorted(entry.name for entry in checkpoints().iterdir()) == ["before-000003", "before-000004"]
+    monkeypatch.setenv("AREAL_RECOVER_RUN", "1")
+    train("fault", stop_after=1)  # nothing of its own to continue from: from the beginning
+    assert steps_logged() == [0, 1]
+    assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000001", "step-000002"]
+    assert find_checkpoint(checkpoints(), "fault", is_restart=True).name == "step-000002"
+
+
+def test_resume_without_a_checkpoint_says_what_to_do(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"recover.mode is 'resume' and .* holds no whole checkpoint: use 'auto'"
+    ):
+        find_checkpoint(tmp_path, "resume", is_restart=False)
+    assert find_checkpoint(tmp_path, "auto", is_restart=False) is None
+
+
+def test_statistics_are_cut_at_the_first_step_that_comes_again(tmp_path):
+    file = tmp_path / "stats.jsonl"
+    file.write_text(
+        "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(4)) + '{"step": 4, "lo'
+    )
+    cut_stats(file, 5)  # the line that was being written when the run was killed
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1, 2, 3]
+    cut_stats(file, 2)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1]
+    cut_stats(tmp_path / "none.jsonl", 0)
