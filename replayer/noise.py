@@ -118,7 +118,8 @@ def smooth(stats: Mapping[str, float]) -> dict[str, float]:
 def own_noise(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
     """How far own runs of the same steps lie apart, for each statistic: the most that was seen up to each step.
 
-    Noise grows as runs part, so the steps behind bound it from below; so do relatives (`x/avg`, `x/max`) and rounding.
+    Noise grows as runs part, so the steps behind bound it from below; so do relatives (`x/avg`, `x/max`), and rounding of the largest
+    of them: the mean of normalised advantages is 1e-9 and made of sums of ones.
     """
     noise: Trajectory = {}
     seen: dict[str, float] = {}
@@ -127,10 +128,22 @@ def own_noise(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
             apart = [abs(other[step][name] - value) for other in others if name in other[step]]
             spread = max([a for a in apart if math.isfinite(a)], default=0.0)
             seen[family(name)] = max(seen[family(name)], spread) if family(name) in seen else spread
-        noise[step] = {
-            name: max(seen[family(name)], ROUNDING * abs(value)) for name, value in run[step].items()
-        }
+        sizes = rounding_sizes(run[step])
+        noise[step] = {name: max(seen[family(name)], ROUNDING * sizes[name]) for name in run[step]}
     return noise
+
+
+def rounding_sizes(stats: Mapping[str, float]) -> dict[str, float]:
+    """The size of the numbers that each statistic is made of, which is what rounding is relative to.
+
+    That of its largest relative, and for a divergence that of the logprobs whose difference it is: where two logprobs of -5 agree, other
+    kernels move their difference by 5e-7 and not by a part of 0.
+    """
+    logprobs = max([abs(value) for name, value in stats.items() if "logp" in name], default=0.0)
+    sizes: dict[str, float] = {}
+    for name, value in stats.items():
+        sizes[family(name)] = max(abs(value), sizes.get(family(name), 0.0))
+    return {name: max(sizes[family(name)], logprobs if "kl" in name else 0.0) for name in stats}
 
 
 def family(name: str) -> str:

@@ -80,7 +80,7 @@ def command(
         )
     out = console()
     report = replay_on_ranks(
-        request, nproc or opened.header.num_ranks, as_json, tell=lambda why: out.print(why, highlight=False)
+        request, nproc or opened.header.num_ranks, as_json, tell=lambda why: console(stderr=as_json).print(why, highlight=False)
     )
     if as_json:
         print_json(report.to_dict())

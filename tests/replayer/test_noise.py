@@ -68,6 +68,18 @@ def test_own_noise_is_never_below_rounding_and_is_shared_by_relatives():
     assert own_noise(run(4.0), [run(4.0)]) == run(4.0 * ROUNDING)
 
 
+def test_rounding_of_a_divergence_is_that_of_the_logprobs_whose_difference_it_is():
+    stats = {
+        "x/approx_kl/avg": 0.0,
+        "x/new_logp/min": -4.0,
+        "x/advantages/avg": 1e-9,
+        "x/advantages/max": 2.0,
+    }
+    noise = own_noise({0: stats}, [{0: stats}])[0]
+    assert noise["x/approx_kl/avg"] == 4.0 * ROUNDING
+    assert noise["x/advantages/avg"] == 2.0 * ROUNDING
+
+
 @pytest.mark.parametrize(("apart", "finding"), [(0.02, "within"), (0.5, "unclear"), (2.0, "different")])
 def test_the_verdict_counts_own_noises_at_the_worst_step(apart, finding):
     verdict = judge(run(1.0, 1.0), run(1.0, 1.0 + apart), run(0.01, 0.01))
