@@ -13,6 +13,8 @@ from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.errors import NoServers
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
+LONGEST = 3
+
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -104,8 +106,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 class ScriptedSpeaker:
     """An engine without a model: the n-th call of an episode is answered with the n-th line, later ones with the last.
 
-    An answer takes a time drawn from an exponential distribution, the same in every run: completions of a real engine have a long
-    tail, too. The logprob of every token is -1.
+    An answer takes a time drawn from an exponential distribution, cut at `LONGEST` means, the same in every run: completions of a
+    real engine have a long tail, too. The logprob of every token is -1.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], latency_s: float) -> None:
@@ -119,7 +121,8 @@ class ScriptedSpeaker:
         """The line of the turn. Raises PromptTooLong."""
         room = req.num_new_tokens()
         if self._latency_s:
-            await asyncio.sleep(random.Random(repr(dict(req.metadata))).expovariate(1 / self._latency_s))
+            drawn_s = random.Random(repr(dict(req.metadata))).expovariate(1 / self._latency_s)
+            await asyncio.sleep(min(drawn_s, LONGEST * self._latency_s))
         answer = self._answers[min(req.metadata["turn"], len(self._answers) - 1)]
         tokens = answer[:room]
         return ModelResponse(

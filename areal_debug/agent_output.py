@@ -93,6 +93,11 @@ def print_stress(report: "StressReport") -> None:
     )
     out.print(latency_table({"episode": report.episodes, "call of the engine": report.calls}))
     out.print(loop_table(report.loops))
+    collection = report.collection
+    out.print(
+        f"[dim]garbage collection held all threads for {format_seconds(collection.total_s)} in sum, "
+        f"{format_seconds(collection.longest_s)} at most[/dim]"
+    )
     for loop in report.loops:
         print_stalls(loop)
     for group in report.errors:
@@ -104,7 +109,7 @@ def print_stress(report: "StressReport") -> None:
 def verdict(report: "StressReport") -> str:
     """One line: healthy, or what is wrong and where."""
     num_failed = sum(group.count for group in report.errors)
-    blocked = [stall for loop in report.loops for stall in loop.stalls]
+    blocked = [stall for loop in report.loops for stall in loop.blocked()]
     problems = []
     if blocked:
         problems.append(f"blocks its event loop at {escaped(blocked[0].place)}")
@@ -142,8 +147,9 @@ def print_stalls(loop: "LoopReport") -> None:
     """Each place that blocked a loop, with its stack; where none did and the loop was late, what it was busy with."""
     out = console()
     for stall in loop.stalls:
+        style = "red" if stall in loop.blocked() else "yellow"
         out.print(
-            f"[red]{loop.name} loop blocked[/red] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
+            f"[{style}]{loop.name} loop stood still[/] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
             f"the longest {format_seconds(stall.longest_s)}, at {escaped(stall.place)}"
         )
         for line in stall.stack[-MAX_STACK_LINES:]:

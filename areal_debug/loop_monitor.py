@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 BEAT_S = 0.01
 LOOK_S = 0.02
 NOT_THE_USERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+ASYNCIO = "/asyncio/"
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 
 
@@ -72,6 +73,13 @@ class LoopReport:
     busiest: list[tuple[str, float]] = field(
         default_factory=list
     )  # places and their shares of the late samples
+
+    def blocked(self) -> list[Stall]:
+        """The stalls that are no chance: longer than a second, or a hundredth of all time in sum.
+
+        A machine with more to do than cores holds any callback up for some tenths of a second.
+        """
+        return [s for s in self.stalls if s.longest_s > 1.0 or s.total_s > self.watched_s / 100]
 
 
 class LoopMonitor:
@@ -172,6 +180,8 @@ def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> 
     """
     blocked: dict[Place, list[tuple[float, tuple[Place, ...]]]] = defaultdict(list)
     for seen in callbacks_sampled_twice(samples):
+        if all(ASYNCIO in place.file for place in seen[0].stack):
+            continue  # the loop's own work, which waits for the interpreter or for a core
         # The first of a late time may have begun with it; any other was seen at most one look after it began.
         is_first = seen[0].late_s < blocking_s / 2 + 2 * LOOK_S
         took_s = seen[-1].time_s - seen[0].time_s + (seen[0].late_s if is_first else LOOK_S)
@@ -193,10 +203,16 @@ def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> 
 
 def callbacks_sampled_twice(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
     """The samples of each callback that more than one look in a row has found."""
-    for callback, group in itertools.groupby(samples, key=lambda sample: sample.callback):
-        seen = list(group)
-        if callback and len(seen) > 1:
-            yield seen
+    seen: list[Sample] = []
+    for sample in samples:
+        # Since the last beat less time has passed than at the look before: there was a beat between them.
+        goes_on = seen and sample.callback == seen[-1].callback and sample.late_s > seen[-1].late_s
+        if not goes_on:
+            yield from [seen] if len(seen) > 1 else []
+            seen = []
+        if sample.callback:
+            seen.append(sample)
+    yield from [seen] if len(seen) > 1 else []
 
 
 def own_place(stack: Sequence[Place]) -> Place:

@@ -1,10 +1,9 @@
 """The proxy where agents reach it: on a port of the loopback interface, and, for agents of this process, without a socket.
 
-    agent thread ---- in-process transport ---+
-    any process ----- aiohttp (port) ---------+--> proxy thread: answer()  --> rollout thread: engine
-                                                   templates, parsing         waits for tokens
+    agent of this process -- InProcessTransport --> answer() in the agent's own thread --+
+    any process ------------ aiohttp (port) ------> answer() in the proxy's thread ------+--> rollout thread: engine
 
-Each runs on a loop of its own: an agent that blocks its loop stops other agents, and neither the proxy nor the engine.
+An agent that blocks its thread stops the agents beside it, and neither the engine nor those that come by the port.
 """
 
 import ipaddress
@@ -14,7 +13,7 @@ from aiohttp import web
 
 from areal_core.rollout.agent.errors import UnsafeProxy
 from areal_core.rollout.agent.proxy import AgentProxy, Reply
-from areal_core.rollout.loop_thread import LoopThread, run_on
+from areal_core.rollout.loop_thread import FewPerTurn, LoopThread
 
 DEFAULT_ADMIN_KEY = "areal-admin-key"
 SHORTEST_ADMIN_KEY = 16
@@ -79,8 +78,9 @@ class InProcessTransport(httpx.AsyncBaseTransport):
     Two thousand episodes would hold four thousand sockets, and half of their time would go into HTTP.
     """
 
-    def __init__(self, server: ProxyServer) -> None:
+    def __init__(self, server: ProxyServer, few_per_turn: FewPerTurn) -> None:
         self._server = server
+        self._few_per_turn = few_per_turn
         self._network = httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -90,8 +90,9 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         if len(body) > self._server.max_body_bytes:
             reply = too_large(self._server.max_body_bytes)
         else:
-            answer = self._server.proxy.answer(request.method, request.url.path, request.headers, body)
-            reply = await run_on(self._server.thread.loop, answer)
+            proxy = self._server.proxy
+            reply = await proxy.answer(request.method, request.url.path, request.headers, body)
+        await self._few_per_turn.wait()
         headers = {"content-type": reply.content_type} | (NO_RETRY if reply.status >= 500 else {})
         return httpx.Response(reply.status, headers=headers, content=reply.body)
 

@@ -1,11 +1,11 @@
 """An agent as a workflow: it runs in a loop of its own, talks to the proxy as to any server, and leaves rows of exact tokens.
 
-    rollout thread               agent thread                    proxy thread            rollout thread
+    rollout thread           agents' thread                                        rollout thread
     arun_episode
-      opens a session  ------->  agent.run(data, base_url, ...)
-      waits for run    <......     client call  --------------->  answer  ------------>  engine.agenerate
-                                   waits for the reply  <-------  renders  <-----------  tokens
-      rewards, rows    <-------    returns the reward
+      opens a session ---->  agent.run(data, base_url, ...)
+      waits for the run        client call --> answer(): template, tokens ------>  engine.agenerate
+                               waits        <-- renders                   <------  tokens
+      rewards, rows  <-----  returns the reward
 
 An agent that blocks (a synchronous client, `time.sleep`) stops the agents beside it and never the engine, so it cannot deadlock;
 `areal-debug agent stress` names it. One that makes no call for `session_timeout_seconds` is ended with an error.
@@ -13,8 +13,9 @@ An agent that blocks (a synchronous client, `time.sleep`) stops the agents besid
 
 import asyncio
 import contextlib
+import gc
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any
 
 import httpx
@@ -34,7 +35,7 @@ from areal_core.rollout.agent.rewards import rewards_by_id
 from areal_core.rollout.agent.server import InProcessTransport, ProxyServer
 from areal_core.rollout.agent.sessions import Session
 from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.loop_thread import UNWIND_S, LoopThread, run_on
+from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import sampling_from
 
 
@@ -67,8 +68,13 @@ class AgentWorkflow:
         proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
         self.agents = LoopThread("agents")
-        self.http_client = httpx.AsyncClient(transport=InProcessTransport(self.server), timeout=None)
+        self.few_per_turn = FewPerTurn()
+        transport = InProcessTransport(self.server, self.few_per_turn)
+        self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
         self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
+        # The half million objects of torch and Transformers stay anyway. Looked through by every full collection, with the
+        # objects of 2,048 episodes, they stop all threads for a second each time (measured: 0.9 s p99 lag, 0.1 s without).
+        gc.freeze()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         """One run of the agent, as rows. Raises the agent's own exception, or the engine's if that was the cause."""
@@ -106,7 +112,15 @@ class AgentWorkflow:
         run = self.agent.run(
             dict(data), base_url=self.server.base_url, api_key=session.key, http_client=self.http_client
         )
-        return await run_on(self.agents.loop, run)
+        return await run_on(self.agents.loop, self._begin(run))
+
+    async def _begin(self, run: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            await self.few_per_turn.wait()
+        except asyncio.CancelledError:
+            run.close()
+            raise
+        return await run
 
     async def _in_process(self, session: Session, data: dict[str, Any]) -> Any:
         run = self.processes.run(data, self.server.base_url, session.key)

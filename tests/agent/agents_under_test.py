@@ -1,0 +1,57 @@
+"""Agents that are what their names say, for the verbs that run and stress agents."""
+
+import asyncio
+import time
+
+import openai
+
+
+class Plain:
+    """Asks `num_turns` times and rewards the length of the last answer."""
+
+    def __init__(self, num_turns: int = 1) -> None:
+        self.num_turns = num_turns
+
+    async def run(self, data, **extra):
+        client = openai.AsyncOpenAI(
+            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
+        )
+        messages = list(data["messages"])
+        for _ in range(self.num_turns):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
+        return len(reply.choices[0].message.content or "")
+
+
+class Blocking(Plain):
+    """Does what many frameworks do: something synchronous inside a coroutine."""
+
+    async def run(self, data, **extra):
+        reward = await super().run(data, **extra)
+        self.look_it_up()
+        return reward
+
+    def look_it_up(self) -> None:
+        time.sleep(0.06)
+
+
+class Failing(Plain):
+    """Fails for every third row, with the row in the message."""
+
+    async def run(self, data, **extra):
+        await super().run(data, **extra)
+        number = int(data["answer"])
+        if number % 3 == 0:
+            raise LookupError(f"no entry {number} in the table")
+        return 1.0
+
+
+class Words(Plain):
+    async def run(self, data, **extra):
+        await super().run(data, **extra)
+        await asyncio.sleep(0)
+        return "very good"
+
+
+class NotAsync:
+    def run(self, data, **extra): ...
