@@ -176,6 +176,13 @@ def test_prompt_ids_count_on_through_epochs_and_never_repeat():
     assert ids == list(range(28))
 
 
+@given(st.booleans(), st.booleans())
+def test_a_prompts_row_is_found_again_by_its_id(shuffle, drop_last):
+    loader = PromptLoader(rows_of(13), 4, shuffle=shuffle, drop_last=drop_last)
+    given_out = [pair for _ in range(9) for pair in loader.next_batch()]
+    assert [(prompt_id, loader.row(prompt_id)) for prompt_id, _ in given_out] == given_out
+
+
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4, 4]), (False, [4, 4, 4, 1])])
 def test_every_epoch_shows_each_row_once_in_a_new_order(drop_last, sizes):
     loader = PromptLoader(rows_of(13), 4, drop_last=drop_last)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 
 import pytest
 import torch
@@ -190,8 +191,39 @@ def test_pushed_weights_are_sampled_from(replica, tiny_model):
         for parameter in other.model.parameters():
             parameter.mul_(3.0)
     assert sample(other, [request(0, Sampling(max_new_tokens=8))]) != wanted
-    ReplicaPush(other).push(replica.model.named_parameters(), version=1)
+    engine = EmbeddedEngine(other, 10)
+    ReplicaPush(other, engine).push(replica.model.named_parameters(), version=1)
+    assert engine.version == 1
     assert sample(other, [request(0, Sampling(max_new_tokens=8))]) == wanted
+
+
+def test_a_push_waits_for_the_batch_that_is_generated_and_the_event_loop_does_not():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def forward(input_ids, attention_mask, position_ids, cache):
+        begun.set()
+        may_end.wait(10)
+        return torch.zeros(len(input_ids), 4)
+
+    class Model:
+        def load(self, weights):
+            assert may_end.is_set()
+
+    engine = EmbeddedEngine(forward, 4)
+
+    async def work() -> list[int]:
+        first = asyncio.create_task(engine.agenerate(request(0, Sampling(max_new_tokens=1))))
+        await asyncio.to_thread(begun.wait, 10)
+        push = asyncio.create_task(asyncio.to_thread(ReplicaPush(Model(), engine).push, iter([]), 1))
+        await asyncio.sleep(0.05)  # the loop turns while a batch is generated
+        assert not first.done()
+        assert not push.done()
+        may_end.set()
+        await push
+        second = await engine.agenerate(request(1, Sampling(max_new_tokens=1)))
+        return [(await first).output_versions, second.output_versions]
+
+    assert asyncio.run(work()) == [[0], [1]]
 
 
 def test_finished_rows_leave_the_batch():
