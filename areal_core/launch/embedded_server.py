@@ -138,10 +138,17 @@ class EmbeddedServer:
         body = await request.json()
         wanted = parse_request(body, self.tokenizer, self.identity.context_length)
         started = time.monotonic()
-        sampled = await asyncio.wrap_future(self.sampler.submit(wanted))
+        sampled = await self._answer(wanted)
         reply = generate_reply(wanted, sampled, self.sampler.version, self.tokenizer)
         reply["meta_info"]["e2e_latency"] = time.monotonic() - started
         return web.json_response(reply)
+
+    async def _answer(self, wanted: ModelRequest) -> Sampled:
+        try:
+            return await asyncio.wrap_future(self.sampler.submit(wanted))
+        except asyncio.CancelledError:  # the client has gone
+            self.sampler.abort(wanted.rid)
+            raise
 
     def _information(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path.startswith("/health"):
@@ -385,6 +392,7 @@ def serve(model_path: str, host: str, port: int, **options: Any) -> None:
         port=port,
         print=lambda text: print(f"embedded server of {model_path} on {host}:{port}", flush=True),
         access_log=None,
+        handler_cancellation=True,
         shutdown_timeout=1.0,
     )
 

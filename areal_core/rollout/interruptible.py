@@ -123,6 +123,7 @@ class InterruptibleSampler:
         request.num_new_tokens()
         refuse_unsupported(request.sampling)
         job = Job(request)
+        job.future.set_running_or_notify_cancel()  # a waiter that gives up shall not cancel it under the thread's hands
         with self._changed:
             self._waiting.append(job)
             self._changed.notify_all()

@@ -114,8 +114,10 @@ class ExpectedWeights:
     def _add(self, name: str, parts: list[Tensor]) -> None:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         layouts = [whole if self.dtype is None else whole.to(self.dtype)]
-        if self.dtype is None and whole.dtype == torch.float32:  # what SGLang makes of it with dtype "auto"
-            layouts.append(whole.to(torch.bfloat16))
+        if (
+            self.dtype is None and whole.dtype == torch.float32
+        ):  # what SGLang may make of it with dtype "auto"
+            layouts += [whole.to(torch.bfloat16), whole.to(torch.float16)]
         if name.endswith(PADDED) and (missing := -len(whole) % PADDING_ROWS):
             layouts += [torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in layouts]
         self.checksums[name] = {self.hash_tensor(layout) for layout in layouts}

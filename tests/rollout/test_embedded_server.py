@@ -1,5 +1,6 @@
 """The embedded engine behind SGLang's routes: what it answers, and what pauses, aborts and new weights do to requests in flight."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.launch.embedded_server import EmbeddedServer
+from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.weight_checksums import sha256_of
 
 PROMPT = [10, 11, 12]
@@ -231,3 +233,21 @@ def test_a_request_that_the_model_fails_on_is_answered(ask, gate, in_flight, mon
         in_flight().result(20)
     monkeypatch.undo()
     assert len(in_flight(2).result(20)["output_ids"]) == 2
+
+
+def test_a_request_whose_client_has_gone_is_not_sampled_on(embedded, gate):
+    gate.stop_at = 4
+    sampling = Sampling(max_new_tokens=500, ignore_eos=True)
+    request = ModelRequest(input_ids=PROMPT, sampling=sampling)
+
+    async def ask_and_go_away() -> None:
+        asking = asyncio.create_task(embedded._answer(request))
+        await asyncio.to_thread(gate.reached.wait, 20)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(ask_and_go_away())
+    gate.go_on.set()
+    with embedded.sampler._changed:
+        assert embedded.sampler._changed.wait_for(lambda: not embedded.sampler._wave, 20)
+    assert gate.calls == 5

@@ -1,7 +1,9 @@
 """Servers die by SIGKILL at random moments and others join: no sample is lost, none is doubled, and pushes reach who is there."""
 
 import asyncio
+import os
 import random
+import signal
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -10,10 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_core.config import SGLangConfig
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.discovery import Discovery
 from areal_core.rollout.name_service import FolderNames, announce_server
 from areal_core.rollout.server_identity import run_model
 from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.weight_check import WeightCheck
@@ -169,6 +174,42 @@ def test_kills_around_broadcasts_lose_nothing_and_the_group_is_formed_anew(start
 @pytest.mark.parametrize("kind", ["disk", "broadcast"])
 def test_many_kills_lose_nothing(start_run, kind, seed):
     assert_kills_lose_nothing(start_run(kind), num_kills=20, seed=seed)
+
+
+class SGLangProcess:
+    """A real SGLang server on the CPU, as `Run` wants servers."""
+
+    def __init__(self, model_path, log) -> None:
+        options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=8192)
+        args, env = server_args(options, "cpu"), cpu_environment()
+        self.process = SGLangServer(model_path, log, args, env, ready_timeout_s=600.0)
+        self.server = Server(self.process.server.address)
+
+    def wait_until_ready(self) -> "SGLangProcess":
+        self.process.wait_until_ready()
+        return self
+
+    def kill(self) -> None:
+        os.killpg(self.process.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["broadcast"])
+def test_kills_of_real_sglang_servers_lose_nothing(tiny_model, tmp_path, kind):
+    started: list[SGLangProcess] = []
+
+    def start() -> SGLangProcess:
+        started.append(SGLangProcess(tiny_model, tmp_path / f"llm_server_{len(started)}.log"))
+        return started[-1]
+
+    run = Run(start, tiny_model, tmp_path, kind, num_servers=2)
+    try:
+        assert_kills_lose_nothing(run, num_kills=2, seed=6)
+    finally:
+        run.close()
+        for process in started:
+            process.process.stop()
 
 
 def test_a_server_that_joins_serves_the_current_version_and_none_before(start_run):

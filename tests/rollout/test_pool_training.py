@@ -1,0 +1,105 @@
+"""A real training run whose servers are killed and replaced while it trains: it ends well, and trained on every sample once."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from areal_core.rollout.name_service import FolderNames, announce_server
+from areal_core.rollout.server_identity import weight_version
+from recorder import open_record
+
+DEBUG_TESTS = Path(__file__).parents[1] / "debug"
+NUM_KILLS = 20
+STEPS_A_KILL = 3
+NUM_STEPS = NUM_KILLS * STEPS_A_KILL + 6
+
+
+def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Popen[str]:
+    """Two FSDP ranks that find their servers through the name service."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = [
+        f"cluster.fileroot={folder}",
+        f"cluster.name_resolve.nfs_record_root={folder}/names",
+        f"actor.path={tiny_model}",
+        f"actor.weight_update_mode={mode}",
+        "allocation_mode=sglang:d2+fsdp:d2",
+        "sglang.context_length=512",
+        "rollout.max_head_offpolicyness=2",
+        "rollout.verify_weights_every=4",
+        f"total_train_steps={NUM_STEPS}",
+        f"train_dataset.dataset_kwargs.num_rows={4 * NUM_STEPS}",
+        "gconfig.max_new_tokens=32",
+        "gconfig.ignore_eos=true",
+    ]
+    script = [
+        DEBUG_TESTS / "train_tiny.py",
+        "--config",
+        DEBUG_TESTS / "tiny.yaml",
+        "--dump-rollout",
+        folder / "record",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "AREAL_LLM_SERVER_ADDRS"} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    log = (folder / "train.log").open("w")
+    return subprocess.Popen(
+        [*command, *map(str, script), *options], stdout=log, stderr=log, env=environment, text=True
+    )
+
+
+def wait_for(training: subprocess.Popen[str], happened, *arguments) -> None:
+    while not happened(*arguments):
+        assert training.poll() is None, "the training ended before its servers were killed often enough"
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.wait(0.05)
+
+
+def all_are_pushed_to(servers) -> bool:
+    return all(weight_version(process.server) != "default" for process in servers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["disk", "xccl"])
+def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, mode):
+    names, dice = FolderNames(tmp_path / "names"), random.Random(mode)
+
+    def join():
+        process = start_server().wait_until_ready()
+        announce_server(names, "tiny", "test", process.server.address)
+        return process
+
+    def trained(num_steps: int) -> bool:
+        return len(list((tmp_path / "record" / "steps").glob("*/step.json"))) > num_steps
+
+    servers = [join(), join()]
+    training = start_training(tmp_path, tiny_model, mode)
+    try:
+        for kill in range(NUM_KILLS):
+            wait_for(training, trained, kill * STEPS_A_KILL)
+            wait_for(training, all_are_pushed_to, servers)
+            victim = servers.pop(dice.randrange(2))
+            with pytest.raises(subprocess.TimeoutExpired):
+                training.wait(dice.uniform(0, 0.3))
+            victim.kill()
+            servers.append(join())
+        assert training.wait(200) == 0, (tmp_path / "train.log").read_text()[-3000:]
+    finally:
+        training.kill()
+        training.wait()
+    seen = Counter()
+    record = open_record(tmp_path / "record")
+    for step in record.steps:
+        for rank in range(2):
+            batch = record.step(step).batch(rank)
+            for row, (start, end) in enumerate(pairwise(batch["cu_seqlens"])):
+                versions = batch["versions"][start:end][batch["loss_mask"][start:end] == 1]
+                assert len(versions) == 32
+                assert step - 2 <= versions.min() <= versions.max() <= step
+                seen[int(batch["prompt_id"][row]), int(batch["sample_id"][row])] += 1
+    assert seen == Counter({(p, s): 1 for p in range(4 * NUM_STEPS) for s in range(4)})
