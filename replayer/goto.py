@@ -181,7 +181,7 @@ class Visitor:
         recorded = self.record.step(before).outcome(self.trainer.ranks.rank).checksums
         found = self.trainer.actor.checksums()
         self.report.num_parameters = len(found)
-        self.report.wrong_parameters = sorted(name for name, _ in found.items() ^ recorded.items())
+        self.report.wrong_parameters = sorted({name for name, _ in found.items() ^ recorded.items()})
 
     def scene(self, facts: Mapping[str, Any]) -> Scene:
         """What is in hand now."""

@@ -57,7 +57,7 @@ class RandomRollouts:
             "attention_mask": mask,
             "loss_mask": trained.astype(np.int32),
             "logprobs": np.where(trained, -rng.exponential(2.0, mask.shape), 0).astype(np.float32),
-            "versions": np.where(trained, version, -1).astype(np.int32),
+            "versions": np.where(trained, version, np.where(mask, -1, 0)).astype(np.int32),
             "rewards": rng.random(num_rows, np.float32),
             "prompt_id": np.repeat(np.arange(self.num_prompts), self.num_samples)
             + self.rank * self.num_prompts,

@@ -211,9 +211,8 @@ def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "sorted"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and id(node) not in in_sorted:
-            name = ast.unparse(node.func).rpartition(".")[2]
-            if name in LISTINGS:
-                seen = f"line {node.lineno} takes {name}() in the order of the file system"
-                yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in in_sorted]
+    for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        if (name := ast.unparse(node.func).rpartition(".")[2]) in LISTINGS:
+            seen = f"line {node.lineno} takes {name}() in the order of the file system"
+            yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")

@@ -114,8 +114,9 @@ def parameter_noise(
 
 
 def apart(left: list[np.ndarray], right: list[np.ndarray]) -> np.ndarray:
-    """|left - right| of all parts, flat; values that are not numbers on one side only count as infinitely far."""
+    """|left - right| of all parts, flat: 0 for equal values, NaN beside NaN included; infinite beside NaN and infinity."""
     a, b = (np.concatenate([part.ravel() for part in parts]) for parts in (left, right))
     with np.errstate(invalid="ignore"):
         distance = np.abs(a.astype(np.float64) - b)
-    return np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(distance), np.inf, distance))
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(equal, 0.0, np.where(np.isnan(distance), np.inf, distance))

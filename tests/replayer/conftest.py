@@ -1,0 +1,118 @@
+"""A tiny run on random tokens, recorded in this process: no engine, no other process, a few seconds."""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from areal_core.config import PPOConfig, config_from_dict
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import recorder_of
+from recorder import Record, RecordingOptions, open_record
+from replayer.preflight import RandomRollouts
+
+TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+
+
+@dataclass
+class TinyRun:
+    """A record and the bytes of all weights before each of its steps, as the run itself had them."""
+
+    path: str
+    weights: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Record:
+        return open_record(self.path)
+
+
+def digest_weights(trainer) -> str:
+    """sha256 of every weight's bytes, in order."""
+    digest = hashlib.sha256()
+    for name, tensor in trainer.actor.named_full_tensors():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest_files(folder) -> dict[str, str]:
+    """sha256 of every file below."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def tiny_config(folder, model, num_steps, **changes):
+    tree = yaml.safe_load(TINY.read_text())
+    tree |= {"cluster": {"fileroot": str(folder / "files")}, "total_train_steps": num_steps}
+    tree["actor"] |= {"path": str(model)}
+    for name, value in changes.items():
+        section, _, option = name.rpartition("__")
+        (tree.setdefault(section, {}) if section else tree)[option] = value
+    return config_from_dict(tree, PPOConfig)
+
+
+def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, **changes) -> TinyRun:
+    """Train on random tokens and record it; `edit` changes batches before the run sees them."""
+    config = tiny_config(folder, model, num_steps, **changes)
+    run = TinyRun(str(folder / "record"))
+
+    class Rollouts(RandomRollouts):
+        def next_batch(self, step, version):
+            return edit(super().next_batch(step, version), step)
+
+    def note_weights(trainer):
+        def observe(event, **facts):
+            if event == "batch":
+                run.weights[facts["step"]] = digest_weights(trainer)
+
+        return observe
+
+    with PPOTrainer(
+        config,
+        source=lambda trainer: Rollouts(100, 4, 4, longest=16, seed=1),
+        observers=[
+            note_weights,
+            lambda trainer: recorder_of(trainer, folder / "record", RecordingOptions(text=True)),
+        ],
+        total_steps=num_steps,
+        print_steps=False,
+    ) as trainer:
+        trainer.train()
+    return run
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="package")
+def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
+    """Ten steps with anchors before steps 4 and 8. Not to be changed."""
+    return train_and_record(tmp_path_factory.mktemp("tiny"), tiny_model, 10, debug__anchor_every_steps=4)
+
+
+@pytest.fixture(scope="session")
+def record_run():
+    """`record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3)` gives a TinyRun."""
+    return train_and_record
+
+
+@pytest.fixture(scope="session")
+def weights_of():
+    """The digest of a trainer's weights, as in `TinyRun.weights`."""
+    return digest_weights
+
+
+@pytest.fixture(scope="session")
+def files_of():
+    """The digest of every file in a folder."""
+    return digest_files
+
+
+@pytest.fixture(scope="session")
+def tiny_config_of():
+    """`tiny_config_of(folder, model, num_steps, actor__eps_clip=0.3)` gives the config of a tiny run."""
+    return tiny_config

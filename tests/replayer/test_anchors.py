@@ -1,0 +1,95 @@
+"""When anchors are taken, which go when the disk is full, and how recovery checkpoints become some."""
+
+import itertools
+import os
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recorder import open_record, verify
+from recorder.testing import write_scripted_record
+from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint, anchors_to_remove
+
+
+def save(folder: Path, step: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w" * 10_000)
+
+
+def run(taker, num_steps, seconds=1.0, first=0):
+    """The events of a run whose steps take so many seconds to replay."""
+    taker("start", version=first, save_checkpoint=save)
+    for step in range(first, first + num_steps):
+        taker("step", step=step, stats={name: seconds / len(REPLAYED) for name in REPLAYED})
+        taker("weights", step=step, version=step + 1)
+
+
+def anchors_of(tmp_path, policy, num_steps=10, **options):
+    write_scripted_record(tmp_path / "record")
+    run(AnchorTaker(tmp_path / "record", 0, policy), num_steps, **options)
+    assert verify(tmp_path / "record").problems == ()
+    return open_record(tmp_path / "record").anchors()
+
+
+def test_every_k_steps(tmp_path):
+    assert anchors_of(tmp_path, AnchorPolicy(every_steps=4)) == (4, 8)
+
+
+def test_as_soon_as_the_way_from_the_last_one_gets_too_long(tmp_path):
+    assert anchors_of(tmp_path, AnchorPolicy(max_replay_s=3.0)) == (3, 6, 9)
+
+
+def test_none_unless_asked(tmp_path):
+    assert anchors_of(tmp_path, AnchorPolicy()) == ()
+
+
+def test_a_run_that_continues_starts_with_one_whatever_was_asked(tmp_path):
+    assert anchors_of(tmp_path, AnchorPolicy(), first=40) == (40,)
+
+
+def test_within_a_limit_of_bytes_the_ways_stay_even(tmp_path):
+    size = 10_400  # a checkpoint and its anchor.json
+    kept = anchors_of(tmp_path, AnchorPolicy(every_steps=1, at_start=True, max_bytes=5 * size), num_steps=16)
+    assert (kept[0], kept[-1]) == (0, 16)
+    assert 4 <= len(kept) <= 6
+    gaps = [b - a for a, b in itertools.pairwise(kept)]
+    assert max(gaps) <= 8
+
+
+@given(st.sets(st.integers(0, 300), min_size=1), st.integers(0, 40))
+def test_thinning_fits_keeps_both_ends_and_removes_no_more_than_needed(steps, limit):
+    removed = anchors_to_remove(dict.fromkeys(steps, 10), 10 * limit)
+    kept = sorted(steps - set(removed))
+    assert {min(steps), max(steps)} <= set(kept)
+    assert len(kept) == min(len(steps), max(limit, 2))
+
+
+def test_a_recovery_checkpoint_becomes_an_anchor_without_a_second_copy(tmp_path):
+    write_scripted_record(tmp_path / "record")
+    save(tmp_path / "recover" / "step-000002", 2)
+    taker = AnchorTaker(tmp_path / "record", 0, AnchorPolicy())
+    taker("checkpoint", step=2, folder=tmp_path / "recover" / "step-000002")
+    record = open_record(tmp_path / "record")
+    anchored = record.anchor(2) / "checkpoint" / "weights"
+    original = tmp_path / "recover" / "step-000002" / "weights"
+    assert os.path.samefile(anchored, original)
+    original.unlink()  # recovery keeps only its last ones
+    assert anchored.read_bytes() == b"w" * 10_000
+    assert verify(tmp_path / "record").problems == ()
+
+
+def test_an_anchor_that_is_there_is_left_alone(tmp_path):
+    write_scripted_record(tmp_path / "record")
+    save(tmp_path / "first", 2)
+    adopt_checkpoint(tmp_path / "record", 2, tmp_path / "first")
+    (tmp_path / "second").mkdir()
+    adopt_checkpoint(tmp_path / "record", 2, tmp_path / "second")
+    assert (open_record(tmp_path / "record").anchor(2) / "checkpoint" / "weights").exists()
+
+
+def test_ranks_but_the_first_only_save(tmp_path):
+    write_scripted_record(tmp_path / "record")
+    run(AnchorTaker(tmp_path / "record", 1, AnchorPolicy(every_steps=4)), 4)
+    assert open_record(tmp_path / "record").anchors() == ()
+    assert (tmp_path / "record/anchors/000004/checkpoint/weights").exists()

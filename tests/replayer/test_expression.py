@@ -1,0 +1,75 @@
+"""A filter answers questions about rows and can do nothing else."""
+
+import pytest
+
+from replayer.errors import WrongFilter
+from replayer.expression import ROW_NAMES, parse_expression
+
+ROW = {
+    "reward": 0.5,
+    "prompt": [1, 2, 3],
+    "completion": [7, 8, 9, 10],
+    "finish_reason": "length",
+    "logprobs": [-0.5, -2.0],
+    "prompt_id": 3,
+    "completion_text": "7 + 5 = 12",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("reward > 0 and len(completion) < 512", True),
+        ("reward > 0 and len(completion) < 4", False),
+        ("not reward or finish_reason == 'length'", True),
+        ("0 < reward <= 0.5 < 1", True),
+        ("prompt_id in (3, 5) and finish_reason not in ['stop']", True),
+        ("min(logprobs) < -1.5", True),
+        ("sum(logprobs) / len(logprobs) == -1.25", True),
+        ("abs(-reward) * 2 + 1 - 1 == 1 and 7 // 2 == 3 and 7 % 2 == 1", True),
+        ("completion[-1] == 10 and completion[0] == 7", True),
+        ("'12' in completion_text", True),
+        ("round(reward) == 0", True),
+    ],
+)
+def test_an_expression_is_answered_as_python_would(text, answer):
+    assert parse_expression(text, ROW_NAMES).holds(ROW) is answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "reward.__class__",
+        "(lambda: 1)()",
+        "[x for x in completion]",
+        "open('/etc/passwd')",
+        "len(completion, key=open)",
+        "f'{reward}'",
+        "completion[0:2]",
+        "reward := 1",
+        "2 ** 10 ** 10",
+        "1 << 10 ** 10",
+        "b'x' in completion_text",
+        "print(reward)",
+        "len.__self__",
+        "reward if reward else open",
+    ],
+)
+def test_everything_else_is_refused_before_a_row_is_seen(text):
+    with pytest.raises(WrongFilter, match="--filter"):
+        parse_expression(text, ROW_NAMES)
+
+
+def test_an_unknown_name_is_told_with_those_that_there_are():
+    with pytest.raises(WrongFilter, match=r"there is no 'rewards'; a row has reward, prompt"):
+        parse_expression("rewards > 0", ROW_NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["reward < 'a'", "1 / 0 > reward", "completion[99] == 1", "len(reward) > 1", "'a' * 1000000000 == 'b'"],
+)
+def test_what_does_not_fit_a_row_is_one_sentence(text):
+    with pytest.raises(WrongFilter, match="cannot be answered for a row"):
+        parse_expression(text, ROW_NAMES).holds(ROW)

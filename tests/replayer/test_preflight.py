@@ -1,0 +1,179 @@
+"""A run that would not come out the same twice is told so before it starts, with its own noise."""
+
+import ast
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.environment import DETERMINISTIC
+from areal_core.trainer import learning
+from recorder import open_record
+from recorder.testing import write_scripted_record
+from replayer import preflight_checks as checks
+from replayer.preflight import RandomRollouts, save_bits, take_step
+from replayer.twice import apart, compare_takes, measure_noise, read_take, write_take
+
+GOOD = checks.Process(
+    rank=0,
+    world_size=2,
+    device="cuda",
+    now=DETERMINISTIC | {"OMP_NUM_THREADS": "1"},
+    at_start=DETERMINISTIC | {"OMP_NUM_THREADS": "1"},
+    warn_only=False,
+    algorithms_deterministic=True,
+    cudnn_benchmark=False,
+    num_threads=1,
+    num_cores=8,
+    dropouts={},
+)
+CONFIG = {"deterministic": True, "actor": {"attn_impl": "sdpa", "disable_dropout": False}}
+
+
+def problems(process, config=CONFIG):
+    return [(f.check, f.seen) for f in checks.look(config, process) if f.status == "problem"]
+
+
+def without(name):
+    return {n: v for n, v in GOOD.at_start.items() if n != name}
+
+
+def test_a_run_that_is_set_up_has_no_problem():
+    assert problems(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "words"),
+    [
+        ({"warn_only": True}, "warn_only", "only warn"),
+        ({"at_start": without("CUBLAS_WORKSPACE_CONFIG")}, "environment", "was set after Python had started"),
+        (
+            {"now": GOOD.now | {"NCCL_PROTO": "LL"}, "at_start": without("NCCL_PROTO")},
+            "environment",
+            "NCCL_PROTO is 'LL'",
+        ),
+        ({"at_start": GOOD.at_start | {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO is 'Tree'"),
+        ({"cudnn_benchmark": True}, "autotune", "cudnn.benchmark is on"),
+        ({"now": GOOD.now | {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}}, "autotune", "by timing"),
+        ({"algorithms_deterministic": False}, "attention", "adds atomically"),
+    ],
+)
+def test_each_cause_is_named(change, check, words):
+    found = problems(replace(GOOD, **change))
+    assert any(name == check and words in seen for name, seen in found), found
+
+
+def test_deterministic_false_is_a_problem_and_dropout_and_threads_are_notes():
+    assert ("mode", "deterministic is false") in problems(GOOD, CONFIG | {"deterministic": False})
+    process = replace(GOOD, dropouts={"attention_dropout": 0.1}, at_start=without("OMP_NUM_THREADS"))
+    notes = {f.check: f.seen for f in checks.look(CONFIG, process) if f.status == "note"}
+    assert notes["dropout"] == "on: attention_dropout 0.1"
+    assert notes["threads"] == "1 of 8 cores, chosen by torch"
+    disabled = {"deterministic": True, "actor": {"attn_impl": "sdpa", "disable_dropout": True}}
+    assert "dropout" not in {f.check for f in checks.look(disabled, process) if f.status == "note"}
+
+
+SCRIPT = """
+import os, torch
+from pathlib import Path
+os.environ["PYTHONHASHSEED"] = "0"
+os.environ["OTHER"] = "0"
+torch.use_deterministic_algorithms(True, warn_only=True)
+files = sorted(Path("data").glob("*.jsonl"))
+more = list(Path("data").glob("*.json")) + os.listdir(".")
+"""
+
+
+def test_a_script_is_read_for_what_a_run_cannot_see(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    found = checks.look_at_script(file)
+    assert [(f.status, f.seen) for f in found] == [
+        ("problem", "line 4 sets PYTHONHASHSEED when Python runs already"),
+        ("problem", "line 6 says warn_only=True"),
+        ("note", "line 8 takes glob() in the order of the file system"),
+        ("note", "line 8 takes listdir() in the order of the file system"),
+    ]
+    file.write_text("print(1)")
+    assert [f.status for f in checks.look_at_script(file)] == ["ok"]
+    assert list(checks.late_environment(ast.parse("x = 1"))) == []
+
+
+def test_rows_of_a_record_in_no_canonical_order_are_named(tmp_path, monkeypatch):
+    write_scripted_record(tmp_path / "record", num_ranks=2)
+    assert checks.order_of_record(open_record(tmp_path / "record")).status == "ok"
+    real = checks.Record.step
+
+    class Unsorted:
+        def __init__(self, step):
+            self.manifest, self.inner = step.manifest, step
+
+        def batch(self, rank, keys):
+            batch = self.inner.batch(rank, keys)
+            return {key: array[::-1] for key, array in batch.items()} if rank == 1 else batch
+
+    monkeypatch.setattr(checks.Record, "step", lambda record, step: Unsorted(real(record, step)))
+    found = checks.order_of_record(open_record(tmp_path / "record"))
+    assert (found.status, found.seen) == ("problem", "rows of step 0, rank 1 came in no canonical order")
+
+
+def take(folder: Path, config, keep=()):
+    folder.mkdir()
+    bits = take_step(config, keep)
+    save_bits(bits, folder, 0)
+    write_take(folder, bits.outcome, checks.look(CONFIG, bits.process))
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model, tiny_config_of):
+    return lambda: tiny_config_of(tmp_path, tiny_model, 3)
+
+
+def test_one_real_step_taken_twice_has_the_same_bits(tmp_path, config):
+    takes = [take(tmp_path / name, config()) for name in ("a", "b")]
+    comparison = compare_takes(*takes)
+    assert comparison.identical
+    assert comparison.num_compared > 50
+    assert read_take(takes[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
+
+
+def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_path, config, monkeypatch):
+    calls, real = itertools.count(), learning.policy_loss
+
+    def jittery(logprobs, *arguments, **options):
+        loss, stats = real(logprobs, *arguments, **options)
+        return loss * (1 + 1e-3 * next(calls)), stats
+
+    monkeypatch.setattr(learning, "policy_loss", jittery)
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    takes = [take(tmp_path / name, config(), names) for name in ("a", "b")]
+    assert not compare_takes(*takes).identical
+    noise = measure_noise(*takes)
+    assert sorted(one.name for one in noise) == names
+    for one in noise:
+        assert 0 < one.num_different <= one.num_elements
+        assert 1e-4 < one.gradient_share < 0.1
+        assert one.weight > 0
+
+
+def test_distances_of_values_that_are_no_numbers():
+    left, right = np.array([1.0, np.nan, np.nan, np.inf]), np.array([1.5, np.nan, 2.0, np.inf])
+    assert apart([left[:2], left[2:]], [right[:2], right[2:]]).tolist() == [0.5, 0.0, np.inf, 0.0]
+
+
+def test_random_rollouts_are_a_canonical_batch_and_the_same_every_time():
+    source = RandomRollouts(50, num_prompts=3, num_samples=2, longest=12, seed=4, rank=1)
+    batch, again = source.next_batch(2, 5), source.next_batch(2, 5)
+    assert all(torch.equal(batch[key], again[key]) for key in batch)
+    assert batch["prompt_id"].tolist() == [3, 3, 4, 4, 5, 5]
+    assert batch["sample_id"].tolist() == [0, 1] * 3
+    assert int(batch["attention_mask"].sum(1).max()) <= 12
+    trained = batch["loss_mask"].bool()
+    assert set(batch["versions"][trained].tolist()) == {5}
+    for key in ("input_ids", "loss_mask", "logprobs", "versions"):
+        assert not batch[key][~batch["attention_mask"]].any(), key
+    assert not torch.equal(batch["input_ids"], source.next_batch(3, 5)["input_ids"])

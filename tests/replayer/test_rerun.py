@@ -1,0 +1,118 @@
+"""A replay of another shape or on another machine is judged by this machine's own noise, and a defect still shows."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import replayer.check
+from areal_core.trainer import learning
+from replayer.check import ReplayReport, parse_report
+from replayer.noise import promise
+from replayer.request import Request
+from replayer.rerun import own_reruns, replay_and_judge
+from replayer.run import replay_here
+
+
+@pytest.fixture(scope="module")
+def deterministic_run(tmp_path_factory, tiny_model, record_run):
+    """A record that says that it was deterministic, as it is on one thread of a CPU."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("areal_core.trainer.build.enforce_determinism", lambda: None)
+    yield record_run(
+        tmp_path_factory.mktemp("deterministic"),
+        tiny_model,
+        4,
+        deterministic=True,
+        actor__ppo_n_minibatches=1,
+    )
+    patch.undo()
+
+
+def judged(run, **changes):
+    told = []
+    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_here, told.append)
+    return report, told
+
+
+@pytest.fixture
+def another_machine(monkeypatch):
+    """The fingerprint of a processor that nobody has."""
+    real = replayer.check.describe_run
+
+    def describe(facts):
+        header = real(facts)
+        return replace(header, environment=header.environment | {"cpu": "another"})
+
+    monkeypatch.setattr(replayer.check, "describe_run", describe)
+
+
+@pytest.fixture
+def other_kernels(monkeypatch):
+    """Sums in another order, as another machine's kernels have them."""
+    real = learning.policy_loss
+
+    def rounded_otherwise(logprobs, *arguments, **options):
+        loss, stats = real(logprobs * (1 + 3e-8), *arguments, **options)
+        return loss * (1 + 1e-7), stats
+
+    monkeypatch.setattr(learning, "policy_loss", rounded_otherwise)
+
+
+def test_the_same_shape_is_bitwise_and_needs_no_other_run(deterministic_run):
+    report, told = judged(deterministic_run)
+    assert (report.promise.kind, report.verdict.finding, told) == ("bitwise", "identical", [])
+
+
+def test_other_micro_batches_lie_within_own_noise_and_say_how_far(deterministic_run):
+    report, told = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+    assert not report.identical
+    assert (report.promise.kind, report.verdict.finding, len(told)) == ("noise", "within", 1)
+    assert 0 < report.verdict.k <= 10
+    assert report.promise.reasons == ("actor.mb_spec.max_tokens_per_mb is 24, recorded with 64",)
+
+
+def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, another_machine, other_kernels):
+    report, _ = judged(deterministic_run)
+    assert not report.identical
+    assert (report.promise.kind, report.verdict.finding) == ("noise", "within")
+
+
+def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, monkeypatch):
+    real = learning.policy_loss
+    monkeypatch.setattr(learning, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
+    report, _ = judged(deterministic_run)
+    assert (report.promise.kind, report.verdict.finding) == ("noise", "different")
+    assert report.verdict.k > 100
+    assert report.verdict.exit_code == 1
+
+
+def test_on_the_recorded_machine_other_rounding_is_a_difference(deterministic_run, other_kernels):
+    report, told = judged(deterministic_run)
+    assert (report.promise.kind, report.verdict.finding, told) == ("bitwise", "different", [])
+
+
+def test_bits_that_are_equal_are_equal_on_any_machine(deterministic_run, another_machine):
+    report, told = judged(deterministic_run)
+    assert (report.promise.kind, report.verdict.finding, told) == ("noise", "identical", [])
+
+
+def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_run):
+    record, request = deterministic_run.record, Request(deterministic_run.path, 0, 0)
+    report = replay_here(request)
+    count = report.steps[0].replayed["ppo_actor/update/num_micro_batches"]
+    (other,) = own_reruns(record, request, report)
+    assert other.settings == (f"actor.mb_spec.n_mbs={2 * int(count)}",)
+    one_each = replace(report.steps[0], replayed={"ppo_actor/update/num_micro_batches": 16.0})
+    (other,) = own_reruns(record, request, ReplayReport(record.path, steps=[one_each]))
+    assert other.settings[0] == "actor.mb_spec.n_mbs=1"
+
+
+def test_a_report_survives_json(deterministic_run):
+    report, _ = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+    assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_a_promise_follows_from_the_header_that_a_replay_has(deterministic_run):
+    header = deterministic_run.record.header
+    assert promise(header, replace(header, num_ranks=3)).kind == "noise"

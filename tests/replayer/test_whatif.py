@@ -1,0 +1,133 @@
+"""What if: other options, rows and rewards, beside a record that stays as it is."""
+
+import pytest
+import torch
+
+from areal_core.batch import select_rows
+from areal_debug.whatif_output import curves_of, on_one_scale
+from recorder import open_record
+from replayer.before import check_edits
+from replayer.errors import ReplayError, WrongEdit, WrongFilter
+from replayer.request import Request, parse_request, request_text
+from replayer.rerun import replay_and_judge
+from replayer.run import replay_here
+from replayer.source import recorded_batch
+from replayer.whatif import EditedRollouts, check_batch
+
+
+def what_if(run, last=1, **changes):
+    return replay_and_judge(Request(run.path, 0, last, **changes), replay_here)
+
+
+def test_another_option_moves_what_depends_on_it_and_nothing_is_written(tiny_run, files_of):
+    before = files_of(tiny_run.path)
+    report = what_if(tiny_run, settings=("actor.eps_clip=0.0001", "actor.optimizer.lr=0.002"))
+    assert files_of(tiny_run.path) == before
+    assert (report.promise.kind, report.verdict.finding) == ("changed", "changed")
+    assert report.verdict.exit_code == 0
+    assert [d.where for d in report.set_differently.config] == ["actor.eps_clip", "actor.optimizer.lr"]
+    moved = {curve.name: curve.moved for curve in curves_of(report)}
+    assert moved["ppo_actor/task_reward/avg"] == 0
+    assert moved["ppo_actor/update/lr"] == pytest.approx(1.0)
+    assert moved["ppo_actor/update/clip_ratio/avg"] > 0
+    assert next(iter(moved)) == "ppo_actor/task_reward/avg"
+
+
+def test_filtered_rows_are_those_for_which_the_expression_holds(tiny_run):
+    report = what_if(tiny_run, row_filter="reward > 0.5 and len(completion) < 12")
+    for result in report.steps:
+        batch = recorded_batch(tiny_run.record.step(result.step), 0)
+        kept = (batch["rewards"] > 0.5) & (batch["loss_mask"].sum(1) < 12)
+        assert 0 < kept.sum() < len(kept)
+        assert result.replayed["ppo_actor/n_seqs"] == kept.sum()
+        assert result.replayed["ppo_actor/task_reward/avg"] == pytest.approx(batch["rewards"][kept].mean())
+
+
+def test_a_filter_that_leaves_no_row_says_in_which_step(tiny_run):
+    with pytest.raises(WrongEdit, match="step 0: no row is left"):
+        what_if(tiny_run, row_filter="reward > 2")
+
+
+def test_an_edit_script_changes_what_is_trained_on(tiny_run, tmp_path):
+    script = tmp_path / "edit.py"
+    script.write_text("def edit(batch, step):\n    return batch | {'rewards': batch['rewards'] + step}\n")
+    report = what_if(tiny_run, edit=str(script))
+    rewards = [(r.recorded, r.replayed) for r in report.steps]
+    name = "ppo_actor/task_reward/avg"
+    assert [after[name] - before[name] for before, after in rewards] == pytest.approx([0, 1])
+
+
+def test_rewards_are_computed_anew_from_text_and_tokens(tiny_run, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def size(prompt, completions, prompt_ids, completion_ids, **row):\n    return len(completion_ids)\n"
+    )
+    report = what_if(tiny_run, last=0, reward=f"{reward}:size")
+    batch = recorded_batch(tiny_run.record.step(0), 0)
+    lengths = batch["loss_mask"].sum(1).double()
+    assert report.steps[0].replayed["ppo_actor/task_reward/avg"] == pytest.approx(lengths.mean().item())
+
+
+def test_a_reward_that_wants_a_dataset_row_is_told_what_a_record_lacks(tiny_run, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def right(prompt, completions, prompt_ids, completion_ids, answer, **row):\n    return 1.0\n"
+    )
+    with pytest.raises(WrongEdit, match=r"(?s)answer.*no row of a dataset"):
+        what_if(tiny_run, last=0, reward=f"{reward}:right")
+
+
+@pytest.mark.parametrize(
+    ("edited", "words"),
+    [
+        (lambda batch: None, "NoneType"),
+        (lambda batch: {k: v for k, v in batch.items() if k != "rewards"}, "must return a batch with"),
+        (lambda batch: batch | {"rewards": batch["rewards"].double()}, "rewards became torch.float64"),
+        (lambda batch: batch | {"rewards": batch["rewards"][:3]}, "different numbers of rows"),
+    ],
+)
+def test_an_edit_that_gives_no_batch_is_told_what_is_wrong(tiny_run, edited, words):
+    batch = recorded_batch(tiny_run.record.step(0), 0)
+    with pytest.raises(WrongEdit, match=words):
+        check_batch(edited(batch), batch, 0)
+
+
+def test_edits_follow_one_another_and_what_they_hold_is_closed(tiny_run):
+    batch = recorded_batch(tiny_run.record.step(0), 0)
+
+    class Source:
+        def next_batch(self, step, version):
+            return batch
+
+        def close(self):
+            closed.append("source")
+
+    closed = []
+    edits = [lambda b, step: select_rows(b, [3, 1]), lambda b, step: b | {"rewards": b["rewards"] * 0 + step}]
+    source = EditedRollouts(Source(), edits, closing=[lambda: closed.append("pool")])
+    assert source.next_batch(7, 0)["rewards"].tolist() == [7, 7]
+    assert torch.equal(source.next_batch(7, 0)["prompt_id"], batch["prompt_id"][[3, 1]])
+    source.close()
+    assert closed == ["source", "pool"]
+
+
+def test_a_what_if_is_recorded_beside_the_record_never_in_it(tiny_run, tmp_path):
+    record = open_record(tiny_run.path)
+    for place in (tiny_run.path, f"{tiny_run.path}/inside"):
+        with pytest.raises(ValueError, match=r"already holds a record|lies inside the record"):
+            check_edits(record, Request(tiny_run.path, 0, 1, record_to=place))
+    check_edits(record, Request(tiny_run.path, 0, 1, record_to=str(tmp_path / "new")))
+    with pytest.raises(WrongFilter):
+        check_edits(record, Request(tiny_run.path, 0, 1, row_filter="rewrd > 0"))
+    with pytest.raises(ReplayError, match="no edit script"):
+        check_edits(record, Request(tiny_run.path, 0, 1, edit="/no/such.py"))
+
+
+def test_a_request_reaches_the_ranks_as_it_was_said():
+    request = Request("r", 1, 2, None, ("a=1", "b=c"), "reward > 0", "e.py", "m:f", "to", True)
+    assert parse_request(request_text(request)) == request
+    assert len(request.edits) == 3
+
+
+def test_two_curves_share_one_scale():
+    assert on_one_scale((0.0, 1.0), (2.0, 7.0)) == ("▁▂", "▃█")
