@@ -150,7 +150,8 @@ def read_step(
     text = text_of_tokens(tokens.pop("input_ids"), bounds, decode)
     if patterns:
         text = redact_tokens(text, bounds, patterns)
-    learned, missing = learned_columns(step, bounds)
+    trained = tokens["loss_mask"] > 0
+    learned, missing = learned_columns(step, bounds, tokens["logprobs"], trained)
     return StepView(
         step=step.manifest.step,
         version=step.manifest.version - 1,
@@ -180,7 +181,9 @@ def read_step(
     )
 
 
-def learned_columns(step: RecordedStep, bounds: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def learned_columns(
+    step: RecordedStep, bounds: np.ndarray, logprobs: np.ndarray, trained: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The per-token columns that the trainer computed, moved to the token that they speak of; and why others are absent."""
     wider = "record with debug.dump_scope=full"
     try:
@@ -192,16 +195,14 @@ def learned_columns(step: RecordedStep, bounds: np.ndarray) -> tuple[dict[str, n
         if all(key in rank for rank in ranks):
             flat = np.concatenate([rank[key] for rank in ranks]).astype(np.float32)
             moved = np.concatenate([[0], flat[:-1]]).astype(np.float32)
-            moved[bounds[:-1]] = 0  # nothing speaks of a row's first token
+            moved[bounds[:-1][bounds[:-1] < len(moved)]] = 0  # nothing speaks of a row's first token
             found[name] = moved
-    missing: dict[str, str] = {}
-    if "trainer logprob" not in found:
-        missing |= dict.fromkeys(
-            ("trainer logprob", "ratio"), "the trainer did not compute proximal logprobs"
-        )
-    if "entropy" not in found:
-        missing["entropy"] = "the trainer does not record it token by token"
-    return found, missing
+    # Without a pass of its own the trainer takes the engine's logprobs, and a ratio of 1 would say that it had looked.
+    if "trainer logprob" in found and np.array_equal(found["trainer logprob"][trained], logprobs[trained]):
+        del found["trainer logprob"]
+    computed = "it takes actor.recompute_logprob=true or actor.use_decoupled_loss=true"
+    missing = {name: computed for name in ("trainer logprob", "entropy") if name not in found}
+    return found, missing | ({"ratio": computed} if "trainer logprob" in missing else {})
 
 
 def recorded_texts(step: RecordedStep) -> list[str] | None:

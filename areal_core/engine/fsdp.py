@@ -88,18 +88,23 @@ class FSDPEngine:
         lengths = sequence_lengths(batch).tolist()
         return split_rows(lengths, self.max_tokens_per_mb, self.min_micro_batches, self.ranks.maximum)
 
-    @torch.no_grad()
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Logprob of the next token where the next-token aligned `loss_mask` is set, float32 [B, T], else 0; a collective."""
+        """The logprobs of `score`; a collective."""
+        return self.score(batch)[0]
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of the next token where the next-token aligned `loss_mask` is set, float32 [B, T], else 0; a collective."""
         self.model.eval()
-        result = torch.zeros(batch["attention_mask"].shape, dtype=torch.float32)
+        logprobs, entropy = torch.zeros(2, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
-            pairs = self._forward(part)
+            pairs = self._forward(part).cpu()
             if rows:
                 width = part["attention_mask"].shape[1]
-                result[rows, :width] = scatter_tokens(pairs[:, 0].cpu(), part["attention_mask"])
-        return result
+                logprobs[rows, :width] = scatter_tokens(pairs[:, 0], part["attention_mask"])
+                entropy[rows, :width] = scatter_tokens(pairs[:, 1], part["attention_mask"])
+        return logprobs, entropy
 
     def train_batch(
         self,

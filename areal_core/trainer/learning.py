@@ -30,7 +30,7 @@ class PolicyObjective:
     def learning_inputs(self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None) -> Batch:
         """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
 
-        With a reference also `ref_logp` [B, T].
+        With a reference also `ref_logp` [B, T], and `entropy` [B, T] where `prox_logp` was computed here.
 
         A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
         """
@@ -38,7 +38,10 @@ class PolicyObjective:
         aligned = to_next_token(batch)
         mask = aligned["loss_mask"].bool()
         behaviour = aligned["logprobs"]
-        proximal = actor.compute_logprobs(aligned) if options.should_compute_prox_logp() else behaviour
+        proximal, scored = behaviour, {}
+        if options.should_compute_prox_logp():
+            proximal, entropy = actor.score(aligned)
+            scored = {"entropy": entropy}
         if not options.use_decoupled_loss:
             behaviour = proximal
         reference_logprobs = reference.compute_logprobs(aligned) if reference is not None else None
@@ -69,7 +72,7 @@ class PolicyObjective:
         }
         if reference_logprobs is not None:
             inputs["ref_logp"] = reference_logprobs
-        return aligned | inputs
+        return aligned | scored | inputs
 
     def _sequence_rewards(self, batch: Batch) -> Tensor:
         """Shaped and normalised rewards [B]."""

@@ -17,6 +17,9 @@ class FixedScorer:
     def compute_logprobs(self, batch):
         return self.logprobs * batch["loss_mask"]
 
+    def score(self, batch):
+        return self.compute_logprobs(batch), torch.full_like(self.logprobs, 0.5) * batch["loss_mask"]
+
 
 def batch():
     """Two prompts, two samples each: one prompt token, then two trained tokens."""
@@ -39,6 +42,14 @@ def objective(**options):
         "reward_norm": NormConfig(mean_level="group", std_level=None, group_size=2),
     }
     return PolicyObjective(PPOActorConfig(**defaults | options), lambda tensor: tensor, Stats())
+
+
+def test_entropy_is_handed_on_where_logprobs_are_recomputed():
+    options = objective(use_decoupled_loss=True)
+    inputs = options.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None)
+    assert inputs["entropy"].tolist() == [[0.5, 0.5, 0.0]] * 4
+    taken = objective(use_decoupled_loss=False, recompute_logprob=False)
+    assert "entropy" not in taken.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None)
 
 
 def test_grpo_advantages_by_hand_are_rewards_minus_their_group_mean_on_trained_positions():

@@ -97,6 +97,7 @@ def learned(batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str,
         "prox_logp": np.where(here, moved, 0).astype(np.float32),
         "advantages": np.where(here, advantage, 0).astype(np.float32),
         "returns": np.where(here, batch["rewards"][:, None], 0).astype(np.float32),
+        "entropy": np.where(here, rng.exponential(0.5, here.shape), 0).astype(np.float32),
     }
 
 

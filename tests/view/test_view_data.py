@@ -18,6 +18,7 @@ from areal_debug.view_text import BLOCK, redact_tokens, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
+from . import records
 from .records import QUESTIONS, THOUGHTS, train_tokenizer, write_chats
 
 
@@ -73,8 +74,19 @@ def test_numbers_of_the_trainer_stand_at_the_token_that_they_speak_of(chats):
     assert view.tokens["advantage"][trained] == learning["advantages"][trained - 1]
     assert view.tokens["trainer logprob"][trained] == pytest.approx(batch["logprobs"][trained], abs=0.5)
     assert view.tokens["advantage"][start] == 0
-    assert list(view.missing) == ["entropy"]
+    assert view.tokens["entropy"][trained] == learning["entropy"][trained - 1]
+    assert view.missing == {}
     assert texts_of(view)[4].endswith(f"{THOUGHTS[1]}<|im_end|>")
+
+
+def test_logprobs_that_the_trainer_took_over_make_no_ratio(tmp_path, monkeypatch):
+    took_over = lambda batch, rng: {"prox_logp": np.roll(batch["logprobs"], -1, 1)}  # noqa: E731
+    monkeypatch.setattr(records, "learned", took_over)
+    record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=1))
+    view = read_step(record.step(0), None)
+    assert "trainer logprob" not in view.tokens
+    assert set(view.missing) == {"trainer logprob", "ratio", "entropy"}
+    assert "actor.recompute_logprob=true" in view.missing["ratio"]
 
 
 def test_a_record_of_rollouts_says_what_it_does_not_hold_and_has_fewer_curves(tmp_path):

@@ -119,8 +119,8 @@ def test_keys_walk_samples_and_tokens_and_change_colours(page, url):
     assert page.evaluate("sample.row") == 2
     page.press("3")
     assert page.evaluate("sample.mode.name") == "advantage"
-    page.press("4")  # entropy is not in the record: nothing happens
-    assert page.evaluate("sample.mode.name") == "advantage"
+    page.press("4")
+    assert page.evaluate("sample.mode.name") == "entropy"
     page.press("ArrowRight")
     page.press("ArrowRight")
     assert page.evaluate("document.querySelector('.at').dataset.at - sample.start") == 1
@@ -174,6 +174,8 @@ def test_without_a_tokenizer_ids_are_coloured_and_the_scope_is_told(page, tmp_pa
     write_scripted_record(tmp_path / "ids", num_steps=1)
     open_ready(page, write_page(tmp_path / "ids", tmp_path / "ids.html"))
     assert page.evaluate("document.querySelector('.tokens span').textContent").startswith("⟨")
+    page.press("2")  # which this record does not hold: nothing happens
+    assert page.evaluate("sample.mode.name") == "logprob"
     assert "ratio (record with debug.dump_scope=full)" in page.evaluate(
         "document.querySelector('.missing').textContent"
     )
