@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
-from areal_core.engine.errors import ModelError
-from consistency.check import DTYPES, AskAgain, Checked, Request, check
+from consistency.check import AskAgain, Checked, Request, check
 from consistency.engine.ask import connect, sample_all, worker_of
 from consistency.engine.reply import Engine, Identity, Law, Reply, Top
 from consistency.engine.wire import open_session
@@ -79,15 +77,6 @@ def check_engines(
 ) -> Checked:
     """Judge what engines answered by a model. Raises as `check` does; EngineError when an engine does not score prompts."""
     return check(sampled, request, progress, asking_again(conversation.addresses, words))
-
-
-def model_dtype(path: str) -> str:
-    """The dtype in which a checkpoint is stored, if it is one to score in; else float32. Raises ModelError."""
-    try:
-        stored = AutoConfig.from_pretrained(path).get_text_config().dtype
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the model at {path!r}: {str(error).splitlines()[0]}") from error
-    return next((name for name, dtype in DTYPES.items() if dtype == stored), "float32")
 
 
 def sampled_of(conversation: Conversation, trainer_dtype: str) -> Sampled:

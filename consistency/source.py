@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
+from areal_core.engine.errors import ModelError
 from consistency.case import NOISE, Noise, Setting
 from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
@@ -43,11 +45,20 @@ class Sampled:
     trainer: Floats | None = None
 
 
-def read_record(record: Record, steps: Sequence[int]) -> Sampled:
-    """Some steps of a record. Raises RecordError when one cannot be read, NothingToCompare when the run sampled nothing."""
-    sampling = parse_sampling(record)
+def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:
+    """Some steps of a record.
+
+    Args:
+        assumed: how they were sampled, where the record does not say it, as one that was imported.
+
+    Raises:
+        RecordError: a step cannot be read. NothingToCompare: the run sampled nothing.
+    """
+    says_nothing = not record.header.config
+    sampling = assumed if says_nothing and assumed is not None else parse_sampling(record)
     parts = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
-    versions = {record.step(number).plan(0).version for number in steps}
+    has_plan = record.header.recording.scope != "rollout"
+    versions = {record.step(number).plan(0).version for number in steps} if has_plan else set()
     version = versions.pop() if len(versions) == 1 else None
     return Sampled(parts, sampling, version, trainer=read_trainer(record, steps))
 
@@ -132,6 +143,15 @@ def concatenate(parts: Sequence[Sequences]) -> Sequences:
         joined("cached_tokens"),
         tuple(difference for part in parts for difference in part.length_differences),
     )
+
+
+def model_dtype(path: str) -> str:
+    """The dtype in which a checkpoint is stored, if it is one to score in; else float32. Raises ModelError."""
+    try:
+        stored = str(AutoConfig.from_pretrained(path).get_text_config().dtype).removeprefix("torch.")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the model at {path!r}: {str(error).splitlines()[0]}") from error
+    return stored if stored in ("float32", "bfloat16") else "float32"
 
 
 def published_noise(dtypes: Sequence[str], has_experts: bool, quantization: str | None = None) -> Noise:

@@ -12,6 +12,7 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json
 
 if TYPE_CHECKING:
     from consistency.check import Checked, Request
+    from consistency.source import Sampling
 
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
@@ -48,8 +49,10 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions of each prompt."
 )
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="A live engine is told so.")
-@click.option("--top-k", type=int, help="A live engine is told so.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Of a live engine, or an imported record."
+)
+@click.option("--top-k", type=int, help="Of a live engine, or an imported record.")
 @click.option(
     "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
 )
@@ -145,11 +148,24 @@ def check_recorded(
     if not record.steps:
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
-    request = request_of(model or record.header.model["path"], options)
-    sampled = read_record(record, steps)
+    model = model or record.header.model["path"]
+    if not model:
+        fail(f"{path} does not say which model sampled it: give --model PATH")
+    request = request_of(model, options)
+    sampled = read_record(record, steps, None if record.header.config else assumed_sampling(model, options))
     total = sum(len(part.input_ids) for part in sampled.parts.values())
     with progress_bar("scoring", total) as advance:
         return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
+
+
+def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
+    """How an imported record was sampled, as far as options and checkpoint tell: engines serve bfloat16 unless told otherwise."""
+    from consistency.source import Sampling, model_dtype
+
+    temperature = 1.0 if options["temperature"] is None else options["temperature"]
+    dtype = options["dtype"] or model_dtype(model)
+    greedy = temperature == 0.0
+    return Sampling(temperature, options["top_p"], options["top_k"], greedy, dtype, engine_dtype="bfloat16")
 
 
 def check_live(
@@ -163,8 +179,9 @@ def check_live(
     from areal_core.reward import load_reward_fn
     from consistency.answers import compare_answers, load_generating
     from consistency.engine.reply import Law
-    from consistency.live import ask_engines, check_engines, model_dtype, sampled_of, words_of
+    from consistency.live import ask_engines, check_engines, sampled_of, words_of
     from consistency.prompts import read_prompts
+    from consistency.source import model_dtype
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = words_of(tokenizer)

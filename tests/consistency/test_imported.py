@@ -1,0 +1,45 @@
+"""Dumps of other frameworks are judged like records, with the law that the options give: there, none is written down."""
+
+import functools
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from consistency import laws
+
+from .records import save_model, write_record
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def imported(record, folder):
+    """The record's tokens as slime would have left them, read back."""
+    assert run("record", "export", record, "--format", "slime", "--to", folder / "0.pt").exit_code == 0
+    assert run("record", "import", folder / "0.pt", "--to", folder / "imported").exit_code == 0
+    return folder / "imported"
+
+
+def test_imported_dump_is_judged_at_the_temperature_that_is_given(model, tmp_path):
+    law = functools.partial(laws.at_temperature, temperature=0.7)
+    dump = imported(write_record(tmp_path / "record", model, draws=law, reports=law), tmp_path)
+    done = run("consistency", dump, "--model", model, "--temperature", "0.7", "--json")
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["verdict"], found["num_tokens"]) == (0, "healthy", 24 * 50)
+    done = run("consistency", dump, "--model", model, "--json")
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["causes"][0]["id"]) == (1, "R01")
+
+
+def test_imported_dump_without_a_model_asks_for_it(model, tmp_path):
+    done = run("consistency", imported(write_record(tmp_path / "record", model), tmp_path))
+    assert done.exit_code == 2
+    assert "does not say which model sampled it: give --model PATH" in done.stderr
