@@ -99,7 +99,10 @@ def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
             as_json, "it stays when this shell ends: `areal-debug serve --status`, `areal-debug serve --stop`"
         )
         return
-    keep(spec, lambda state: show_facts(state, as_json))
+    try:
+        keep(spec, lambda state: show_facts(state, as_json))
+    except KeyboardInterrupt:
+        say(as_json, f"stopped {spec.address}")
 
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
