@@ -1,6 +1,7 @@
 """What `areal-debug agent` prints: an episode turn by turn, and an agent's behaviour under load."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -10,6 +11,7 @@ from areal_debug.record_output import CONTROLS, print_legend, style_of
 from areal_debug.render import console, escaped, format_number, format_seconds
 
 if TYPE_CHECKING:
+    from areal_debug.agent_record import RolloutFacts
     from areal_debug.agent_run import EpisodeReport, TurnFacts
     from areal_debug.agent_stress import Latency, StressReport
     from areal_debug.loop_monitor import LoopReport
@@ -157,3 +159,45 @@ def print_stalls(loop: "LoopReport") -> None:
     if not loop.stalls and loop.late_s > loop.watched_s / 5:
         places = ", ".join(f"{share:.0%} {escaped(place)}" for place, share in loop.busiest)
         out.print(f"[yellow]{loop.name} loop busy[/yellow], not blocked; most at {places}")
+
+
+def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
+    """What was recorded of the agent, one line a step, and what to do with it."""
+    out = console()
+    out.print(f"[bold]{escaped(agent)}[/bold]  recorded in {escaped(str(record))}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (
+        "step",
+        "prompts",
+        "rows",
+        "trained tokens",
+        "reward mean",
+        "lowest",
+        "highest",
+        "equal",
+        "versions",
+    ):
+        table.add_column(heading, justify="right")
+    for name in ("turns: rows", "finished: rows"):
+        table.add_column(name)
+    for facts in steps:
+        rewards = (facts.mean_reward, facts.lowest_reward, facts.highest_reward)
+        table.add_row(
+            str(facts.step),
+            str(facts.num_prompts),
+            str(facts.num_rows),
+            f"{facts.num_trained:,} of {facts.num_tokens:,}",
+            *map(format_number, rewards),
+            str(facts.prompts_of_equal_reward),
+            ", ".join(map(str, facts.versions)),
+            ", ".join(f"{turns}: {rows}" for turns, rows in facts.turns.items()),
+            ", ".join(f"{reason}: {rows}" for reason, rows in facts.finished.items()),
+        )
+    out.print(table)
+    if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
+        out.print(
+            "[yellow]every prompt's samples earned the same[/yellow]: group normalisation leaves nothing to learn from"
+        )
+    out.print(
+        f"[dim]areal-debug record show {escaped(str(record))}   areal-debug replay {escaped(str(record))}[/dim]"
+    )

@@ -29,6 +29,7 @@ def mistakes_as_sentences() -> Iterator[None]:
     from areal_core.engine.errors import EngineError
     from areal_core.errors import ConfigError, DatasetError, RewardError
     from areal_core.rollout import errors as rollout
+    from areal_core.rollout.agent.errors import AgentError
     from recorder import DamagedRecord, RecordError
     from replayer.errors import ReplayError
 
@@ -36,7 +37,15 @@ def mistakes_as_sentences() -> Iterator[None]:
         yield
     except DamagedRecord as error:
         end(f"Error: {error}", 1)
-    except (ConfigError, DatasetError, RewardError, EngineError, RecordError, ReplayError) as error:
+    except (
+        ConfigError,
+        DatasetError,
+        RewardError,
+        EngineError,
+        AgentError,
+        RecordError,
+        ReplayError,
+    ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (
         rollout.ServerDied,

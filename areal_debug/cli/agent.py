@@ -9,6 +9,7 @@ import click
 from areal_debug.render import errors_as_sentences, fail, print_json
 
 if TYPE_CHECKING:
+    from areal_core.config import PPOConfig
     from areal_core.rollout.agent.workflow import AgentWorkflow
     from areal_core.rollout.engine import InferenceEngine
 
@@ -81,6 +82,85 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     else:
         print_stress(report)
     raise SystemExit(0 if report.is_healthy else 1)
+
+
+@command.command()
+@click.argument("agent")
+@click.option("--config", "config_file", required=True, metavar="FILE", help="The run's YAML file.")
+@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Batches.")
+@click.option("--record", metavar="DIR", help="Where to record; by default beside the run's logs.")
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For the agent's constructor.")
+@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@click.argument("overrides", nargs=-1)
+@errors_as_sentences
+def rollout(
+    agent: str,
+    config_file: str,
+    steps: int,
+    record: str | None,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Run AGENT as training will: through launcher, trainer and executor; record the batches, which `replay` takes.
+
+    The config says where: ranks and servers by its allocation_mode, on this machine, Ray or SLURM by its scheduler.
+    """
+    from areal_core.paths import record_folder
+    from areal_core.rollout.agent.agents import load_agent
+    from areal_debug.agent_output import print_rollout
+    from areal_debug.agent_record import describe_step
+    from areal_debug.agent_settings import parse_arguments
+    from areal_debug.cli.train import check_record, read_config
+    from areal_debug.flags import flag_overrides
+    from recorder import open_record
+
+    agent_kwargs = parse_arguments(arguments)
+    load_agent(agent, agent_kwargs)
+    argv = [
+        *("--config", config_file, *flag_overrides("--dump-rollout", record or "")),
+        *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
+    ]
+    config = read_config(argv)
+    check_record(config)
+    code = launch_rollout(config, argv, agent_kwargs, quiet=as_json)
+    if code:
+        fail(f"the run ended with exit code {code}; what it said stands above", code)
+    folder = record_folder(config)
+    opened = open_record(folder)
+    facts = [describe_step(opened, step) for step in opened.steps]
+    if as_json:
+        print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
+    else:
+        print_rollout(agent, folder, facts)
+
+
+def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any], quiet: bool) -> int:
+    """Run the trainer with the agent on its ranks and servers; the exit code."""
+    import contextlib
+    import json
+    import sys
+
+    from areal_core.allocation import resolve_allocation
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run as run_attempts
+    from areal_core.paths import run_folder
+    from areal_debug import agent_rollout
+
+    allocation = resolve_allocation(config)
+    if allocation.train is None:
+        fail(
+            "the allocation has no training part, so there is no trainer to roll out in: add one, as in 'sglang:d1+fsdp:d2'"
+        )
+    job = Job(
+        ("-m", "areal_debug.script", agent_rollout.__file__, *argv),
+        config,
+        allocation,
+        {agent_rollout.ARGUMENTS: json.dumps(agent_kwargs)},
+        run_folder(config, "logs"),
+    )
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        return run_attempts(lambda attempt: job)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ An agent that blocks (a synchronous client, `time.sleep`) stops the agents besid
 import asyncio
 import contextlib
 import gc
+import logging
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any
@@ -71,6 +72,7 @@ class AgentWorkflow:
         self.few_per_turn = FewPerTurn()
         transport = InProcessTransport(self.server, self.few_per_turn)
         self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells each of a million calls
         self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
         # The half million objects of torch and Transformers stay anyway. Looked through by every full collection, with the
         # objects of 2,048 episodes, they stop all threads for a second each time (measured: 0.9 s p99 lag, 0.1 s without).
