@@ -89,6 +89,7 @@ class ScriptedEngine:
     version: int = 0
     requests: list[ModelRequest] = field(default_factory=list)
     duration_s: Callable[[ModelRequest], float] | None = None
+    is_paused: bool = False
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answer from the script, with the logprob -1 for each token."""
@@ -111,10 +112,12 @@ class ScriptedEngine:
         self.version = version
 
     def pause(self) -> None:
-        """Nothing runs between calls."""
+        """Answers go on all the same."""
+        self.is_paused = True
 
     def resume(self) -> None:
         """Nothing was stopped."""
+        self.is_paused = False
 
     def close(self) -> None:
         """Nothing is held."""

@@ -112,6 +112,7 @@ class ScriptedSpeaker:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], latency_s: float) -> None:
         self.version = 0
+        self.is_paused = False
         self._latency_s = latency_s
         self._answers = [
             [*tokenizer.encode(line, add_special_tokens=False), tokenizer.eos_token_id] for line in lines

@@ -143,6 +143,10 @@ class TimedEngine:
     def version(self) -> int:
         return self.engine.version
 
+    @property
+    def is_paused(self) -> bool:
+        return self.engine.is_paused
+
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         began = time.monotonic()
         response = await self.engine.agenerate(req)

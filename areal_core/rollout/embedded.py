@@ -50,6 +50,7 @@ class EmbeddedEngine:
         version: int = 0,
     ) -> None:
         self.version = version
+        self.is_paused = False
         self.forward = forward
         self.vocab_size = vocab_size
         self.seed = seed
@@ -83,8 +84,10 @@ class EmbeddedEngine:
     def pause(self) -> None:
         """Waits until no batch is being generated, and lets none begin."""
         self._sampling.acquire()
+        self.is_paused = True
 
     def resume(self) -> None:
+        self.is_paused = False
         self._sampling.release()
 
     def close(self) -> None:

@@ -9,6 +9,11 @@ class InferenceEngine(Protocol):
     """Samples completions with the weights of one version at a time."""
 
     @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not."""
+        ...
+
+    @property
     def version(self) -> int:
         """Version of the weights that sample now."""
         ...

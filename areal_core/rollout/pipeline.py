@@ -31,10 +31,8 @@ from areal_core.rollout.watch import Patience, Watch
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_UNUSABLE_BATCHES = (
-    4  # prompts in a row that were rejected or too old, in batches, before that is called hopeless
-)
-MIN_UNUSABLE = 32
+# So many prompts in a row (in batches, but at least so many) that were rejected or too old are called hopeless.
+MAX_UNUSABLE_BATCHES, MIN_UNUSABLE = 4, 32
 
 
 class Feed(Protocol):
@@ -83,7 +81,11 @@ class Pipeline:
         self, prompts: Sequence[tuple[int, Row]], plan: Plan, timeout_s: float | None
     ) -> list[Group]:
         ids = [await self.submit(prompt_id, data, plan) for prompt_id, data in prompts]
-        await self._until(lambda: all(i in self._done for i in ids) or None, f"{len(ids)} prompts", timeout_s)
+
+        def all_done() -> bool | None:
+            return (len(self._done) >= len(ids) and self._done.keys() >= set(ids)) or None
+
+        await self._until(all_done, f"{len(ids)} prompts", timeout_s)
         return self._fetch(ids)
 
     async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
@@ -270,7 +272,9 @@ class Pipeline:
         """Nothing has happened for a while: raises if nothing ever will, and otherwise says what is waited for."""
         control = self.control
         if self._is_paused:
-            watch.paused()
+            watch.paused("the executor, which starts nothing,")
+        if self.engine.is_paused:
+            watch.paused("the engine, which samples nothing,")
         if self._running:
             watch.look([episode for group in self._running.values() for episode in group.episodes])
         elif not self._is_paused and control.capacity() <= 0:

@@ -71,6 +71,7 @@ class SGLangClient:
         pause_mode: str = "abort",
     ) -> None:
         self.version = version
+        self.is_paused = False
         self.router = Router(servers)
         self._first_version = version
         self._discovery = discovery or Discovery(tuple(servers))
@@ -127,11 +128,13 @@ class SGLangClient:
         self.refresh()
 
     def pause(self) -> None:
+        self.is_paused = True
         self._pool.servers = list(self.router.servers)
         self._pool.pause()
 
     def resume(self) -> None:
         self._pool.resume()
+        self.is_paused = False
 
     def refresh(self) -> None:
         """Asks every known server for its weights. From any thread; blocks for the slowest answer, at most some seconds."""

@@ -33,11 +33,11 @@ class Watch:
         self._began = time.monotonic()
         self._next_s: dict[str, float] = {}
 
-    def paused(self) -> None:
-        """No prompt may start, because someone has called `pause`."""
+    def paused(self, what: str) -> None:
+        """Someone has called `pause` of `what`, and the wait goes on since."""
         waited_s = time.monotonic() - self._began
-        if self._is_due("paused", waited_s, self._patience.paused_s):
-            self._say(f"the executor has been paused for {waited_s:.0f} s and starts nothing; call resume()")
+        if self._is_due(what, waited_s, self._patience.paused_s):
+            self._say(f"{what} has been paused for all of {waited_s:.0f} s; call its resume()")
 
     def look(self, episodes: Sequence[EpisodeEngine]) -> None:
         """Names the running episodes that have stood still for longest."""
@@ -53,7 +53,7 @@ class Watch:
         if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
             self._say(
                 f"{len(generating)} episodes wait for the engine, {name(generating[0])} for "
-                f"{now - generating[0].since:.0f} s: are the completions long, or is generation paused and was never continued?"
+                f"{now - generating[0].since:.0f} s: are the completions long, or has somebody paused the servers?"
             )
 
     def _is_due(self, what: str, waited_s: float, after_s: float) -> bool:

@@ -64,7 +64,7 @@ class PPOTrainer:
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
         if total_steps == 0:
-            raise ValueError(
+            raise ConfigError(
                 f"the run would have 0 steps: the dataset has {len(train_dataset or ())} rows and "
                 f"train_dataset.batch_size is {config.train_dataset.batch_size}"
             )
@@ -77,9 +77,8 @@ class PPOTrainer:
         uses_reference = config.ref is not None and config.actor.kl_ctl > 0
         self.reference = build.build_engine(config.ref, self.ranks, total_steps) if uses_reference else None
         self.stats = Stats()
-        self.live_stats = (
-            Stats()
-        )  # of rollouts and validation: a replay has none, so a record does not hold them
+        # Of rollouts and validation: a replay has none, so that a record does not hold them.
+        self.live_stats = Stats()
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
@@ -220,7 +219,7 @@ class PPOTrainer:
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
     ) -> LiveRollouts:
         if self.train_dataset is None:
-            raise ValueError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
+            raise ConfigError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
         live = build_rollouts.build_live_rollouts(
             self.config,
             self.ranks,
@@ -246,8 +245,9 @@ class PPOTrainer:
             dataset = get_dataset(self.config.valid_dataset, tokenizer=self.tokenizer)
         if dataset is None:
             raise ConfigError(
-                "evaluator says when to validate, and there is no valid_dataset: give the section or the argument of "
-                "PPOTrainer, or set evaluator.freq_epochs, freq_steps and freq_secs to null"
+                f"evaluator.freq_epochs, freq_steps, freq_secs are {evaluator.freq_epochs}, {evaluator.freq_steps}, "
+                f"{evaluator.freq_secs} and valid_dataset is None: give the section, or the argument of PPOTrainer, or set "
+                f"the periods to null"
             )
         built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(self.config))
         return build_rollouts.build_evaluation(

@@ -320,9 +320,9 @@ class Stuck(ScriptedEngine):
         (
             Stuck(),
             False,
-            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or is",
+            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or has",
         ),
-        (None, True, "the executor has been paused for 0 s and starts nothing; call resume()"),
+        (None, True, "the executor, which starts nothing, has been paused for all of 0 s; call its resume()"),
     ],
 )
 def test_a_wait_that_only_takes_long_is_told_by_name(engine, paused, said, caplog):
@@ -338,6 +338,19 @@ def test_a_wait_that_only_takes_long_is_told_by_name(engine, paused, said, caplo
     told = [record.message for record in caplog.records]
     assert all(message.startswith("waiting for 2 prompts: ") and said in message for message in told), told
     assert 1 <= len(told) <= 4  # again only when the wait has doubled
+
+
+def test_an_engine_that_was_paused_and_never_resumed_is_told(caplog):
+    async def scenario():
+        pipe = pipeline(engine=Stuck(is_paused=True))
+        with pytest.raises(TimeoutError):
+            await pipe.prepare(Numbers(), Plan(Gated()), 0.1)
+        await pipe.close()
+
+    run(scenario())
+    assert (
+        "the engine, which samples nothing, has been paused for all of 0 s; call its resume()" in caplog.text
+    )
 
 
 def test_a_version_that_moves_without_a_batch_drops_what_is_too_old_and_counts_it(caplog):
