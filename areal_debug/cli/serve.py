@@ -99,10 +99,7 @@ def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
             as_json, "it stays when this shell ends: `areal-debug serve --status`, `areal-debug serve --stop`"
         )
         return
-    try:
-        keep(spec, lambda state: show_facts(state, as_json))
-    except KeyboardInterrupt:
-        say(as_json, f"stopped {spec.address}")
+    keep(spec, lambda state: show_facts(state, as_json))
 
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
