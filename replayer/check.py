@@ -240,6 +240,28 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
     ]
 
 
+def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
+    """Options that name the model's folder in both runs: it lies elsewhere now, and is the same where its files are."""
+    options = {
+        "actor.path": ("actor", "path"),
+        "ref.path": ("ref", "path"),
+        "tokenizer_path": ("tokenizer_path",),
+    }
+    both = (recorded.config, current.config)
+    return [
+        option
+        for option, keys in options.items()
+        if all(member(config, keys) == member(config, options["actor.path"]) for config in both)
+    ]
+
+
+def member(config: Any, keys: tuple[str, ...]) -> Any:
+    """A member of nested dicts, None where one is absent or None."""
+    for key in keys:
+        config = config[key] if isinstance(config, dict) and key in config else None
+    return config
+
+
 def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     """What is set differently from the record, in config, environment and model, leaving out what changes no number."""
     comparison = compare_headers(record.header, current)
@@ -247,7 +269,10 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
         "imported" in record.header.environment
     )  # from another framework, whose options and machine are not ours
     has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
-    config = tuple(d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT)
+    moved = () if comparison.model else moved_paths(record.header, current)
+    config = tuple(
+        d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT and d.where not in moved
+    )
     return HeaderComparison(
         config=config if has_config else (),
         environment=() if is_imported else comparison.environment,

@@ -37,6 +37,8 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
     if settings:
         check_config(config)
     if model is not None:
+        if config.ref is not None and config.ref.path == config.actor.path:
+            config.ref.path = model  # a run regularises towards the model that it starts from
         config.actor.path = model
         config.tokenizer_path = config.tokenizer_path and model
     return without_side_effects(config)
