@@ -1,0 +1,133 @@
+"""What the plugin does in a pytest of its own; replaying itself is stood in for, and tested in test_regression.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+from areal_debug import regression
+from replayer.check import ReplayReport, StepResult
+from replayer.noise import Promise
+
+pytest_plugins = "pytester"
+
+TEST = """
+import pytest
+
+@pytest.mark.replay("records/one", steps=(0, 1), exact=True)
+def test_it(replay_record):
+    assert len(replay_record(model="here").steps) == 2
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the plugin asks for, instead of replaying."""
+    found = []
+
+    def hold(spec, mode):
+        found.append((spec, mode))
+        steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in (0, 1)]
+        report = ReplayReport("record", steps=steps, promise=Promise("noise"))
+        if spec.path.name == "red":
+            raise regression.RegressionError("the numbers differ\nto see it again: areal-debug replay red")
+        changes = ["step 0: 3 values"] if mode == "rewrite" else None
+        return regression.Held(report, ("torch is another",) if spec.path.name == "old" else (), changes)
+
+    monkeypatch.setattr(regression, "hold", hold)
+    return found
+
+
+@pytest.fixture
+def run(pytester):
+    """Runs pytest on a test file; `run(TEST, "--areal-record=all")` gives its result."""
+
+    def call(source, *options, records=("one",)):
+        pytester.makepyfile(test_sample=source)
+        pytester.makeini("[pytest]\nareal_records = records")
+        for name in records:
+            (pytester.path / "records" / name).mkdir(parents=True)
+            (pytester.path / "records" / name / "record.json").touch()
+        return pytester.runpytest_inprocess("-p", "areal_debug.pytest_plugin", "--strict-markers", *options)
+
+    return call
+
+
+def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, asked, pytester):
+    result = run(TEST)
+    result.assert_outcomes(passed=1)
+    ((spec, mode),) = asked
+    assert (spec.path, spec.steps, spec.exact, spec.model) == (
+        pytester.path / "records/one",
+        (0, 1),
+        True,
+        "here",
+    )
+    assert (spec.test, mode) == ("test_sample.py::test_it", "none")
+    result.stdout.fnmatch_lines(["*2 steps of 1 records replayed"])
+
+
+def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, asked):
+    result = run(TEST.replace("one", "red"), records=("red",))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the numbers differ", "to see it again: areal-debug replay red"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*replay_record(model*")
+
+
+@pytest.mark.parametrize("mode", ["once", "all", "rewrite"])
+def test_the_mode_is_passed_on_and_what_was_written_is_shown(mode, run, asked):
+    result = run(TEST, f"--areal-record={mode}")
+    assert asked[0][1] == mode
+    if mode == "rewrite":
+        result.stdout.fnmatch_lines(["records/one is written anew:", "  step 0: 3 values"])
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(run, asked):
+    result = run(TEST, "--areal-record=new")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*invalid choice: 'new' (choose from *none*rewrite*"])
+
+
+def test_stale_and_unused_records_are_reported(run, asked):
+    result = run(TEST.replace("one", "old"), records=("old", "forgotten"))
+    result.stdout.fnmatch_lines(
+        [
+            "records/old is stale*: torch is another",
+            "*--areal-record=rewrite*",
+            "records/forgotten is unused: no test names it",
+        ]
+    )
+    result.stdout.no_fnmatch_line("records/old is unused*")
+
+
+def test_nothing_is_called_unused_when_only_some_tests_were_asked_for(run, asked):
+    result = run(TEST, "test_sample.py", records=("one", "forgotten"))
+    result.stdout.no_fnmatch_line("records/forgotten is unused*")
+
+
+def test_a_record_of_a_test_that_was_left_out_is_not_unused(run, asked):
+    result = run(TEST, "-k", "nothing", records=("one", "forgotten"))
+    result.stdout.no_fnmatch_line("records/one is unused*")
+    result.stdout.fnmatch_lines(["records/forgotten is unused*"])
+
+
+def test_a_test_without_its_mark_is_told(run, asked):
+    result = run("def test_it(replay_record):\n    replay_record()")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*@pytest.mark.replay(*"])
+
+
+def test_a_session_without_records_says_nothing(run):
+    result = run("def test_it():\n    pass", records=())
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*records replayed*")
+
+
+def test_the_plugin_starts_without_torch_and_zarr():
+    code = (
+        "import sys, areal_debug.pytest_plugin; "
+        "print([m for m in ('torch', 'zarr', 'numpy', 'transformers', 'replayer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""Our own training core, held to ten recorded steps: a changed formula turns this red."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from areal_debug.regression import RegressionError, Spec, hold
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "tests/records/tiny_grpo.zip"
+RUN = [str(ROOT / "tests/debug/train_tiny.py"), "--config", str(ROOT / "tests/records/tiny_grpo.yaml")]
+
+
+@pytest.fixture(scope="session")
+def recorded_model(tmp_path_factory) -> Path:
+    """The model that the record started from."""
+    from areal_core.testing import make_tiny_model
+
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model") / "m", hidden_size=32, num_heads=2, num_kv_heads=1
+    )
+
+
+@pytest.mark.replay("tests/records/tiny_grpo.zip", run=RUN)
+def test_ten_steps_of_grpo_give_the_recorded_numbers(replay_record, recorded_model):
+    report = replay_record(model=recorded_model)
+    assert [result.step for result in report.steps] == list(range(10))
+    assert all(result.num_parameters == 20 and result.num_compared > 100 for result in report.steps)
+
+
+def test_the_committed_record_is_small():
+    assert RECORD.stat().st_size < 2_000_000
+
+
+# file of areal_core/algorithm, what stands there, and what a hasty hand might make of it
+BREAKS = {
+    "clip": ("policy_loss.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
+    "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
+    "deviation": ("normalization.py", "self.count - int(unbiased)", "self.count"),
+    "alignment": ("alignment.py", "LAST[key]) for key in ROLLED}", "LAST[key]) for key in ROLLED[:-1]}"),
+    "weights": ("policy_loss.py", "loss = loss * weights", "loss = loss"),
+}
+
+
+def break_formula(folder: Path, name: str) -> None:
+    """A copy of areal_core with one formula changed."""
+    file, formula, changed = BREAKS[name]
+    ignored = shutil.ignore_patterns("__pycache__")
+    path = shutil.copytree(ROOT / "areal_core", folder / "areal_core", ignore=ignored) / "algorithm" / file
+    assert path.read_text().count(formula) == 1, f"{file} has no {formula}"
+    path.write_text(path.read_text().replace(formula, changed))
+
+
+@pytest.mark.parametrize(
+    "name", ["clip", *(pytest.param(name, marks=pytest.mark.long) for name in list(BREAKS)[1:])]
+)
+def test_a_changed_formula_turns_red_and_says_how_to_see_it_again(
+    name, recorded_model, tmp_path, monkeypatch
+):
+    break_formula(tmp_path, name)
+    monkeypatch.chdir(tmp_path)  # from which the ranks import first
+    spec = Spec(RECORD, "tests/plugin/test_regression.py::a_test", steps=(0, 1), model=recorded_model)
+    with pytest.raises(RegressionError) as caught:
+        hold(spec, "none")
+    said = str(caught.value)
+    assert "tiny_grpo.zip is not what the code gives now: " in said
+    assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", said)
+    assert f"areal-debug replay {RECORD} --to-step" in said
+    assert f"--model {recorded_model}" in said
+    assert "pytest tests/plugin/test_regression.py::a_test --areal-record=rewrite" in said
+
+
+@pytest.mark.long
+def test_rewriting_takes_the_new_numbers_and_shows_what_changed(recorded_model, tmp_path, monkeypatch):
+    record = shutil.copy(RECORD, tmp_path / "record.zip")
+    break_formula(tmp_path / "core", "clip")
+    spec = Spec(Path(record), "a_test", model=recorded_model)
+    with monkeypatch.context() as changed:
+        changed.chdir(tmp_path / "core")
+        held = hold(spec, "rewrite")
+        assert len(held.changes) == 10
+        assert re.match(r"step 0: \d+ values, such as ppo_actor/", held.changes[0])
+        assert hold(spec, "rewrite").changes == []
+    with pytest.raises(RegressionError, match="not what the code gives now"):
+        hold(spec, "none")  # the formula is whole again, and the record holds the broken one
+
+
+def test_a_missing_record_is_never_generated_unless_asked(tmp_path):
+    with pytest.raises(RegressionError, match=r"mode 'none' never generates one.*--areal-record=once"):
+        hold(Spec(tmp_path / "missing", "a_test"), "none")
+    with pytest.raises(RegressionError, match="does not say how to make"):
+        hold(Spec(tmp_path / "missing", "a_test"), "once")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_replayed_is_told_before_anything_runs(tmp_path):
+    with pytest.raises(RegressionError, match="0 to 9"):
+        hold(Spec(RECORD, "a_test", steps=(0, 10)), "none")
+    with pytest.raises(RegressionError, match="model, which is no folder here"):
+        hold(Spec(RECORD, "a_test"), "none")
