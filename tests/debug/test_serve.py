@@ -4,7 +4,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +16,8 @@ from click.testing import CliRunner
 from areal_core.rollout.name_service import FolderNames, announce_server, announced_servers
 from areal_debug.cli.serve import command
 from areal_debug.serve_facts import parse_facts, worth_checking
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -153,3 +158,34 @@ def test_a_real_sglang_server_is_read_back_and_outlives_the_command(serve, tiny_
     assert facts["server"]["multimodal"] is False
     with urllib.request.urlopen(f"http://{facts['address']}/health") as reply:
         assert reply.status == 200
+
+
+@pytest.mark.long
+def test_a_server_that_joins_a_running_run_serves_its_current_weights(serve, tiny_model, tmp_path):
+    first = serve("--model", tiny_model, "--engine", "embedded", "--background")
+    assert first.returncode == 0, first.stderr
+    name, _, address = first.stdout.strip().splitlines()[-1].partition("=")
+    names = tmp_path / "names"
+    options = [f"cluster.fileroot={tmp_path}", f"cluster.name_resolve.nfs_record_root={names}"]
+    options += [f"actor.path={tiny_model}", "allocation_mode=sglang:d1+fsdp:d1", "total_train_steps=60"]
+    options += ["rollout.max_head_offpolicyness=1", "train_dataset.dataset_kwargs.num_rows=256"]
+    script = [sys.executable, "-m", "areal_debug.script", str(HERE / "train_tiny.py")]
+    with (tmp_path / "trainer.log").open("w+") as log:
+        run = subprocess.Popen(
+            [*script, "--config", str(HERE / "tiny.yaml"), *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {name: address, "OMP_NUM_THREADS": "1"},
+        )
+        joined = serve(
+            *("--model", tiny_model, "--engine", "embedded", "--background", "--join", "tiny/test"),
+            *("--names", names),
+        )
+        assert joined.returncode == 0, joined.stderr
+        assert run.poll() is None, (tmp_path / "trainer.log").read_text()
+        assert run.wait(300) == 0, (tmp_path / "trainer.log").read_text()
+    versions = []
+    for server in (address, joined.stdout.strip().splitlines()[-1].partition("=")[2]):
+        with urllib.request.urlopen(f"http://{server}/model_info") as reply:
+            versions.append(json.load(reply)["weight_version"])
+    assert versions == ["60", "60"]
