@@ -1,0 +1,191 @@
+"""`goto`, `preflight`, `bisect` and the what-ifs of `replay` as a user calls them, on real ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = str(Path(sys.executable).parent / "areal-debug")
+
+
+def call(*arguments, typed="", timeout_s=420):
+    """The finished command, with `typed` on its standard input."""
+    return subprocess.run(
+        [COMMAND, *map(str, arguments)],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def anchored(train, tmp_path_factory) -> Path:
+    """Five steps of two ranks, with an anchor before steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("record") / "anchored"
+    options = ("total_train_steps=5", "debug.anchor_every_steps=2", "allocation_mode=embedded|fsdp:d2")
+    done = train("--dump-rollout", folder, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_a_shell_at_a_step_has_everything_in_hand(recorded):
+    typed = "print('rows', len(batch['rewards']), 'of step', step)\nprint(float(loss) == outcome.micro_batches[0].loss)\n"
+    done = call("goto", recorded, "--step", 2, "--shell", "--at", "loss", typed=typed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rows 16 of step 2\n" in done.stdout
+    assert "True\n" in done.stdout
+    assert "At step 2 (loss): from the run's first weights, 2 steps replayed, all identical" in done.stdout
+    assert "model" in done.stderr  # the banner names what is there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["goto", "RECORD", "--step", 7], "steps 7 to 7 were asked for, the record holds 0 to 2"),
+        (["goto", "RECORD", "--step", 1, "--shell", "--pdb"], "exclude each other"),
+        (["goto", "RECORD", "--step", 1, "--at", "loss"], "add --shell or --pdb"),
+        (["goto", "RECORD", "--step", 1, "--pdb", "--rank", 3], "ranks 0 to 0"),
+        (["goto", "/no/such", "--step", 1], "/no/such does not exist"),
+        (["replay", "RECORD", "--filter", "__import__('os')"], "is not allowed"),
+        (["replay", "RECORD", "--edit", "/no/such.py"], "there is no edit script"),
+        (["replay", "RECORD", "--record-to", "RECORD"], "already holds a record"),
+        (["replay", "RECORD", "--explain", 9], "holds 0 to 2"),
+        (["preflight", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
+        (["bisect", "RECORD", "--good", "nowhere"], "nowhere"),
+        (["bisect", "RECORD", "--good", "HEAD", "--repository", "/"], "not a git repository"),
+    ],
+)
+def test_wrong_input_is_one_sentence(recorded, arguments, words):
+    done = call(*[recorded if argument == "RECORD" else argument for argument in arguments])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("Error: ") == 1
+    assert words in done.stderr
+
+
+@pytest.mark.long
+def test_a_shell_runs_each_line_on_both_ranks(anchored):
+    typed = "print(trainer.ranks.rank)\nlen(trainer.actor.checksums())\ninputs['advantages'].shape[0]\n"
+    done = call("goto", anchored, "--step", 3, "--shell", "--at", "advantages", typed=typed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"0\n\[rank 1\] 1\n", done.stdout)
+    assert "20\n" in done.stdout
+    assert "from the anchor of step 2, 1 step replayed, all identical" in done.stdout
+
+
+@pytest.mark.long
+def test_the_debugger_stands_in_the_trainer(anchored):
+    typed = "p len(batch['rewards'])\nup 6\np total_weight\nc\n"
+    done = call("goto", anchored, "--step", 2, "--pdb", "--at", "backward", typed=typed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fsdp.py" in done.stdout
+    assert "(Pdb) 8" in done.stdout
+    assert "from the anchor of step 2, 1 step replayed, all identical" in done.stdout
+
+
+@pytest.mark.long
+def test_weights_of_a_step_can_be_taken_along(anchored, tmp_path):
+    done = call("goto", anchored, "--step", 4, "--save", tmp_path / "model", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["faithful"] is True
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks_says_what_it_promises_and_keeps_it(train, tmp_path, num_ranks):
+    options = ("allocation_mode=embedded|fsdp:d2", "actor.ppo_n_minibatches=1", "debug.anchor_every_steps=1")
+    done = train("--dump-rollout", tmp_path / "record", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = call("replay", tmp_path / "record", "--from-step", 1, "--nproc", num_ranks, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["promise"]["kind"] == "noise"
+    assert report["promise"]["reasons"] == [f"{num_ranks} ranks, recorded with 2"]
+    assert report["verdict"]["finding"] == "within"
+    assert 0 < report["verdict"]["k"] <= 10
+
+
+@pytest.mark.long
+def test_several_minibatches_on_other_ranks_are_told_apart_statistically(anchored):
+    done = call("replay", anchored, "--nproc", 1)
+    assert done.returncode in (0, 2), done.stdout + done.stderr
+    assert "Expect agreement over many steps, not of single ones" in done.stdout
+    assert "standard errors over steps" in done.stdout
+
+
+@pytest.mark.long
+def test_a_what_if_on_two_ranks_is_recorded_beside_the_record(anchored, tmp_path):
+    before = {path: path.read_bytes() for path in sorted(anchored.rglob("*")) if path.is_file()}
+    options = ("--set", "actor.eps_clip=0.0001", "--filter", "reward > 0.4", "--record-to", tmp_path / "new")
+    done = call("replay", anchored, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rows are filtered by reward > 0.4" in done.stdout
+    assert re.search(r"ppo_actor/task_reward/avg +[▁-█]+ +[▁-█]+", done.stdout)
+    assert {path: path.read_bytes() for path in sorted(anchored.rglob("*")) if path.is_file()} == before
+    assert call("record", "verify", tmp_path / "new").returncode == 0
+
+
+@pytest.mark.long
+def test_samples_of_all_ranks_are_explained(anchored):
+    done = call("replay", anchored, "--explain", 2, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert {sample["rank"] for sample in found["samples"]} == {0, 1}
+    assert len(found["samples"]) == 16
+    for minibatch in (0, 1):
+        shares = [s["gradient_share"] for s in found["samples"] if s["minibatch"] == minibatch]
+        assert sum(shares) == pytest.approx(1, abs=1e-4)
+    done = call("replay", anchored, "--explain", 2)
+    assert re.search(r"rank [01], row \d+", done.stdout)
+    assert "completion" in done.stdout
+
+
+@pytest.mark.long
+def test_preflight_says_whether_two_ranks_come_out_the_same_twice(tiny_model, tmp_path):
+    options = ("--config", ROOT / "tests/debug/tiny.yaml", "--nproc", 2, f"cluster.fileroot={tmp_path}")
+    done = call("preflight", *options, f"actor.path={tiny_model}", "deterministic=true", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["identical"], report["problems"], report["noise"]) == (True, 0, [])
+    done = call("preflight", *options, f"actor.path={tiny_model}", "deterministic=true", "--as-is")
+    assert done.returncode == 1
+    assert "CUBLAS_WORKSPACE_CONFIG is None" in done.stdout
+
+
+PLANT = ("-advantages * clipped_ratio", "-advantages * clipped_ratio * 1.0001")
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.long
+def test_one_changed_line_of_a_loss_is_found_among_thirty_two_commits(recorded, tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    git(clone, "tag", "good")
+    loss = clone / "areal_core/algorithm/policy_loss.py"
+    for number in range(32):
+        if number == 19:
+            assert PLANT[0] in loss.read_text()
+            loss.write_text(loss.read_text().replace(*PLANT))
+        else:
+            (clone / "NOTES.md").write_text(f"note {number}\n")
+            git(clone, "add", "NOTES.md")
+        git(clone, "commit", "--quiet", "-am", f"Change {number}")
+    done = call("bisect", recorded, "--good", "good", "--repository", clone, "--json", timeout_s=900)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [commit["subject"] for commit in report["culprits"]] == ["Change 19"]
+    assert "areal_core/algorithm/policy_loss.py" in report["files"]
+    assert report["num_replays"] <= 8
+    assert report["changes"][0]["where"].startswith("loss minibatch 0")

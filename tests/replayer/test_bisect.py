@@ -1,0 +1,124 @@
+"""The commit that changed the numbers is found, in as few replays as halving needs, in a checkout that is not touched."""
+
+import json
+import math
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replayer.bisect import Numbers, bisect, changes, find_commit, parse_numbers, worktree
+from replayer.errors import NothingToBisect
+
+
+@given(st.integers(1, 200), st.data())
+def test_the_first_bad_commit_is_found_by_halving(count, data):
+    first_bad = data.draw(st.integers(0, count - 1))
+    commits = [str(n) for n in range(count)]
+    asked = []
+
+    def is_good(commit):
+        asked.append(commit)
+        return int(commit) < first_bad
+
+    assert bisect(commits, is_good) == ([str(first_bad)], [])
+    assert len(asked) <= math.ceil(math.log2(count)) + 1
+    assert len(set(asked)) == len(asked)
+
+
+@given(st.integers(2, 40), st.data())
+def test_commits_that_cannot_be_asked_leave_the_culprit_among_few(count, data):
+    first_bad = data.draw(st.integers(0, count - 1))
+    silent = data.draw(st.sets(st.integers(0, count - 2)))
+    commits = [str(n) for n in range(count)]
+    culprits, unasked = bisect(commits, lambda c: None if int(c) in silent else int(c) < first_bad)
+    assert str(first_bad) in culprits
+    assert set(map(int, culprits[:-1])) <= silent
+    assert set(map(int, unasked)) <= silent
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Nine commits; from the sixth on, `loss.txt` says 2."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    for number in range(9):
+        (folder / "loss.txt").write_text("1" if number < 6 else "2")
+        (folder / "notes.txt").write_text(str(number))
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", f"Change {number}")
+    git(folder, "tag", "start", "HEAD~8")
+    return folder
+
+
+def replay_in(repository, asked, broken=()):
+    """Stands for a replay: the numbers follow from a file of the checkout."""
+
+    def replay(commit, last):
+        with worktree(repository, commit) as place:
+            number = int((place / "notes.txt").read_text())
+            loss = (place / "loss.txt").read_text()
+        asked.append((number, last))
+        same = {step: {"loss": "1"} for step in range(last + 1)}
+        return None if number in broken else Numbers(same if loss == "1" else same | {last: {"loss": loss}})
+
+    return replay
+
+
+def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(repository):
+    (repository / "loss.txt").write_text("work in progress")
+    asked = []
+    report = find_commit("record", repository, "start", "HEAD", 3, replay_in(repository, asked))
+    (culprit,) = report.culprits
+    assert (culprit.subject, culprit.author) == ("Change 6", "t")
+    assert [(c.where, c.good, c.bad) for c in report.changes] == [("loss", "1", "2")]
+    assert "loss.txt" in report.files
+    assert (report.num_replays, report.num_commits) == (len(asked), 8)
+    assert len(asked) <= 5
+    assert (repository / "loss.txt").read_text() == "work in progress"
+    assert git(repository, "worktree", "list").count("\n") == 0
+
+
+def test_commits_that_cannot_replay_are_passed_over(repository):
+    report = find_commit("record", repository, "start", "HEAD", 0, replay_in(repository, [], broken={4, 5}))
+    assert [commit.subject for commit in report.culprits] == ["Change 4", "Change 5", "Change 6"]
+    assert len(report.not_replayable) == 2
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ("HEAD", "start", "no commit between HEAD and start"),
+        ("start", "HEAD~4", "come to the same numbers up to step 2"),
+        ("nowhere", "HEAD", "nowhere"),
+    ],
+)
+def test_revisions_between_which_nothing_can_be_found_are_refused(repository, good, bad, words):
+    with pytest.raises(NothingToBisect, match=words):
+        find_commit("record", repository, good, bad, 2, replay_in(repository, []))
+
+
+def test_an_end_that_cannot_replay_is_named(repository):
+    with pytest.raises(NothingToBisect, match="the code at start cannot replay record"):
+        find_commit("record", repository, "start", "HEAD", 2, replay_in(repository, [], broken={0}))
+
+
+def test_numbers_are_those_of_the_record_not_statistics_that_code_has_added():
+    difference = {"rank": 0, "kind": "stat", "where": "x", "recorded": "a", "replayed": "b"}
+    added = difference | {"where": "new", "recorded": None}
+    report = {"steps": [{"step": 4, "differences": [difference, added]}]}
+    numbers = parse_numbers(json.loads(json.dumps(report)))
+    assert numbers == Numbers({4: {"stat x (rank 0)": "b"}})
+    assert numbers.first_apart(Numbers({4: {}})) == 4
+    assert numbers.first_apart(numbers) is None
+    assert changes({"x": 1}, {"y": 2})[1].bad == 2
