@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.environment import DETERMINISTIC
 from areal_core.rollout.name_service import FolderNames, announce_server
 from areal_core.rollout.server_identity import weight_version
 from recorder import open_record
@@ -20,7 +21,7 @@ STEPS_A_KILL = 3
 NUM_STEPS = NUM_KILLS * STEPS_A_KILL + 6
 
 
-def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Popen[str]:
+def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Popen:
     """Two FSDP ranks that find their servers through the name service."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = [
@@ -45,19 +46,27 @@ def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Pope
         folder / "record",
     ]
     environment = {k: v for k, v in os.environ.items() if k != "AREAL_LLM_SERVER_ADDRS"} | {
-        "OMP_NUM_THREADS": "1"
+        "OMP_NUM_THREADS": "1",
+        **DETERMINISTIC,
     }
-    log = (folder / "train.log").open("w")
-    return subprocess.Popen(
-        [*command, *map(str, script), *options], stdout=log, stderr=log, env=environment, text=True
-    )
+    with (folder / "train.log").open("w") as log:
+        return subprocess.Popen(
+            [*command, *map(str, script), *options], stdout=log, stderr=log, env=environment
+        )
 
 
-def wait_for(training: subprocess.Popen[str], happened, *arguments) -> None:
+def wait_for(training: subprocess.Popen, log: Path, happened, *arguments) -> None:
     while not happened(*arguments):
-        assert training.poll() is None, "the training ended before its servers were killed often enough"
-        with pytest.raises(subprocess.TimeoutExpired):
-            training.wait(0.05)
+        pause(training, log, 0.05)
+
+
+def pause(training: subprocess.Popen, log: Path, seconds: float) -> None:
+    """Lets a running training go on for a while."""
+    try:
+        code = training.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+    pytest.fail(f"the training ended too early, with {code}: {log.read_text()[-3000:]}")
 
 
 def all_are_pushed_to(servers) -> bool:
@@ -77,18 +86,18 @@ def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, 
     def trained(num_steps: int) -> bool:
         return len(list((tmp_path / "record" / "steps").glob("*/step.json"))) > num_steps
 
+    log = tmp_path / "train.log"
     servers = [join(), join()]
     training = start_training(tmp_path, tiny_model, mode)
     try:
         for kill in range(NUM_KILLS):
-            wait_for(training, trained, kill * STEPS_A_KILL)
-            wait_for(training, all_are_pushed_to, servers)
+            wait_for(training, log, trained, kill * STEPS_A_KILL)
+            wait_for(training, log, all_are_pushed_to, servers)
             victim = servers.pop(dice.randrange(2))
-            with pytest.raises(subprocess.TimeoutExpired):
-                training.wait(dice.uniform(0, 0.3))
+            pause(training, log, dice.uniform(0, 0.3))
             victim.kill()
             servers.append(join())
-        assert training.wait(200) == 0, (tmp_path / "train.log").read_text()[-3000:]
+        assert training.wait(200) == 0, log.read_text()[-3000:]
     finally:
         training.kill()
         training.wait()
