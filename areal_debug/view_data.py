@@ -51,7 +51,9 @@ class StepView:
     rows: dict[str, np.ndarray]  # [rows]
     tokens: dict[str, np.ndarray]  # [tokens]
     text: TokenText
-    recorded_text: list[str] | None  # of each row, where tokens have no text of their own
+    recorded_text: (
+        list[tuple[str, str]] | None
+    )  # prompt and completion of each row, where tokens have no text
     missing: dict[str, str] = field(default_factory=dict)  # what the record does not hold, and what would
 
 
@@ -205,12 +207,12 @@ def learned_columns(
     return found, missing | ({"ratio": computed} if "trainer logprob" in missing else {})
 
 
-def recorded_texts(step: RecordedStep) -> list[str] | None:
+def recorded_texts(step: RecordedStep) -> list[tuple[str, str]] | None:
     """Decoded rows of all ranks as they were recorded, or None."""
     ranks = [step.text(rank) for rank in range(step.manifest.num_ranks)]
     if any(rank is None for rank in ranks):
         return None
-    return [line["prompt"] + line["completion"] for rank in ranks if rank is not None for line in rank]
+    return [(line["prompt"], line["completion"]) for rank in ranks if rank is not None for line in rank]
 
 
 def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:

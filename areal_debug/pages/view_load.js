@@ -53,7 +53,7 @@ function bytesOfBase64(text) {
 }
 
 function textOf(step, row, most = Infinity) {
-  if (step.recorded) return step.recorded[row].slice(0, most);
+  if (step.recorded) return step.recorded[row].join("").slice(0, most);
   let text = "";
   const start = step.sums.starts[row], end = start + step.rows.length[row];
   for (let at = start; at < end && text.length < most; at++) text += step.texts[step.tokens.index[at]];
@@ -62,6 +62,7 @@ function textOf(step, row, most = Infinity) {
 
 // The text that the model sampled, from its first trained token on.
 function answerOf(step, row, most) {
+  if (step.recorded) return step.recorded[row][1].slice(0, most);
   const start = step.sums.starts[row], end = start + step.rows.length[row];
   let at = start;
   while (at < end && !step.tokens.mask[at]) at++;

@@ -116,7 +116,7 @@ class SampleView {
 
   drawText() {
     const nodes = this.drawnAsTurns ? this.turns.map((turn, place) => this.turn(turn, place)) : [this.tokens(this.start, this.end)];
-    if (this.step.recorded) nodes.push(element("div", { className: "tokens", textContent: this.step.recorded[this.row] }));
+    if (this.step.recorded) nodes.push(element("div", { className: "tokens", textContent: textOf(this.step, this.row) }));
     this.text.replaceChildren(...nodes);
     requestAnimationFrame(() => this.drawMap());
   }

@@ -101,11 +101,12 @@ def learned(batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str,
     }
 
 
-def begin_chats(folder: Path, scope: str = "full") -> tuple[RecordWriter, Tokenizer]:
-    """A record that is about to be written; its tokenizer lies beside it, in `model`."""
+def begin_chats(folder: Path, scope: str = "full", text: bool = False) -> tuple[RecordWriter, Tokenizer]:
+    """A record that is about to be written, with decoded `text` or without; its tokenizer lies beside it, in `model`."""
     model = folder.parent / "model"
     tokenizer = train_tokenizer(model)
-    writer = RecordWriter(folder, options=RecordingOptions(Recording(scope)))
+    writer = RecordWriter(folder, options=RecordingOptions(Recording(scope), text=text))
+    writer.tokenizer = tokenizer
     folder.mkdir(parents=True)
     identity = folder_identity(str(model))
     config = {"actor": {"eps_clip": 0.2, "eps_clip_higher": 0.28}}
@@ -114,9 +115,11 @@ def begin_chats(folder: Path, scope: str = "full") -> tuple[RecordWriter, Tokeni
     return writer, tokenizer
 
 
-def write_chats(folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full") -> Path:
+def write_chats(
+    folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full", text: bool = False
+) -> Path:
     """A whole record."""
-    writer, tokenizer = begin_chats(folder, scope)
+    writer, tokenizer = begin_chats(folder, scope, text)
     rng = np.random.default_rng(0)
     for step in range(num_steps):
         send(writer, step, chat_batch(tokenizer, num_rows, step, rng), rng)

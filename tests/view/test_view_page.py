@@ -254,3 +254,16 @@ def test_a_step_of_ten_thousand_samples_opens_and_answers_at_once(page, tmp_path
         )
         assert taken_ms < 1000, act
     assert page.evaluate("document.querySelectorAll('#table .body .row').length") < 100
+
+
+def test_recorded_text_stands_in_where_the_tokenizer_is_gone(page, tmp_path):
+    record = write_chats(tmp_path / "record", num_rows=4, num_steps=1, scope="rollout", text=True)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    open_ready(page, write_page(record, tmp_path / "text.html"))
+    assert page.evaluate("table.rowAt(0).lastChild.textContent").startswith(
+        '<tool_call> {"name": "calculator"'
+    )
+    assert "Natalia sold clips" in page.evaluate(
+        "[...document.querySelectorAll('.tokens')].at(-1).textContent"
+    )
+    assert "shown as ids" in page.evaluate("[...document.querySelectorAll('.missing')].at(-1).textContent")
