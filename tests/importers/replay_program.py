@@ -1,0 +1,57 @@
+"""Imports one batch from three formats and trains on each, in this one process; prints what came out as JSON.
+
+`python replay_program.py MODEL FOLDER`
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from areal_core.config import PPOConfig, config_from_dict, config_to_dict
+from recorder.importers.importing import import_record
+from replayer.request import Request
+from replayer.rerun import verdict_at_once
+from replayer.run import replay_here
+
+HERE = Path(__file__).parent
+spec = importlib.util.spec_from_file_location("layouts", HERE / "layouts.py")
+layouts = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layouts)
+WRITERS = {
+    "slime": layouts.write_slime,
+    "areal": layouts.write_areal_list,
+    "verl": layouts.write_verl,
+}
+
+
+def main(model: str, folder: Path) -> None:
+    """Train on the first step of each format."""
+    tree = yaml.safe_load((HERE.parent / "debug" / "tiny.yaml").read_text())
+    tree |= {"cluster": {"fileroot": str(folder / "files")}}
+    tree["actor"] |= {"path": model, "use_decoupled_loss": False}
+    config = config_to_dict(config_from_dict(tree, PPOConfig))
+    told = {}
+    for name, write in WRITERS.items():
+        (folder / name).mkdir()
+        record = folder / f"{name}-record"
+        import_record(write(folder / name), record, name, config, model)
+        report = replay_here(Request(str(record), 0, 0))
+        (result,) = report.steps
+        told[name] = {
+            "promise": report.promise.kind,
+            "exit_code": verdict_at_once(report).exit_code,
+            "identical": report.identical,
+            "loss": result.loss.hex(),
+            "grad_norm": result.grad_norm.hex(),
+            "stats": {
+                stat: value for stat, value in result.replayed.items() if "/rewards" in stat or "n_" in stat
+            },
+        }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,64 @@
+"""Imported records are trained on by our trainer, and what came out is never called a replay."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def test_one_batch_from_three_formats_trains_to_the_same_bits(tiny_model, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "replay_program.py"), str(tiny_model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(told) == {"slime", "areal", "verl"}
+    assert float.fromhex(told["slime"]["grad_norm"]) > 0.001
+    for name in ("areal", "verl"):
+        assert (told[name]["loss"], told[name]["grad_norm"]) == (
+            told["slime"]["loss"],
+            told["slime"]["grad_norm"],
+        )
+    # there is nothing to compare with, and so no green
+    assert {(one["promise"], one["identical"], one["exit_code"]) for one in told.values()} == {
+        ("unrecorded", False, 2)
+    }
+
+
+@pytest.mark.long
+def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tmp_path):
+    spec = importlib.util.spec_from_file_location("layouts", HERE / "layouts.py")
+    layouts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layouts)
+    source = layouts.write_slime(tmp_path / "slime")
+
+    def call(*arguments, code=0):
+        command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    config = ("--config", HERE.parent / "debug" / "tiny.yaml", "--set", f"cluster.fileroot={tmp_path}")
+    call(
+        "record",
+        "import",
+        source,
+        "--to",
+        tmp_path / "a",
+        *config,
+        "--set",
+        "deterministic=true",
+        "--model",
+        tiny_model,
+    )
+    said = call("replay", tmp_path / "a", "--record-to", tmp_path / "b", code=2)
+    assert "Nothing to compare: 2 steps were trained on recorded rollouts." in said
+    assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")
