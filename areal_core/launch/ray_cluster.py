@@ -6,6 +6,7 @@ start servers, wait for /health               ServerActor 0..n-1                
 start agents                                  AgentActor 0..m-1: run() waits      torchrun -> ranks -> trainer.log
 following thread: trainer.log -> our output
 every 0.2 s: an agent ended?  a server ended?
+one failed: the others get 1 s to say that they did before
 any way out: stop() in each actor's second thread ends its children; then the group goes
 a driver that dies: Ray ends the actors, and their children end with them (`processes.start`)
 
@@ -32,6 +33,7 @@ from areal_core.launch.errors import ServerFailed
 from areal_core.launch.follow import following
 from areal_core.launch.job import Job, run_job
 from areal_core.launch.placement import Placement, place
+from areal_core.launch.ranks import earliest_failure
 from areal_core.launch.ray_actors import AgentActor, ServerActor
 from areal_core.launch.server_plan import ServerPlan, plan_servers
 from areal_core.launch.torchrun import (
@@ -46,6 +48,7 @@ from areal_core.rollout.servers import Server
 
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # what Ray itself says to each actor
 STOP_TIMEOUT_S = 30.0
+SETTLE_S = 1.0
 
 
 class RayServer:
@@ -235,12 +238,18 @@ def run_agents(
     for log in logs:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
-    with following(logs[0]):
+    with ExitStack() as shown:
+        for log in logs:
+            shown.enter_context(following(log))
         running = [
             actor.run.remote(command, env | {"PET_NODE_RANK": str(i)}, str(log), os.getcwd())
             for i, (actor, log) in enumerate(zip(actors, logs, strict=True))
         ]
-        return wait_for(partial(poll_agents, running), healthy)
+        code = wait_for(partial(poll_agents, running), healthy)
+        if code and running:  # a machine that failed earlier may tell of it later
+            ray.wait(running, num_returns=len(running), timeout=SETTLE_S)
+    failure = earliest_failure(job.log_dir / "ranks")
+    return failure.exit_code if failure is not None else code
 
 
 def poll_agents(running: list[ray.ObjectRef]) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from areal_core.launch.run import launch
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
+TRAIN = [Path(sys.executable).parent / "areal-debug", "train"]
 TINY = ROOT / "tests" / "debug" / "tiny.yaml"
 
 
@@ -82,30 +84,102 @@ def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(c
     assert not psutil.pid_exists(int(waiting.stem))
 
 
+def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_path, capfd):
+    """Two machines of one rank each; here both are this one."""
+    body = """
+    import os, pathlib, psutil, sys, time
+    print("rank", *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")), flush=True)
+    name = pathlib.Path(sys.argv[1], "rank_1")
+    if os.environ["RANK"] == "1":
+        name.with_suffix(".new").write_text(str(os.getpid()))
+        name.with_suffix(".new").rename(name)
+    while os.environ["RANK"] == "0" and not (name.exists() and not psutil.pid_exists(int(name.read_text()))):
+        time.sleep(0.01)
+    print("no such weights", file=sys.stderr)
+    sys.exit(7 - int(os.environ["RANK"]))
+    """
+    started = job(tmp_path, body)
+    started.config.cluster.n_gpus_per_node = 1
+    assert launch(started) == 6
+    said = capfd.readouterr().out
+    assert "rank 0 2 0 0\n" in said
+    assert "rank 1 2 0 1\n" in said
+    assert (
+        "rank 1 failed first, with exit code 6; the last lines of its standard error:\n    no such weights"
+        in said
+    )
+
+
+def test_servers_run_on_the_cluster_and_ranks_are_told_where(cluster, stop_file, tmp_path, capfd):
+    body = f"""
+    import os, pathlib, time
+    print("servers", os.environ["AREAL_LLM_SERVER_ADDRS"], os.environ["NCCL_CUMEM_ENABLE"])
+    pathlib.Path({str(stop_file) + "1"!r}).touch()
+    time.sleep(1)
+    """
+    started = job(tmp_path, body, "sglang:d1+fsdp:d1")
+    started.config.launcher.inference_server_cpus_per_gpu = 1
+    started.config.launcher.inference_server_mem_per_gpu = 0
+    started.config.launcher.inference_server_env_vars = "SAID=by-the-config"
+    started.config.sglang.model_path = "some/model"
+    assert launch(started) == 0
+    said = capfd.readouterr()
+    address = said.out.splitlines()[0].removeprefix("inference servers: ")
+    assert f"servers {address} 0" in said.out
+    assert f"ended with exit code 1: server {address}; the last lines of" in said.err
+    assert "the scheduler died" in said.err
+    assert (tmp_path / "logs" / "llm_server_0.log").read_text().startswith("model some/model\n")
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_line(cluster, stop_file, tmp_path, capfd):
+    Path(f"{stop_file}1").touch()
+    started = job(tmp_path, "raise SystemExit(5)", "sglang:d1+fsdp:d1")
+    started.config.launcher.inference_server_cpus_per_gpu = 1
+    started.config.launcher.inference_server_mem_per_gpu = 0
+    assert launch(started) == 1
+    assert "no such model" in capfd.readouterr().err
+    assert not (tmp_path / "logs" / "trainer.log").exists()
+
+
 def test_a_run_without_room_is_told_what_it_asked_for_and_what_there_is(cluster, tmp_path):
     with pytest.raises(ConfigError, match=r"Ray had no room for 8 CPU within 1 s .* it has 2 CPU, .* in all"):
         launch(job(tmp_path, "", cpus=4))
 
 
-def test_reinforcement_learning_runs_under_ray(cluster, tiny_model, tmp_path):
-    command = [
-        Path(sys.executable).parent / "areal-debug",
-        "train",
-        ROOT / "tests" / "debug" / "train_tiny.py",
-    ]
+def test_the_end_of_the_launcher_ends_the_ranks_and_gives_back_the_machines(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, time; print('started', os.getpid(), flush=True); time.sleep(600)")
+    with subprocess.Popen(
+        [*TRAIN, script, "--config", TINY, *overrides(tmp_path, "m", cluster)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        word, pid = launcher.stdout.readline().split()
+        assert word == "started"
+        launcher.send_signal(signal.SIGTERM)
+        launcher.stdout.read()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int(pid))
+
+
+def overrides(files: Path, model: Path | str, cluster: str) -> list[str]:
     options = {
-        "cluster.fileroot": tmp_path,
-        "actor.path": tiny_model,
+        "cluster.fileroot": files,
+        "actor.path": model,
         "total_train_steps": 2,
         "scheduler.type": "ray",
         "launcher.ray.address": cluster,
         "launcher.trainer_cpus_per_gpu": 1,
         "launcher.trainer_mem_per_gpu": 0,
     }
-    overrides = [f"{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [*command, "--config", TINY, *overrides], capture_output=True, text=True, timeout=120
-    )
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+@pytest.mark.long
+def test_reinforcement_learning_runs_under_ray(cluster, tiny_model, tmp_path):
+    script = ROOT / "tests" / "debug" / "train_tiny.py"
+    command = [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tiny_model, cluster)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stdout
     [stats] = tmp_path.glob("logs/*/tiny/test/stats.jsonl")

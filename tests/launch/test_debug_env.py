@@ -1,0 +1,58 @@
+"""Environment presets: what they set, that torch reads it, and how they are listed."""
+
+from datetime import timedelta
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.engine import ranks
+from areal_core.errors import ConfigError
+from areal_core.launch.debug_env import PRESETS, debug_environment, make_folders
+from areal_debug.cli.train import command
+
+
+def test_presets_add_up_and_name_files_of_the_run(tmp_path):
+    env = debug_environment(["hang", "nccl"], tmp_path)
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert env["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_recorder/rank_"
+    make_folders(env)
+    assert (tmp_path / "flight_recorder").is_dir()
+    assert debug_environment([], tmp_path) == {}
+
+
+def test_an_unknown_preset_is_refused_with_those_that_exist(tmp_path):
+    with pytest.raises(
+        ConfigError, match="there is no preset 'nvcc'; expected some of nccl, distributed, hang, cuda"
+    ):
+        debug_environment(["nccl", "nvcc"], tmp_path)
+
+
+def test_listing_explains_every_variable_and_needs_no_script():
+    listed = CliRunner().invoke(command, ["--debug-env", "list"])
+    assert listed.exit_code == 0
+    for preset in PRESETS:
+        assert preset.purpose in listed.output
+        assert preset.cost in listed.output
+        assert all(f"{name}={value}" in listed.output for name, value in preset.variables.items())
+        assert all(preset.meaning[name] in listed.output for name in preset.variables)
+
+
+def test_ranks_take_the_time_out_of_the_preset(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        ranks.dist, "init_process_group", lambda *args, **options: seen.append(options["timeout"])
+    )
+    monkeypatch.setattr(ranks, "init_device_mesh", lambda *args, **options: None)
+    for name, value in debug_environment(["hang"], tmp_path).items():
+        monkeypatch.setenv(name, value)
+    for name, alone in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, alone)
+    ranks.join_ranks("cpu")
+    assert seen == [timedelta(minutes=10)]

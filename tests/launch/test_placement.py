@@ -1,0 +1,67 @@
+"""Which machines a job needs: the trainer's first, servers where devices are left."""
+
+import pytest
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import PPOConfig
+from areal_core.errors import ConfigError
+from areal_core.launch.job import Job, parse_environment
+from areal_core.launch.placement import Placement, place
+
+
+def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8) -> Placement:
+    config = PPOConfig(experiment_name="e", trial_name="t")
+    config.cluster.n_nodes, config.cluster.n_gpus_per_node = n_nodes, n_gpus_per_node
+    return place(Job((), config, parse_allocation(allocation), {}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "placement", "num_nodes"),
+    [
+        ("fsdp:d4", Placement(1, 4, (), 1), 1),
+        ("embedded|fsdp:d16", Placement(2, 8, (), 1), 2),
+        ("sglang:d4+fsdp:d4", Placement(1, 4, (0, 0, 0, 0), 1), 1),  # one machine for all
+        (
+            "sglang:d2t4+fsdp:d4",
+            Placement(1, 4, (0, 1), 4),
+            2,
+        ),  # the second server finds no room beside the ranks
+        ("sglang:d3t8+fsdp:d8", Placement(1, 8, (1, 2, 3), 8), 4),
+        ("sglang:d9", Placement(0, 0, (0, 0, 0, 0, 0, 0, 0, 0, 1), 1), 2),
+    ],
+)
+def test_trainer_first_and_servers_where_devices_are_left(tmp_path, allocation, placement, num_nodes):
+    assert placed(tmp_path, allocation) == placement
+    assert placement.num_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("allocation", "said"),
+    [
+        (
+            "fsdp:d12",
+            "trains on 12 ranks and cluster.n_gpus_per_node is 8; on several machines the first must be a",
+        ),
+        (
+            "sglang:d1t16+fsdp:d8",
+            "a server of the allocation has 16 devices and cluster.n_gpus_per_node is 8",
+        ),
+        (
+            "sglang:d4t8+fsdp:d8",
+            r"needs more than cluster.n_nodes = 4 machines with cluster.n_gpus_per_node = 8",
+        ),
+        ("fsdp:d40", r"needs more than cluster.n_nodes = 4 machines"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused_with_both_numbers(tmp_path, allocation, said):
+    with pytest.raises(ConfigError, match=said):
+        placed(tmp_path, allocation)
+
+
+def test_environment_options_are_pairs():
+    assert parse_environment("launcher.trainer_env_vars", "A=1, B=x=y") == {"A": "1", "B": "x=y"}
+    assert parse_environment("launcher.trainer_env_vars", "") == {}
+    with pytest.raises(
+        ConfigError, match=r"launcher.trainer_env_vars is 'A'; expected variables as 'A=1,B=2'"
+    ):
+        parse_environment("launcher.trainer_env_vars", "A")
