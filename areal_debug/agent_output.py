@@ -34,6 +34,8 @@ def print_episode(report: "EpisodeReport") -> None:
             f"row of turn {turns}: reward {format_number(row.reward)}, "
             f"{row.num_trained} of {row.num_tokens} tokens trained"
         )
+    for note in report.notes:
+        out.print(f"[yellow]note[/yellow]: {escaped(note)}")
     if report.error is None:
         out.print(
             f"[green]finished[/green] after {len(report.turns)} turns in {format_seconds(report.wall_s)}"

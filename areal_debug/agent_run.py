@@ -3,12 +3,12 @@
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.rollout.agent.chat_template import find_parent
+from areal_core.rollout.agent.chat_template import find_parent, render
 from areal_core.rollout.agent.conversation import Interaction
 from areal_core.rollout.agent.export import conversations, export_rows
 from areal_core.rollout.agent.sessions import Session
@@ -60,6 +60,7 @@ class EpisodeReport:
     turns: list[TurnFacts]
     rows: list[RowFacts]
     wall_s: float
+    notes: list[str]  # what works, and will still not train well
     error: str | None = None
     error_at: list[str] | None = None  # where in the agent it was raised, innermost last
 
@@ -91,6 +92,7 @@ def run_one(
         ),
         rows=rows,
         wall_s=time.monotonic() - began,
+        notes=notes_on(session.in_order(), workflow.server.proxy.dialogue.tokenizer),
         error=error,
         error_at=error_at,
     )
@@ -157,6 +159,22 @@ def describe_turn(
         latency_s=interaction.latency_s,
         reward=reward,
     )
+
+
+def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Tools that the model never gets to see; tokens that were cut."""
+    notes = []
+    with_tools = [interaction.call for interaction in interactions if interaction.call.tools]
+    if with_tools and render(tokenizer, with_tools[0]) == render(tokenizer, replace(with_tools[0], tools=())):
+        notes.append(
+            "tools were offered, and the chat template does not show them to the model: it cannot call them"
+        )
+    num_cut = sum(interaction.response.stop_reason == "length" for interaction in interactions)
+    if num_cut:
+        notes.append(
+            f"{num_cut} of {len(interactions)} turns were cut by their length: raise gconfig.max_new_tokens, if they should end"
+        )
+    return notes
 
 
 def first_difference(

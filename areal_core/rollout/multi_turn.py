@@ -74,8 +74,5 @@ class MultiTurnWorkflow:
 
     def _next_prompt(self, turn: ModelResponse) -> list[int]:
         """The exact tokens so far, and the feedback as the chat template spells it."""
-        return (
-            turn.input_tokens
-            + turn.output_tokens
-            + continuation_tokens(self.tokenizer, self.feedback, turn.output_tokens[-1], self.template_kwargs)
-        )
+        said = turn.input_tokens + turn.output_tokens
+        return said + continuation_tokens(self.tokenizer, self.feedback, said[-1], self.template_kwargs)

@@ -53,5 +53,15 @@ class Words(Plain):
         return "very good"
 
 
+class WithTool:
+    async def run(self, data, **extra):
+        client = openai.AsyncOpenAI(
+            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
+        )
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        await client.chat.completions.create(model="m", messages=data["messages"], tools=[tool])
+        return 0.0
+
+
 class NotAsync:
     def run(self, data, **extra): ...

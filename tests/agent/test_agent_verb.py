@@ -1,6 +1,9 @@
 """`areal-debug agent run` and `agent stress`, as a user calls them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from click.testing import CliRunner
 from areal_debug.cli.agent import command
 
 AGENTS = Path(__file__).parent / "agents_under_test.py"
+TINY_CONFIG = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,13 @@ def test_run_says_where_a_template_spells_a_turn_anew(agent):
     assert "where turn 0 had '<think'" in out
 
 
+def test_run_notes_tools_that_the_template_does_not_show_and_turns_that_were_cut(agent):
+    code, out = agent("run", "WithTool", "--say", "a long answer", "gconfig.max_new_tokens=4")
+    assert code == 0
+    assert "note: tools were offered, and the chat template does not show them to the model" in out
+    assert "note: 1 of 1 turns were cut by their length: raise gconfig.max_new_tokens" in out
+
+
 def test_run_samples_a_real_model_in_this_process(agent, tiny_model):
     code, out = agent("run", "Plain", "--model", tiny_model, "gconfig.max_new_tokens=4", "--json")
     (turn,) = json.loads(out)["turns"]
@@ -102,7 +113,7 @@ def test_run_refuses_text_as_a_reward(agent):
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("Nothing", ("--say", "a"), "has no Nothing; its classes are Plain, Blocking, Failing, Words, NotAsync"),
+        ("Nothing", ("--say", "a"), "has no Nothing; its classes are Plain, Blocking, Failing, Words, WithTool, NotAsync"),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
         ("Plain", (), "there is no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
         ("Plain", ("--say", "a", "--server", "x:1"), "--server and --say are both given"),
@@ -164,3 +175,53 @@ def test_stress_with_2048_episodes_at_once_holds_the_event_loop(agent):
     assert (code, report["most_at_once"], report["num_finished"]) == (0, 2048, 2048)
     lags = {loop["name"]: loop["lag_p99_s"] for loop in report["loops"]}
     assert max(lags.values()) < 0.5, lags  # 0.1 s measured with a third of a core
+
+
+@pytest.mark.long
+def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_model, tmp_path):
+    areal_debug = [str(Path(sys.executable).parent / "areal-debug")]
+    record = tmp_path / "record"
+    rolled_out = subprocess.run(
+        [
+            *(*areal_debug, "agent", "rollout", f"{AGENTS}:Plain", "--config", str(TINY_CONFIG), "--json"),
+            *("--record", str(record), "--arg", "num_turns=2", f"cluster.fileroot={tmp_path}"),
+            *(f"actor.path={tiny_model}", "actor.mb_spec.max_tokens_per_mb=256"),
+            *("rollout.agent.export_style=concat", "rollout.agent.chat_template_type=concat"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert rolled_out.returncode == 0, rolled_out.stderr
+    (step,) = json.loads(rolled_out.stdout)["steps"]
+    assert (step["num_prompts"], step["num_rows"], step["turns"], step["versions"]) == (4, 16, {"2": 16}, [0])
+    assert "HTTP Request" not in rolled_out.stderr
+    replayed = subprocess.run(
+        [*areal_debug, "replay", str(record)], capture_output=True, text=True, timeout=200
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "arguments", "said"),
+    [
+        ("Nothing", TINY_CONFIG, (), "has no Nothing; its classes are Plain"),
+        ("Plain", "no.yaml", (), "no.yaml cannot be read: No such file or directory"),
+        (
+            "Plain",
+            TINY_CONFIG,
+            ("rollout.agent.mode=thread",),
+            "expected one of 'inline', 'subproc', 'online'",
+        ),
+        ("Plain", TINY_CONFIG, ("allocation_mode=sglang:d1",), "the allocation has no training part"),
+    ],
+)
+def test_what_cannot_be_rolled_out_is_one_sentence_before_anything_starts(
+    name, config, arguments, said, tmp_path
+):
+    given = ["rollout", f"{AGENTS}:{name}", "--config", str(config), *arguments]
+    given += [f"cluster.fileroot={tmp_path}", "actor.path=none"] if config == TINY_CONFIG else []
+    done = CliRunner().invoke(command, given, catch_exceptions=False)
+    assert done.exit_code == 2
+    assert said in done.output

@@ -85,7 +85,8 @@ def test_chat_completion_with_tools_streamed_and_whole(episode, speaker):
         }
         create = openai_client(*server).chat.completions.create
         whole = (await create(**asked)).choices[0]
-        chunks = [chunk async for chunk in await create(**asked, stream=True)]
+        with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await create(**asked, **with_usage)]
         return whole, chunks
 
     (whole, chunks), _ = ask(episode, speaker(CALLS_WEATHER, CALLS_WEATHER), body)
@@ -100,6 +101,16 @@ def test_chat_completion_with_tools_streamed_and_whole(episode, speaker):
     ]
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
     assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_stream_has_a_choice_in_every_chunk_unless_usage_is_asked_for(episode, speaker):
+    async def body(*server):
+        messages = [{"role": "user", "content": "?"}]
+        create = openai_client(*server).chat.completions.create
+        return [chunk async for chunk in await create(model="m", messages=messages, stream=True)]
+
+    chunks, _ = ask(episode, speaker("ab"), body)
+    assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "ab", None]
 
 
 def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(episode, speaker, tokenizer):

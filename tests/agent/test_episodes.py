@@ -10,7 +10,14 @@ import torch
 
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.errors import ConfigError
-from areal_core.rollout.agent.errors import AgentStalled, NoCompletion, NotAnAgent, UnsafeProxy, WrongReward
+from areal_core.rollout.agent.errors import (
+    AgentStalled,
+    NoCompletion,
+    NotAnAgent,
+    UnreachableProxy,
+    UnsafeProxy,
+    WrongReward,
+)
 from areal_core.rollout.agent.server import check_exposure
 from areal_core.rollout.agent.workflow import AgentWorkflow
 from areal_core.rollout.errors import PromptTooLong, ServerDied
@@ -333,6 +340,14 @@ def test_a_proxy_that_others_can_reach_wants_a_key_of_its_own(host, key, said):
     check_exposure(host, "k" * 16)
     for loopback in ("127.0.0.1", "::1", "localhost"):
         check_exposure(loopback, key)
+
+
+def test_a_port_that_is_taken_is_one_sentence(make_workflow):
+    taken = make_workflow(Silent).server.port
+    with pytest.raises(
+        UnreachableProxy, match=f"cannot listen on 127.0.0.1:{taken}: .*set rollout.agent.port to 0"
+    ):
+        make_workflow(Silent, port=taken)
 
 
 def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(tokenizer):

@@ -38,7 +38,7 @@ def test_an_agent_object_cannot_go_into_another_process(make_workflow, speaker):
         async def run(self, data, **extra): ...
 
     workflow = make_workflow(Local(), mode="subproc")
-    with pytest.raises(AgentError, match="give its import path as text"):
+    with pytest.raises(AgentError, match="give its class or its import path"):
         asyncio.run(workflow.arun_episode(speaker(), {}))
 
 

@@ -56,6 +56,7 @@ class Call:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     stream: bool = False
+    stream_usage: bool = False  # a last chunk without choices, for clients that ask for it
     logprobs: bool = False
 
 

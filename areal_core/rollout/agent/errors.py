@@ -7,6 +7,7 @@ ValueError
     NoCompletion     a run ended without one call to the model
     AgentStalled     a run made no call for longer than its session may be idle
     UnsafeProxy      the proxy would listen to other machines with a key that anybody can guess
+    UnreachableProxy the proxy cannot listen where it should
   BadRequest         what a client sent; carries the HTTP status
 """
 
@@ -33,6 +34,10 @@ class AgentStalled(AgentError):
 
 class UnsafeProxy(AgentError):
     """The proxy would listen to other machines with a key that anybody can guess."""
+
+
+class UnreachableProxy(AgentError):
+    """The proxy cannot listen where it should."""
 
 
 class BadRequest(ValueError):

@@ -32,6 +32,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
         template_kwargs=take(body, "chat_template_kwargs", dict, {}),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
+        stream_usage=take(take(body, "stream_options", dict, {}), "include_usage", bool, False),
         logprobs=take(body, "logprobs", bool, False),
     )
 
@@ -97,7 +98,9 @@ def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) 
     for index, call in enumerate(message.tool_calls):
         yield chunk({"tool_calls": [{"index": index, **tool_call_json(call)}]})
     yield chunk({}, finish_reason(interaction))
-    yield sse(envelope(interaction, "chat.completion.chunk") | {"choices": [], "usage": usage(interaction)})
+    if interaction.call.stream_usage:
+        facts = {"choices": [], "usage": usage(interaction)}
+        yield sse(envelope(interaction, "chat.completion.chunk") | facts)
     yield sse("[DONE]")
 
 

@@ -51,15 +51,15 @@ class AgentProcesses:
             await end(self._idle.pop())
 
     async def _start(self) -> Process:
-        if not isinstance(self._agent, str):
+        if not isinstance(self._agent, str | type):
             raise AgentError(
-                f"rollout.agent.mode is 'subproc' and the agent is {name_of(self._agent)} itself: give its import path as text"
+                f"rollout.agent.mode is 'subproc' and the agent is an object of {name_of(self._agent)}: give its class or its import path"
             )
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "areal_core.rollout.agent.worker",
-            self._agent,
+            name_of(self._agent),
             json.dumps(dict(self._arguments)),
             stdin=PIPE,
             stdout=PIPE,

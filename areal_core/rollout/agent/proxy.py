@@ -12,6 +12,7 @@ import hmac
 import json
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ class AgentProxy:
         if not self.offers:
             raise BadRequest("no episode waits for a session now; try again later", 429, "no_capacity")
         session, data = self.offers.popleft()
+        session.last_used = time.monotonic()
         return {"session_id": session.id, "api_key": session.key, "data": data}
 
     def _set_reward(self, session: Session, fields: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import ipaddress
 import httpx
 from aiohttp import web
 
-from areal_core.rollout.agent.errors import UnsafeProxy
+from areal_core.rollout.agent.errors import UnreachableProxy, UnsafeProxy
 from areal_core.rollout.agent.proxy import AgentProxy, Reply
 from areal_core.rollout.loop_thread import FewPerTurn, LoopThread
 
@@ -32,6 +32,7 @@ class ProxyServer:
 
     Raises:
         UnsafeProxy: other machines could reach it with a default or short admin key.
+        UnreachableProxy: the port is taken, or the interface not of this machine.
     """
 
     def __init__(
@@ -44,7 +45,11 @@ class ProxyServer:
         application = web.Application(client_max_size=max_body_bytes)
         application.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-        self.port = self.thread.run(self._listen(host, port))
+        try:
+            self.port = self.thread.run(self._listen(host, port))
+        except UnreachableProxy:
+            self.close()
+            raise
         reached_at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.base_url = f"http://{reached_at}:{self.port}"
 
@@ -56,7 +61,12 @@ class ProxyServer:
     async def _listen(self, host: str, port: int) -> int:
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=4096)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise UnreachableProxy(
+                f"the agent proxy cannot listen on {host}:{port}: {error.strerror}; set rollout.agent.port to 0 for a free one"
+            ) from error
         return self._runner.addresses[0][1]
 
     async def _handle(self, request: web.Request) -> web.Response:

@@ -29,7 +29,7 @@ class Session:
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     interactions: list[Interaction] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by the id of the interaction
-    failure: Exception | None = None  # the engine's, which the agent saw only as an HTTP status
+    failure: Exception | None = None  # the engine's last, which the agent saw only as an HTTP status
     num_calls: int = 0
     num_running: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -39,7 +39,9 @@ class Session:
         """Samples on the engine's own loop, from any loop."""
         self.num_running += 1
         try:
-            return await run_on(self.loop, self.sample(request))
+            response = await run_on(self.loop, self.sample(request))
+            self.failure = None  # the agent has come over an earlier one
+            return response
         except Exception as error:
             self.failure = error
             raise

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any
@@ -38,6 +39,9 @@ from areal_core.rollout.agent.sessions import Session
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import sampling_from
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 10.0  # for sessions that are idle for too long
 
 
 class AgentWorkflow:
@@ -68,6 +72,8 @@ class AgentWorkflow:
         self.agent = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
         proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
+        if self.options.mode == "online":
+            logger.info("episodes wait for POST %s/rl/start_session", self.server.base_url)
         self.agents = LoopThread("agents")
         self.few_per_turn = FewPerTurn()
         transport = InProcessTransport(self.server, self.few_per_turn)
@@ -131,6 +137,7 @@ class AgentWorkflow:
     async def _online(self, session: Session, data: dict[str, Any]) -> None:
         """Offers the session to whoever asks `/rl/start_session`, and waits until `/rl/end_session`."""
         offers = self.server.proxy.offers
+        session.last_used = math.inf  # a session that nobody has started is not idle
         offers.append((session, data))
         try:
             await session.ended.wait()
@@ -153,7 +160,7 @@ class AgentWorkflow:
                         f"{self.name} has made no call for {limit_s} s (rollout.agent.session_timeout_seconds) after "
                         f"{len(session.interactions)} answered calls, and has not returned"
                     )
-                await asyncio.wait({task}, timeout=max(left_s, 0.1))
+                await asyncio.wait({task}, timeout=min(max(left_s, 0.1), LOOK_EVERY_S))
             return task.result()
         finally:
             task.cancel()
