@@ -1,15 +1,16 @@
-"""What recording costs, as ratios from one run: time beside raw bytes, size beside other formats, latency of one sample.
+"""What recording costs, as ratios from one run: time beside raw bytes and other formats, what a step waits, size, latency of one sample.
 
-    python benchmarks/recording.py [--rows 256] [--mean-tokens 2000] [--steps 10000] [--folder DIR]
+    python benchmarks/recording.py [--rows 512] [--mean-tokens 2000] [--steps 10000] [--step-seconds 4] [--folder DIR]
 
-Lengths are log-normal, ids Zipf over a vocabulary of 150,000, half of each row is sampled. Every writer waits for the disk (fsync),
-takes the same padded batch, and its best of several runs counts; all files are read from the page cache.
+Lengths are log-normal, ids Zipf over a vocabulary of 150,000, half of each row is sampled; a million tokens as it stands. Every
+writer waits for the disk (fsync), takes the same padded batch, and its best of several runs counts; files are read from the page cache.
 """
 
 import argparse
 import json
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,12 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from recorder import Outcome, Plan, open_record
+from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record
+from recorder.archive_writer import archive_record
 from recorder.format import STEP_FILE, rank_file, step_name
+from recorder.header import write_header
 from recorder.sealed import seal, sync, unseal, write_durably
+from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER
-from recorder.writer import commit_step, write_header, write_rank
+from replayer.bisect_step import bisect_steps
 
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
 
@@ -60,12 +64,18 @@ def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
     return {name: min(seconds) for name, seconds in times.items()}
 
 
-def write_step(folder: Path, batch: FlatBatch) -> None:
+def scripted_outcome(first_weight: str = "00112233") -> Outcome:
+    """What came out of a step of a model with 300 parameters."""
+    checksums = {f"layer.{i}.weight": "00112233" for i in range(300)}
+    return Outcome(0, 1, (), {"loss": 0.5}, checksums | {"layer.0.weight": first_weight})
+
+
+def write_step(folder: Path, batch: FlatBatch, outcome: Outcome | None = None) -> None:
     """What the recorder does at the end of a step on one rank, commit included."""
     folder.mkdir(parents=True, exist_ok=True)
-    outcome = Outcome(0, 1, (), {"loss": 0.5}, {f"layer.{i}.weight": "00112233" for i in range(300)})
-    written = write_rank(folder, 0, 1, batch, Plan(0, 0, {"torch_cpu": "00" * 5056}, {}), outcome, None)
-    commit_step(folder, 0, 1, [written])
+    plan = Plan(0, 0, {"torch_cpu": "00" * 5056}, {})
+    step = RankStep(0, 1, batch, plan, outcome or scripted_outcome())
+    commit_step(folder, 0, 1, [write_rank(folder, 0, 1, step)])
 
 
 def write_raw(folder: Path, sizes: dict[str, int]) -> None:
@@ -86,6 +96,30 @@ def write_torch(file: Path, batch: dict[str, np.ndarray]) -> None:
     import torch
 
     torch.save({key: torch.from_numpy(array) for key, array in batch.items()}, file)
+    sync(file)
+
+
+def write_slime(file: Path, batch: dict[str, np.ndarray]) -> None:
+    """torch.save of one dictionary a sample, with lists of Python numbers: the layout of slime's rollout dumps."""
+    import torch
+
+    lengths, samples = batch["attention_mask"].sum(axis=1), []
+    for row, length in enumerate(lengths):
+        trained = batch["loss_mask"][row, :length].astype(bool)
+        samples.append(
+            {
+                "group_index": int(batch["prompt_id"][row]),
+                "index": row,
+                "tokens": batch["input_ids"][row, :length].tolist(),
+                "response_length": int(trained.sum()),
+                "loss_mask": batch["loss_mask"][row, :length][trained].tolist(),
+                "rollout_log_probs": batch["logprobs"][row, :length][trained].tolist(),
+                "weight_versions": [],
+                "reward": float(batch["rewards"][row]),
+                "status": "completed",
+            }
+        )
+    torch.save({"rollout_id": 0, "samples": samples}, file)
     sync(file)
 
 
@@ -117,7 +151,8 @@ def long_record(folder: Path, num_steps: int, batch: dict[str, np.ndarray]) -> N
 def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) -> None:
     """Prints time and size of one step in each format."""
     num_tokens, flat = int(batch["attention_mask"].sum()), flatten(batch)
-    step, torch_file, json_file = folder / "steps/000000", folder / "batch.pt", folder / "batch.jsonl"
+    record, archive, step = folder / "record", folder / "archive", folder / "record/steps/000000"
+    torch_file, slime_file, json_file = folder / "batch.pt", folder / "slime.pt", folder / "batch.jsonl"
     write_step(step, flat)
     sizes = {path.name: path.stat().st_size for path in step.iterdir()}
     seconds = best_seconds(
@@ -129,17 +164,26 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
         },
         repeats,
     )
-    seconds |= best_seconds({"json": lambda: write_json_lines(json_file, batch)}, 1)
+    slow = {
+        "slime": lambda: write_slime(slime_file, batch),
+        "json": lambda: write_json_lines(json_file, batch),
+        "archive": lambda: archive_record(record, archive, overwrite=True),
+    }
+    write_header(record, SCRIPTED_HEADER)
+    seconds |= best_seconds(slow, 2)
+    archive_bytes = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     size_bytes = sum(sizes.values())
     rows = [
         ("same files, raw bytes", size_bytes, seconds["raw"]),
         ("record", size_bytes, seconds["record"]),
         ("record + remove padding", size_bytes, seconds["record"] + seconds["flatten"]),
+        ("record, archived later", archive_bytes, seconds["archive"]),
         ("torch.save, padded", torch_file.stat().st_size, seconds["torch"]),
+        ("torch.save, slime", slime_file.stat().st_size, seconds["slime"]),
         ("JSON lines", json_file.stat().st_size, seconds["json"]),
     ]
     print(
-        f"one step: {len(batch['rewards'])} rows, {num_tokens:,} tokens, {batch['input_ids'].shape[1]} wide"
+        f"\none step: {len(batch['rewards'])} rows, {num_tokens:,} tokens, {batch['input_ids'].shape[1]} wide"
     )
     print(f"{'format':<24}{'bytes/token':>12}{'ms':>10}{'time / raw':>12}")
     for name, size, wall_s in rows:
@@ -149,39 +193,126 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
     print(f"batch file alone: {batch_bytes / num_tokens:.2f} bytes/token (goal: 9 to 13)")
 
 
-def measure_latency(folder: Path, num_steps: int, repeats: int) -> None:
-    """Prints the time from nothing to one sample out of the middle of a long record."""
-    long_record(folder, num_steps, long_tailed_batch(64, 500))
-    seconds = best_seconds(
-        {
-            "list": lambda: os.listdir(folder / "steps"),
-            "open": lambda: open_record(folder),
-            "sample": lambda: open_record(folder).step(num_steps // 2).rows(0, 7),
-        },
-        repeats,
+def busy_step(seconds: float) -> float:
+    """Work of a training step, as much as takes so long alone; returns how long it took."""
+    matrix = np.ones((512, 512), np.float32)
+    begin = time.perf_counter()
+    for _ in range(int(seconds / SECONDS_A_PRODUCT)):
+        matrix @ matrix
+    return time.perf_counter() - begin
+
+
+def seconds_a_product() -> float:
+    """How long one product of `busy_step` takes."""
+    matrix = np.ones((512, 512), np.float32)
+    return best_seconds({"product": lambda: [matrix @ matrix for _ in range(20)]}, 5)["product"] / 20
+
+
+SECONDS_A_PRODUCT = seconds_a_product()
+
+
+def measure_background(folder: Path, batch: dict[str, np.ndarray], step_s: float, rounds: int) -> None:
+    """Prints what recording in the background costs the training thread: seconds inside the recorder, and of the whole step."""
+    writer = RecordWriter(folder, options=RecordingOptions(queue_steps=2))
+    folder.mkdir()
+    write_header(folder, SCRIPTED_HEADER)
+    inside: list[float] = []
+    steps: dict[str, list[float]] = {"bare": [], "recorded": []}
+
+    def tell(event: str, **facts: Any) -> None:
+        begin = time.perf_counter()
+        writer(event, **facts)
+        inside[-1] += time.perf_counter() - begin
+
+    for step in range(rounds):
+        steps["bare"].append(busy_step(step_s))
+        inside.append(0.0)
+        begin = time.perf_counter()
+        tell("batch", step=step, version=step, batch=batch, rng={"torch_cpu": "00" * 5056})
+        busy_step(step_s / 2)
+        checksums = scripted_outcome().checksums
+        tell("step", step=step, version=step + 1, plan={}, stats={"loss": 0.5}, checksums=checksums)
+        busy_step(step_s / 2)  # the writer thread works beside this
+        steps["recorded"].append(time.perf_counter() - begin)
+    writer("end", steps=rounds, error=None)
+    num_tokens, wait_s = int(batch["attention_mask"].sum()), statistics.median(inside)
+    bare, recorded = (statistics.median(steps[kind]) for kind in ("bare", "recorded"))
+    print(f"\nin the background: the training thread spends {wait_s * 1000:.1f} ms a step in the recorder")
+    print(
+        f"that is {wait_s / bare:.2%} of a step of {bare:.1f} s, and under 0.5 % for trainers slower than "
+        f"{num_tokens / wait_s * 0.005:,.0f} tokens/s a rank (goal: under 0.5 %)"
     )
-    listed, opened, sample = (f"{seconds[name] * 1000:.2f} ms" for name in ("list", "open", "sample"))
-    print(f"\n{num_steps:,} steps: open and read one sample in {sample} (goal: under 10 ms)")
-    print(f"of which opening {opened}, of which the operating system lists the folder in {listed}")
+    print(
+        f"whole steps: bare {bare:.3f} s ({min(steps['bare']):.3f} to {max(steps['bare']):.3f}), "
+        f"recorded {recorded:.3f} s ({min(steps['recorded']):.3f} to {max(steps['recorded']):.3f}), ratio {recorded / bare:.4f}"
+    )
+
+
+def part_from(record: Path, other: Path, num_steps: int, first: int) -> None:
+    """A second long record, by links to the files of the first, whose weights are others from step `first` on."""
+    long_record(other, num_steps, long_tailed_batch(64, 500))
+    folder = other / "steps" / step_name(num_steps)
+    write_step(folder, flatten(long_tailed_batch(64, 500)), scripted_outcome("ffffffff"))
+    manifest = unseal((folder / STEP_FILE).read_bytes(), STEP_FILE)
+    name = rank_file("outcome", 0, 1, "json")
+    for step in range(first, num_steps):
+        path = other / "steps" / step_name(step)
+        (path / name).unlink()
+        os.link(folder / name, path / name)
+        (path / STEP_FILE).write_bytes(seal(manifest | {"step": step}))
+    shutil.rmtree(folder)
+
+
+def measure_latency(folder: Path, num_steps: int, repeats: int) -> None:
+    """Prints the time from nothing to one sample out of the middle of a long record, and to the step at which two of them part."""
+    from click.testing import CliRunner
+
+    from areal_debug.cli import main as areal_debug
+
+    record, other = folder / "long", folder / "other"
+    long_record(record, num_steps, long_tailed_batch(64, 500))
+    part_from(record, other, num_steps, first=num_steps * 3 // 4)
+
+    def show() -> None:
+        arguments = ["record", "show", str(record), "--step", str(num_steps // 2), "--sample", "7"]
+        assert CliRunner().invoke(areal_debug, arguments).exit_code == 0
+
+    def bisect() -> None:
+        assert bisect_steps(open_record(record), open_record(other)).step == num_steps * 3 // 4
+
+    works = {
+        "the operating system lists the folder": lambda: os.listdir(record / "steps"),
+        "open": lambda: open_record(record),
+        "open and read one sample (goal: 10 ms)": lambda: open_record(record).step(num_steps // 2).rows(0, 7),
+        "record show of one sample (goal: 100 ms)": show,
+        "open both and bisect-step (goal: 100 ms)": bisect,
+    }
+    print(f"a record of {num_steps:,} steps")
+    for name, seconds in best_seconds(works, repeats).items():
+        print(f"  {name:<44}{seconds * 1000:>8.2f} ms")
 
 
 def main() -> None:
-    """Runs both measurements in a temporary folder that is removed at the end."""
+    """Runs all measurements in a temporary folder that is removed at the end."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--mean-tokens", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--step-seconds", type=float, default=4.0, help="of the step beside which the writer works"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; decides which disk is measured")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="recording-", dir=options.folder))
     try:
-        compare_writers(
-            folder / "writers", long_tailed_batch(options.rows, options.mean_tokens), options.repeats
-        )
-        measure_latency(folder / "long", options.steps, options.repeats)
+        measure_latency(folder, options.steps, options.repeats)  # first: garbage of others would slow it down
+        batch = long_tailed_batch(options.rows, options.mean_tokens)
+        compare_writers(folder / "writers", batch, options.repeats)
+        measure_background(folder / "background", batch, options.step_seconds, options.rounds)
     finally:
         shutil.rmtree(folder)
 

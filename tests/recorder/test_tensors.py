@@ -96,9 +96,10 @@ def test_a_recorded_token_takes_eight_bytes_with_a_vocabulary_of_16_bits():
     assert sum(per_token) == 2 + 1 + 4 + 1
 
 
-def test_padding_that_could_not_be_restored_is_refused():
+@pytest.mark.parametrize("filled", [slice(2, None), slice(2, 3), slice(3, None)])
+def test_padding_that_could_not_be_restored_is_refused(filled):
     batch = scripted_batch([2, 4])
-    batch["versions"][0, 3] = -1
+    batch["versions"][0, filled] = -1
     with pytest.raises(RecordError, match=r"batch\['versions'\] has padding that is not 0"):
         flatten(batch)
 
