@@ -7,7 +7,7 @@ with PPOTrainer(config, dataset, **hooks) as trainer: ...
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.config.experiment import DebugConfig
@@ -19,10 +19,14 @@ from areal_debug.replay_observer import check_that_tells
 from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
+from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.before import step_range
 from replayer.request import Request
 from replayer.run import replay_hooks, without_side_effects
+
+if TYPE_CHECKING:
+    from recorder.live_archive import LiveArchive
 
 C = TypeVar("C", bound=PPOConfig)
 GIGABYTE = 1e9
@@ -56,13 +60,26 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
 
 def make_recorder(trainer: PPOTrainer) -> Observer:
     """An observer that records the run as the section `debug` says."""
-    return recorder_of(trainer, record_folder(trainer.config), recording_options(trainer.config.debug))
+    debug, options = trainer.config.debug, recording_options(trainer.config.debug)
+    if not is_archive_name(debug.path):
+        return recorder_of(trainer, record_folder(trainer.config), options)
+    from recorder.live_archive import LiveArchive
+
+    staging = staging_folder(debug.path, run_folder(trainer.config, "logs"))
+    archive = None
+    if trainer.ranks.rank == 0:
+        archive = LiveArchive(staging, debug.path, debug.overwrite, options.retention)
+    return recorder_of(trainer, staging, options, archive)
 
 
-def recorder_of(trainer: PPOTrainer, folder: Path, options: RecordingOptions) -> Observer:
-    """An observer that records the run into a folder, with anchors as the section `debug` says."""
+def recorder_of(
+    trainer: PPOTrainer, folder: Path, options: RecordingOptions, archive: "LiveArchive | None" = None
+) -> Observer:
+    """An observer that records the run into a folder, or through it into an archive, with anchors as the section `debug` says."""
     ranks = trainer.ranks
-    writer = RecordWriter(folder, ranks.rank, ranks.world_size, ranks.gather_objects, options)
+    writer = RecordWriter(
+        folder, ranks.rank, ranks.world_size, ranks.gather_objects, options, archive=archive
+    )
     anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
     checksums = {
         "gradients": ("gradients", gradient_checksums),

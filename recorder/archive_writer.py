@@ -76,6 +76,7 @@ class Lane:
     packed: bool
     level: int = 9
     columns: dict[str, Column] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)  # objects of the store, for whoever must wait for the disk
 
     def append(self, name: str, stored: str, data: Any) -> Part:
         """Appends bytes of `stored` elements to the array `name` and says where they are."""
@@ -91,8 +92,8 @@ class Lane:
             if column.num_held >= column.shard:
                 self.write_held(column, whole_shards=True)
         elif len(values):
-            write(column.array, column.end, values)
-            column.end = round_up(column.end + len(values), column.shard)
+            self.write(column, values)
+            column.end = round_up(column.end, column.shard)
         return part
 
     def create(self, path: str, stored: str) -> Column:
@@ -114,9 +115,18 @@ class Lane:
         """Writes what is held, the last unfinished shard only at the end, because a shard is written once."""
         values = np.concatenate(column.held)
         kept = len(values) % column.shard if whole_shards else 0
-        write(column.array, column.end, values[: len(values) - kept])
-        column.end += len(values) - kept
+        self.write(column, values[: len(values) - kept])
         column.held, column.num_held = [values[len(values) - kept :]], kept
+
+    def write(self, column: Column, values: np.ndarray) -> None:
+        """Writes elements at the end, growing the array by doubling: each growth rewrites its metadata."""
+        begin, end = column.end, column.end + len(values)
+        if end > column.array.shape[0]:
+            column.array.resize((max(end, 2 * column.array.shape[0]),))
+        column.array[begin:end] = values
+        column.end = end
+        shards = range(begin // column.shard, -(-end // column.shard))
+        self.written |= {f"{column.array.path}/zarr.json", *(f"{column.array.path}/c/{n}" for n in shards)}
 
     def close(self) -> None:
         """Writes what is held and cuts the arrays to their length."""
@@ -124,14 +134,6 @@ class Lane:
             if column.num_held:
                 self.write_held(column, whole_shards=False)
             column.array.resize((column.end,))
-
-
-def write(array: zarr.Array[Any], begin: int, values: np.ndarray) -> None:
-    """Writes elements, growing the array by doubling: each growth rewrites its metadata."""
-    end = begin + len(values)
-    if end > array.shape[0]:
-        array.resize((max(end, 2 * array.shape[0]),))
-    array[begin:end] = values
 
 
 def round_up(number: int, step: int) -> int:
@@ -165,6 +167,12 @@ def step_layout(lane: Lane, record: Record, step: int) -> Layout:
     return layout | {STEP_FILE: file_layout(lane, record.storage, f"{folder}/{STEP_FILE}", None)}
 
 
+def folder_layout(lane: Lane, record: Record, folder: str) -> Layout:
+    """Appends all files under a folder to a lane."""
+    names = walk(record.storage, folder)
+    return {name: file_layout(lane, record.storage, f"{folder}/{name}", None) for name in names}
+
+
 def top_layout(lane: Lane, storage: Storage) -> Layout:
     """Appends the files at the top of a record to a lane: record.json and its like."""
     names = [name for name in storage.names("") if storage.size(name) is not None]
@@ -191,8 +199,7 @@ def write_archive(record: Record, location: str, on_step: Callable[[int], None])
         on_step(step)
     for anchor in record.anchors():
         folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
-        names = walk(record.storage, folder)
-        add(folder, {name: file_layout(lane, record.storage, f"{folder}/{name}", None) for name in names})
+        add(folder, folder_layout(lane, record, folder))
     lane.close()
     for folder in layouts.keys() - {""}:
         commit_layout(group, folder, layouts[folder])

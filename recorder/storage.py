@@ -17,6 +17,7 @@ from typing import Protocol
 from recorder.errors import RecordNotFound
 
 ZARR_FILE = "zarr.json"
+STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
 # A URL that passed through pathlib has lost one of its slashes.
 URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
 
@@ -102,6 +103,17 @@ def location_of(path: str | os.PathLike[str]) -> str:
 def is_url(location: str) -> bool:
     """Whether the location is an fsspec URL and no path."""
     return URL.match(location) is not None
+
+
+def is_archive_name(path: str | os.PathLike[str]) -> bool:
+    """Whether a run that is told to record there means an archive: a URL, or a folder that ends in `.zarr`."""
+    location = location_of(path)
+    return is_url(location) or location.endswith((".zarr", ".zip"))
+
+
+def staging_folder(location: str, logs: Path) -> Path:
+    """Where steps are staged: beside an archive of this machine, else in the run's own folder."""
+    return logs / "staging" if is_url(location) else Path(location + STAGING_SUFFIX)
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recorder.background import Background
 from recorder.errors import RecordError, RecordingFailed
@@ -37,6 +37,9 @@ from recorder.step_files import (
 from recorder.tensors import flatten
 
 STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "step"})
+if TYPE_CHECKING:
+    from recorder.live_archive import LiveArchive
+
 POLL_S = 0.005  # how often rank 0 looks for the other ranks' manifests
 AGREE_S = 1.0  # how long a rank waits for its own disk before it hears from the others again
 DEATH_S = 20.0  # how long a run that failed waits for its last steps, which some rank may never write
@@ -85,6 +88,7 @@ class RecordWriter:
         rank, num_ranks: data-parallel rank, and how many there are.
         gather: every rank's value in rank order; a collective, called from the training thread only.
         say: told in one sentence what the user must know and no error says.
+        archive: on rank 0, where committed steps move on to; the folder is then a staging folder.
 
     Raises RecordExists when the folder holds a record (unless `overwrite`) or anything else. Events raise RecordingFailed when
     recording failed on any rank and `when_failing` is "stop".
@@ -98,8 +102,9 @@ class RecordWriter:
         gather: Callable[[RankState], list[RankState]] = alone,
         options: RecordingOptions = RecordingOptions(),
         say: Callable[[str], None] = say_on_stderr,
+        archive: "LiveArchive | None" = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self.archive = Path(folder), archive
         self.rank, self.num_ranks, self.gather, self.options, self.say = rank, num_ranks, gather, options, say
         self.tokenizer: Any = None
         self.current: RankStep | None = None
@@ -154,6 +159,8 @@ class RecordWriter:
         """Makes an empty record of the run."""
         clear_record(self.folder)
         write_header(self.folder, describe_run(facts, self.options.recording))
+        if self.archive is not None:
+            self.archive.begin()
 
     def end_step(self, outcome: Outcome) -> None:
         """Writes the step that just ended, or queues it, or neither, as all ranks agree."""
@@ -214,7 +221,10 @@ class RecordWriter:
         ]
         self.kept.note_dropped(self.dropped)
         manifest = commit_step(folder, step.step, step.version, ranks)
-        self.kept.add(step.step, manifest.size_bytes)
+        if self.archive is None:
+            self.kept.add(step.step, manifest.size_bytes)
+        else:
+            self.archive.take(step.step)
 
     def step_folder(self, step: RankStep) -> Path:
         """Where the step is written."""
@@ -272,6 +282,8 @@ class RecordWriter:
             if self.ended is None:
                 self.attempt(lambda: self.kept.note_dropped(self.dropped))
             self.say(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
+        if self.archive is not None and self.ended is None:
+            self.archive.end()
         if self.ended is not None and error is None:
             self.say(f"the record is not complete: {self.ended}")
 

@@ -1,0 +1,150 @@
+"""Recording straight into an archive: the same steps as a folder's, readable while the run goes on and after any death."""
+
+import filecmp
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recorder import RecordError, RecordExists, commit_anchor, open_record, verify
+from recorder.archive_writer import archive_record
+from recorder.extract import extract_record
+from recorder.format import RecordHeader
+from recorder.live_archive import LiveArchive
+from recorder.retention import Retention
+from recorder.storage import is_archive_name, staging_folder
+from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, write_header
+from recorder.writer import RecordingOptions, RecordWriter
+
+URLS = itertools.count()
+
+
+def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=lambda step: None):
+    """Records scripted steps of several ranks, as the writers of a run do."""
+    archive = LiveArchive(staging, str(location))
+    options = RecordingOptions(queue_steps=queue_steps)
+    writers = [
+        RecordWriter(staging, rank, num_ranks, gather, options, archive=archive if rank == 0 else None)
+        for rank, gather in enumerate(gatherers(num_ranks))
+    ]
+    staging.mkdir()
+    write_header(
+        staging, RecordHeader(**{**vars(SCRIPTED_HEADER), "num_ranks": num_ranks, "world_size": num_ranks})
+    )
+    archive.begin()
+
+    def run(rank):
+        for step in range(num_steps):
+            send_step(writers[rank], step, scripted_batch([3, 8, 5], seed=100 * step + rank))
+            if rank == 0:
+                between(step)
+        writers[rank]("end", steps=num_steps, error=None)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(("num_ranks", "queue_steps"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_what_is_recorded_into_an_archive_is_what_a_folder_would_hold(kind, num_ranks, queue_steps, tmp_path):
+    location = tmp_path / "live.zarr" if kind == "folder" else f"memory://live{next(URLS)}/a"
+    record_live(location, tmp_path / "staging", num_ranks, queue_steps)
+    assert not (tmp_path / "staging").exists()
+    report = verify(location)
+    assert (report.problems, report.steps_ok) == ((), (0, 1, 2, 3))
+    record = open_record(location)
+    assert record.header.num_ranks == num_ranks
+    for step, rank in itertools.product(range(4), range(num_ranks)):
+        want = scripted_batch([3, 8, 5], seed=100 * step + rank)
+        assert record.step(step).rows(rank, 1)["input_ids"].tolist() == want["input_ids"][1].tolist()
+        assert record.step(step).outcome(rank).checksums == {"layer.weight": f"{step:08x}"}
+
+
+def test_a_live_archive_packs_smaller_and_stays_the_same_record(tmp_path):
+    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
+    archive_record(tmp_path / "live.zarr", tmp_path / "packed.zarr")
+    extract_record(tmp_path / "live.zarr", tmp_path / "a")
+    extract_record(tmp_path / "packed.zarr", tmp_path / "b")
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert len(files) == 1 + 4 * 4
+    assert all(filecmp.cmp(tmp_path / "a" / name, tmp_path / "b" / name, shallow=False) for name in files)
+
+
+def test_the_archive_can_be_read_while_the_run_goes_on(tmp_path):
+    seen = []
+
+    def look(step):
+        record = open_record(tmp_path / "live.zarr")
+        seen.append((record.steps, record.step(step).batch(0)["rewards"].tolist()))
+
+    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0, between=look)
+    assert [steps for steps, _ in seen] == [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
+    assert seen[2][1] == scripted_batch([3, 8, 5], seed=200)["rewards"].tolist()
+
+
+def test_anchors_move_into_the_archive_once(tmp_path):
+    staging = tmp_path / "staging"
+    weights = np.arange(1000, dtype=np.float32).tobytes()
+
+    def add_anchor(step):
+        if step in (0, 1):  # the second time as recovery offers it again
+            folder = staging / "anchors" / "000001" / "checkpoint"
+            folder.mkdir(parents=True)
+            (folder / "weights").write_bytes(weights)
+            commit_anchor(folder.parent, 1)
+
+    record_live(tmp_path / "live.zarr", staging, 1, 0, between=add_anchor)
+    assert (open_record(tmp_path / "live.zarr").anchor(1) / "checkpoint" / "weights").read_bytes() == weights
+    assert verify(tmp_path / "live.zarr").intact
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[2])))
+from test_live_archive import record_live
+record_live(sys.argv[1], Path(sys.argv[1] + ".recording"), 1, int(sys.argv[3]), 200, lambda step: print(step, flush=True))
+"""
+
+
+@pytest.mark.parametrize(("seen", "queue_steps"), [(1, 0), (3, 2), (6, 0)])
+def test_a_killed_run_leaves_every_committed_step_whole(seen, queue_steps, tmp_path):
+    location = tmp_path / "live.zarr"
+    command = [sys.executable, "-c", PROGRAM, str(location), str(Path(__file__).parent), str(queue_steps)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for _ in range(seen):
+        line = run.stdout.readline()
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    record, report = open_record(location), verify(location)
+    assert (report.problems, record.uncommitted) == ((), ())
+    assert record.steps == tuple(range(len(record.steps)))
+    # without a queue, a step that the training thread has left is in the archive
+    assert len(record.steps) >= (int(line) + 1 if queue_steps == 0 else 0)
+
+
+def test_what_cannot_be_an_archive_of_a_run_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="zip file is written at once"):
+        LiveArchive(tmp_path, str(tmp_path / "a.zip"))
+    with pytest.raises(RecordError, match="never removed"):
+        LiveArchive(tmp_path, str(tmp_path / "a.zarr"), retention=Retention(keep_last=3))
+    record_live(tmp_path / "a.zarr", tmp_path / "staging", 1, 0)
+    with pytest.raises(RecordExists, match="there already"):
+        LiveArchive(tmp_path, str(tmp_path / "a.zarr"))
+
+
+def test_names_say_whether_an_archive_is_meant(tmp_path):
+    assert is_archive_name("runs/a.zarr")
+    assert is_archive_name("s3://bucket/a")
+    assert not is_archive_name("runs/record")
+    assert not is_archive_name("")
+    assert staging_folder("runs/a.zarr", tmp_path) == Path("runs/a.zarr.recording")
+    assert staging_folder("s3://bucket/a", tmp_path) == tmp_path / "staging"
