@@ -15,6 +15,7 @@ Instrumented code holds a `Trace` or nothing; nothing here changes what it does.
 import heapq
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -122,7 +123,10 @@ class Trace:
         self._add(event | {"dur": (end_ns - start_ns) / 1000, "tid": lane, "args": args})
 
     def counter(self, name: str, **values: float) -> None:
-        """Values from now on, one curve each."""
+        """Values from now on, one curve each; those that are not finite, which JSON has no numbers for, are left out."""
+        values = {curve: value for curve, value in values.items() if math.isfinite(value)}
+        if not values:
+            return
         event = {"ph": "C", "name": name, "cat": "counter", "tid": TRAINER_LANE, "args": values}
         self._add(event | {"ts": self._us(time.perf_counter_ns())})
 

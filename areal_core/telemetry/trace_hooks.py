@@ -21,6 +21,12 @@ from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
 
+# Statistics that are drawn over time: the name of the track, and each curve's name among the statistics.
+TRACKS = {
+    "prompts": {name: f"rollout/{name}" for name in ("accepted", "rejected", "failed", "stale")},
+    "reward": {"mean": "rollout/reward"},
+}
+
 
 class Tracing:
     """All that traces one rank of a run, or, without a `trace`, nothing: then every part is passed through as it is.
@@ -59,6 +65,12 @@ class Tracing:
     def push(self, push: WeightPush | None) -> WeightPush | None:
         """The push of weights, traced."""
         return push if self._trace is None or push is None else TracedPush(push, self._trace)
+
+    def commit(self, stats: dict[str, float]) -> None:
+        """Draws those of a step's statistics that have a track."""
+        for track, curves in TRACKS.items() if self._trace is not None else ():
+            if values := {curve: stats[name] for curve, name in curves.items() if name in stats}:
+                self._trace.counter(track, **values)
 
     def close(self) -> None:
         """Ends this rank's files; the last rank merges the traces of all."""

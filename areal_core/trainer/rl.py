@@ -132,7 +132,9 @@ class PPOTrainer:
                     if evaluation is not None:
                         with self.stats.timing("eval"):
                             evaluation.after_step(step)
-                    logger.commit(step, self.last_stats | self.stats.export() | self.live_stats.export())
+                    stats = self.last_stats | self.stats.export() | self.live_stats.export()
+                    logger.commit(step, stats)
+                    self.tracing.commit(stats)
                     saved = self.recovery.save_when_due(step, self.version, self.actor, source)
                     if saved is not None:
                         self._observe("checkpoint", step=step + 1, folder=saved)

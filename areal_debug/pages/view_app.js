@@ -98,7 +98,7 @@ function pressed(event) {
     PageDown: () => choose(table.neighbour(20)), PageUp: () => choose(table.neighbour(-20)),
     Home: () => choose(table.order[0]), End: () => choose(table.order.at(-1)),
     Enter: () => { at("sample").classList.add("open"); at("sample").focus(); },
-    ArrowRight: () => sample.focusToken(sample.at < 0 ? sample.start : sample.at + 1), ArrowLeft: () => sample.focusToken(sample.at - 1),
+    ArrowRight: () => sample.walk(1), ArrowLeft: () => sample.walk(-1),
     c: () => sample.layOut(!sample.drawnAsTurns), "/": () => at("filter").focus(), t: nextTheme, "?": () => at("help").showModal(),
     "[": () => goTo(app.run.steps[place - 1]), "]": () => goTo(app.run.steps[place + 1]), Escape: closeSample,
   };

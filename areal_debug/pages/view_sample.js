@@ -174,6 +174,12 @@ class SampleView {
     this.focusToken(this.start + Math.floor(share * (this.end - this.start)));
   }
 
+  // The next or previous token; the first that was sampled where none is chosen yet.
+  walk(by) {
+    const sampled = this.turns.find(turn => turn[2]);
+    this.focusToken(this.at >= 0 ? this.at + by : sampled ? sampled[0] : this.start);
+  }
+
   focusToken(at) {
     this.at = Math.min(this.end - 1, Math.max(this.start, at));
     this.text.querySelector(".at")?.classList.remove("at");

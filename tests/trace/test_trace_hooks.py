@@ -117,12 +117,17 @@ def test_pushes_stages_and_staleness_are_drawn(tmp_path):
         with stats.timing("update_weights"):
             push.push(iter(()), 4)
         observe("weights", step=3, version=4)
+    tracing.commit({"rollout/accepted": 9, "rollout/stale": 1, "loss": 2.0, "rollout/reward": float("nan")})
     tracing.close()
     assert pushed == [4]
     assert [event["name"] for event in slices(tmp_path, "stage")] == ["push", "update_weights", "step"]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     counters = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
-    assert counters == {"staleness": {"mean": 1.0, "max": 2.0}, "weight version": {"version": 4}}
+    assert counters == {
+        "staleness": {"mean": 1.0, "max": 2.0},
+        "weight version": {"version": 4},
+        "prompts": {"accepted": 9, "stale": 1},
+    }
     (taken,) = (event["args"] for event in events if event["ph"] == "i")
     assert taken == {"step": 3, "version": 3, "prompts": [5, 6], "tokens": 6}
 

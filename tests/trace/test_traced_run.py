@@ -52,3 +52,5 @@ def test_a_traced_run_leaves_one_file_that_explains_its_steps(tiny_model, tmp_pa
     assert {"episode", "generation", "reward", "stage"} <= {
         event["cat"] for event in events if event["ph"] == "X"
     }
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert counters == {"episodes running", "staleness", "weight version", "prompts", "reward"}
