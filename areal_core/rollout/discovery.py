@@ -1,5 +1,6 @@
 """Where a run's servers are: those it was told of, and those that have announced themselves since."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from areal_core.rollout.servers import (
     servers_from_environment,
     wait_until_healthy,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,13 @@ def wait_until_ready(discovery: Discovery, timeout_s: float) -> list[Server]:
         ServerDied: one that the run was told of is not ready in time.
         NoServers: nobody told of any, and none of the announced answers.
     """
-    wait_until_healthy(list(discovery.told), timeout_s)
+    if silent := [server.address for server in discovery.told if not is_healthy(server)]:
+        logger.warning(
+            "waiting up to %.0f s for inference servers that do not answer yet: %s",
+            timeout_s,
+            ", ".join(silent),
+        )
+        wait_until_healthy(list(discovery.told), timeout_s)
     ready = [server for server in discovery.servers() if server in discovery.told or is_healthy(server)]
     if not ready:
         addresses = ", ".join(server.address for server in discovery.servers())

@@ -119,6 +119,16 @@ def check_identity(server: Server, identity: ServerIdentity, model: RunModel) ->
         )
 
 
+def why_not(server: Server, model: RunModel | None) -> str:
+    """Why a server that has come may not serve a run; "" when it may."""
+    try:
+        if model is not None:
+            check_identity(server, ask_identity(server), model)
+    except (OSError, WrongServer) as error:
+        return str(error)
+    return ""
+
+
 def same_model(one: str, other: str) -> bool:
     """Whether two paths or hub names can mean the same model: machines may mount one folder in different places."""
     return Path(one).resolve() == Path(other).resolve() or Path(one).name == Path(other).name

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from areal_core.rollout.discovery import Discovery
-from areal_core.rollout.errors import RequestRefused, ServerDied, WrongServer
+from areal_core.rollout.errors import RequestRefused, ServerDied
 from areal_core.rollout.server_identity import (
     RunModel,
     ServerIdentity,
     ask_identity,
     check_identity,
     weight_version,
+    why_not,
 )
 from areal_core.rollout.servers import Server, call, is_reachable
 
@@ -125,12 +126,9 @@ class ServerPool:
 
     def _take_in(self, server: Server) -> None:
         """A server of another model is left alone: whoever started it beside a running training made the mistake, not the run."""
-        try:
-            if self._model is not None:
-                check_identity(server, ask_identity(server), self._model)
-        except (OSError, WrongServer) as error:
+        if reason := why_not(server, self._model):
             if server not in self._refused:
-                logger.warning("an inference server cannot join: %s", error)
+                logger.warning("an inference server cannot join: %s", reason)
             self._refused.add(server)
             return
         self.servers = [*self.servers, server]

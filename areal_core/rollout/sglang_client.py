@@ -16,6 +16,7 @@ Each token keeps the version that the *server* says it was sampled by, so a repl
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ import aiohttp
 from areal_core.rollout.discovery import Discovery
 from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
 from areal_core.rollout.routing import Router
-from areal_core.rollout.server_identity import weight_version
+from areal_core.rollout.server_identity import RunModel, weight_version, why_not
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import MESSAGE_LIMIT, Server
 from areal_core.rollout.sglang_wire import Chunk, generate_payload, parse_generate, parse_version
@@ -38,6 +39,7 @@ MAX_MISSES = (
 )
 POLL_S = 0.5
 ASK_TIMEOUT_S = 5.0
+MAX_FAILURES = 100  # of one request; a server that takes requests and breaks them off would be asked for ever
 MAX_THREADS = 32
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class SGLangClient:
         retry_delay_s: seconds before the same server is asked again.
         version: of the weights that servers have before anything is pushed to them.
         discovery: where more servers may appear; by default the set is fixed.
+        model: what a server that appears must serve; None takes any.
         server_wait_s: most seconds to wait for a server when none is left and more may appear.
         health_interval_s: seconds between two health checks.
         pause_mode: see `ServerPool`.
@@ -66,6 +69,7 @@ class SGLangClient:
         retry_delay_s: float = 1.0,
         version: int = 0,
         discovery: Discovery | None = None,
+        model: RunModel | None = None,
         server_wait_s: float = 300.0,
         health_interval_s: float = 10.0,
         pause_mode: str = "abort",
@@ -75,6 +79,9 @@ class SGLangClient:
         self.router = Router(servers)
         self._first_version = version
         self._discovery = discovery or Discovery(tuple(servers))
+        self._model = model
+        self._approved = set(servers)
+        self._refreshing = threading.Lock()
         self._pool = ServerPool(servers, pause_mode=pause_mode)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         self._num_retries = num_retries
@@ -138,27 +145,29 @@ class SGLangClient:
 
     def refresh(self) -> None:
         """Asks every known server for its weights. From any thread; blocks for the slowest answer, at most some seconds."""
-        known = self._discovery.servers()
-        held = dict(zip(known, self._threads.map(ask_version, known), strict=True))
-        for server, version in held.items():
-            self._misses[server] = self._misses[server] + 1 if version is None else 0
-        asked = set(self.router.servers)
-        usable = [
-            server
-            for server, version in held.items()
-            if self._has_weights(version)
-            or (version is None and server in asked and self._misses[server] < MAX_MISSES)
-        ]
-        for server in set(usable) - asked:
-            logger.info("sampling from %s", server.address)
-        self.router.servers = usable
+        with self._refreshing:
+            current = (
+                self.version
+            )  # before the servers are asked: an answer may be older than a push that ends meanwhile
+            known = self._discovery.servers()
+            held = dict(zip(known, self._threads.map(ask_version, known), strict=True))
+            for server, version in held.items():
+                self._misses[server] = self._misses[server] + 1 if version is None else 0
+            self.router.servers = [
+                server for server in known if self._is_usable(server, held[server], current)
+            ]
 
-    def _has_weights(self, version: str | None) -> bool:
-        """Whether these are the current weights, or newer ones, as during a push."""
+    def _is_usable(self, server: Server, version: str | None, current: int) -> bool:
+        """Whether a server holds the current weights, or newer ones, as during a push; some missed answers are forgiven."""
         if version is None:
-            return False
+            return server in self.router.servers and self._misses[server] < MAX_MISSES
         number = parse_version(version)
-        return self.version == self._first_version if number is None else number >= self.version
+        if not (current == self._first_version if number is None else number >= current):
+            return False
+        if server not in self._approved and not why_not(server, self._model):
+            logger.info("sampling from %s", server.address)
+            self._approved.add(server)
+        return server in self._approved
 
     def close(self) -> None:
         """Call from outside the event loop, while it runs; inside, await `aclose`."""
@@ -197,6 +206,10 @@ class SGLangClient:
                 self._last_failure = f"{type(error).__name__} ({error}) from server {server.describe()}"
                 if failed[server] > self._num_retries:
                     self._drop(server)
+                if failed.total() > MAX_FAILURES:
+                    raise ServerDied(
+                        f"a request failed {MAX_FAILURES} times: {self._last_failure}"
+                    ) from error
             except RequestRefused as error:
                 avoid = server
                 failed[server] += 1

@@ -39,6 +39,7 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         timeout_s=options.request_timeout,
         num_retries=options.request_retries,
         discovery=discovery,
+        model=run_model(config.sglang.model_path or config.actor.path),
         server_wait_s=options.setup_timeout,
         pause_mode=options.pause_mode,
     )

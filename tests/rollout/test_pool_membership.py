@@ -49,8 +49,8 @@ def test_a_run_that_knows_no_server_says_the_three_places_it_looked_in():
         discover([], {}, MemoryNames(), "exp", "trial")
 
 
-def test_what_a_dead_server_announced_is_left_out_and_forgotten_but_an_address_that_was_told_is_waited_for(
-    start_fake,
+def test_what_a_dead_server_announced_is_forgotten_but_an_address_that_was_told_is_waited_for(
+    start_fake, caplog
 ):
     alive, dead = start_fake(), start_fake()
     dead.stop()
@@ -64,6 +64,8 @@ def test_what_a_dead_server_announced_is_left_out_and_forgotten_but_an_address_t
     assert discovery.servers() == [alive.server]
     with pytest.raises(ServerDied, match=f"not ready after 0 s: server {dead.server.address}"):
         wait_until_ready(Discovery((dead.server,)), timeout_s=0)
+    waited = f"waiting up to 0 s for inference servers that do not answer yet: {dead.server.address}"
+    assert waited in caplog.messages
     pool.close()
 
 
@@ -210,6 +212,19 @@ def test_only_servers_with_the_current_weights_are_asked(start_fake):
     assert [r.output_versions for r in responses] == [[1, 1, 1]] * 4
     assert missed.calls == []
     assert asked == {pushed.server, missed.server}
+
+
+def test_a_server_of_another_model_gets_no_request_even_before_the_first_push(start_fake):
+    good, wrong = start_fake(), start_fake()
+    wrong.server_info["version"] = "0.3.0"
+    names = MemoryNames()
+    client = SGLangClient(
+        [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
+    )
+    announce_server(names, "e", "t", wrong.server.address)
+    client.refresh()
+    assert client.router.servers == [good.server]
+    client.close()
 
 
 def test_tokens_of_a_server_that_came_back_with_old_weights_are_thrown_away(start_fake):
