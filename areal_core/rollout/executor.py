@@ -15,9 +15,10 @@ from areal_core.batch import Batch
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.episode import assemble
 from areal_core.rollout.errors import NothingAccepted
+from areal_core.rollout.feed import Feed
 from areal_core.rollout.group import AcceptFn, Plan, Row
 from areal_core.rollout.loop_thread import LoopThread
-from areal_core.rollout.pipeline import Feed, Pipeline
+from areal_core.rollout.pipeline import Pipeline
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.watch import Patience
 from areal_core.rollout.workflow import RolloutWorkflow

@@ -22,6 +22,14 @@ class PromptLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Feed(Protocol):
+    """Where `prepare_batch` takes prompts from; called on the event loop thread."""
+
+    def take(self) -> tuple[int, Row]:
+        """The next `(prompt_id, row)`, for ever."""
+        ...
+
+
 class PromptFeed:
     """An executor's `Feed` that takes the prompts of `loader` in order."""
 

@@ -1,46 +1,43 @@
 """Prompts through workflows on one event loop: never more than allowed, as early as allowed, consumed before they are too old.
 
-    submit(group) --> pending --+
-    prepare(feed) --> feed -----+--> start_more: while capacity() > 0, a task a prompt
-                                       |      its n_samples episodes --> engine, reward
-    waiter <-- wake --  ready   <--- finished: accepted | rejected | failed
-    waiter <-- wake --  done    <---   |
-    set_version, set_paused --------->  start_more <-- a rejection makes room
+    submit ---> pending --+
+    prepare --> feed -----+--> start_more: while capacity() > 0, a task a prompt: its n_samples episodes --> engine, reward
+                                   ^                     |
+          set_version, resume, ----+        accepted | rejected | failed
+          a result is fetched      |                     |
+                                   +--- makes room ------+--> ready (from the feed) | done (submitted)  --- wakes --> waiters
+
+    who waits              for what                              who wakes it
+    a prompt               capacity() > 0, and no pause          a prompt that ends, a fetched result, set_version, resume
+    wait, run_all          its prompts to end                    each prompt that ends
+    prepare                batch_size prompts that may be        each prompt that ends, set_version
+                           taken (`staleness.choose_batch`)
+    an episode             the engine; its reward, its tools     the reply; the time limit of `RewardPool`
+    a request              generation that is not paused         the end of a push, the engine's resume()
 
 Nothing polls: each event that can make room calls `start_more`, each that can satisfy a waiter wakes it. All state belongs to the event
 loop's thread, so there are no locks; `executor.py` is the way in from other threads.
 
-A waiter is never left in silence. What cannot come (`RolloutStuck`), what always fails (the workflow's own exception) and what is
-always rejected (`NothingAccepted`) is raised; what only takes long is told by name, and again each time the wait has doubled (`watch.py`).
+A waiter is never left in silence. What cannot come, and what always fails or is rejected, is raised (`tolerance.py`); what only takes
+long is told by name, and again each time the wait has doubled (`watch.py`).
 """
 
 import asyncio
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.episode import EpisodeEngine, oldest_version, run_episodes
-from areal_core.rollout.errors import NothingAccepted, RolloutStuck
+from areal_core.rollout.errors import RolloutStuck
+from areal_core.rollout.feed import Feed
 from areal_core.rollout.group import Group, Plan, Row, is_accepted
 from areal_core.rollout.staleness import StalenessControl, choose_batch
+from areal_core.rollout.tolerance import Tolerance
 from areal_core.rollout.watch import Patience, Watch
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# So many prompts in a row (in batches, but at least so many) that were rejected or too old are called hopeless.
-MAX_UNUSABLE_BATCHES, MIN_UNUSABLE = 4, 32
-
-
-class Feed(Protocol):
-    """Where `prepare_batch` takes prompts from; called on the event loop thread."""
-
-    def take(self) -> tuple[int, Row]:
-        """The next `(prompt_id, row)`, for ever."""
-        ...
 
 
 class Pipeline:
@@ -56,18 +53,16 @@ class Pipeline:
     ) -> None:
         self.engine = engine
         self.control = control
-        self.max_failures = max_failures
         self.check_format = check_format
         self._is_paused = False
         self._patience = patience or Patience()
+        self._tolerance = Tolerance(max_failures, control)
         self._task_ids = itertools.count()
         self._pending: deque[Group] = deque()
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted, from the feed, not yet consumed
         self._done: dict[int, Group] = {}  # finished, submitted one by one, not yet fetched
         self._feed: tuple[Feed, Plan] | None = None
-        self._failures = self._stale = 0  # since the last batch
-        self._rejections = 0  # in a row
         self._error: Exception | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -116,22 +111,23 @@ class Pipeline:
 
     async def set_version(self, version: int) -> None:
         self.control.version = version
-        self._start_more()
-        self._wake()
+        self._something_happened()
 
     async def continue_at(self, version: int) -> None:
         self.control.continue_at(version)
-        self._start_more()
-        self._wake()
+        self._something_happened()
 
     async def set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
-        self._start_more()
-        self._wake()
+        self._something_happened()
 
     async def snapshot(self, read: Callable[[list[int]], T]) -> T:
         groups = [*self._ready, *(group for group in self._running.values() if group.from_feed)]
         return read(sorted(group.prompt_id for group in groups))
+
+    def _something_happened(self) -> None:
+        self._start_more()
+        self._wake()
 
     def _start_more(self) -> None:
         """Starts what may start. Called after everything that can make room."""
@@ -168,11 +164,12 @@ class Pipeline:
             group.version = oldest_version(rows, otherwise=group.version)
         except Exception as error:
             control.failed += 1
-            self._fail(group, error)
+            if self._tolerance.failed(group, error):
+                self._error = self._error or error
         else:
             control.accepted += accepted
             control.rejected += not accepted
-            self._rejections = 0 if accepted else self._rejections + 1
+            self._tolerance.accepted() if accepted else self._tolerance.rejected()
             group.rows = rows if accepted else None
         finally:
             del self._running[group.task_id]
@@ -181,18 +178,7 @@ class Pipeline:
             self._done[group.task_id] = group
         elif group.rows is not None:
             self._ready.append(group)
-        self._start_more()
-        self._wake()
-
-    def _fail(self, group: Group, error: Exception) -> None:
-        self._failures += 1
-        if self._failures > self.max_failures:
-            self._error = self._error or error
-            return
-        logger.warning(
-            "prompt %d failed (%d of at most %d per batch): %s: %s",
-            *(group.prompt_id, self._failures, self.max_failures, type(error).__name__, error),
-        )
+        self._something_happened()
 
     def _take_batch(self) -> list[Group] | None:
         """The prompts of the next batch, once they are there."""
@@ -207,7 +193,7 @@ class Pipeline:
             control.batch_size,
         )
         if chosen is None:
-            self._refuse_hopeless_filter()
+            self._tolerance.refuse_hopeless_filter()
             return None
         taken = set(chosen)
         groups = [self._ready[i] for i in chosen]
@@ -216,34 +202,12 @@ class Pipeline:
         return groups
 
     def _drop_stale(self) -> None:
-        control = self.control
-        stale = [group for group in self._ready if control.is_too_old(group.version)]
-        if not stale:
-            return
-        self._ready = [group for group in self._ready if not control.is_too_old(group.version)]
-        control.drop_stale(len(stale))
-        self._stale += len(stale)
-        facts = (
-            f"their oldest tokens are of version {stale[0].version}, the trainer is at {control.version} and "
-            f"max_head_offpolicyness is {control.max_head_offpolicyness}"
-        )
-        if self._stale >= self._too_many():
-            raise RolloutStuck(
-                f"{self._stale} prompts in a row were too old: {facts}; was the engine told of the new weights?"
-            )
-        logger.warning("%d prompts (the first is %d) were dropped: %s", len(stale), stale[0].prompt_id, facts)
-        self._start_more()
-
-    def _refuse_hopeless_filter(self) -> None:
-        if self._rejections >= self._too_many():
-            raise NothingAccepted(
-                f"{self._rejections} prompts in a row were rejected at version {self.control.version}: let the workflow or "
-                f"should_accept_fn accept more, or look at the rewards of these prompts"
-            )
-
-    def _too_many(self) -> int:
-        """Prompts in a row that nobody could use."""
-        return max(MIN_UNUSABLE, MAX_UNUSABLE_BATCHES * self.control.batch_size)
+        stale = [group for group in self._ready if self.control.is_too_old(group.version)]
+        if stale:
+            self._ready = [group for group in self._ready if not self.control.is_too_old(group.version)]
+            self.control.drop_stale(len(stale))
+            self._tolerance.too_old(stale)
+            self._start_more()
 
     async def _until(self, ready: Callable[[], T | None], wanted: str, timeout_s: float | None) -> T:
         """What `ready` gives once it is not None; it is asked again after every event."""
@@ -257,7 +221,7 @@ class Pipeline:
                 self._error = None  # not before: until now it keeps others from starting
                 raise error
             if (value := ready()) is not None:
-                self._failures = self._stale = 0
+                self._tolerance.batch_taken()
                 return value
             if end is not None and loop.time() >= end:
                 raise TimeoutError(f"{wanted} were not there within {timeout_s} s: {self._counts()}")
