@@ -1,0 +1,63 @@
+"""An agent against a real SGLang server on the CPU: what the client hears, and what is trained, is what the server sampled."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.config import SGLangConfig
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.servers import call
+from areal_debug.cli.agent import command
+
+pytestmark = [pytest.mark.long, pytest.mark.sglang]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
+    with SGLangServer(
+        tiny_model, log, server_args(options, "cpu"), cpu_environment(), ready_timeout_s=300.0
+    ) as started:
+        yield started.server
+
+
+def test_an_agents_tokens_are_those_that_the_server_samples_for_the_same_prompt(server, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    agent = f"{Path(__file__).parent}/agents_under_test.py:Plain"
+    arguments = [
+        "run",
+        agent,
+        "--data",
+        str(rows),
+        "--server",
+        server.address,
+        "--json",
+        "--arg",
+        "num_turns=2",
+    ]
+    overrides = [
+        "gconfig.max_new_tokens=12",
+        "gconfig.greedy=true",
+        "rollout.agent.chat_template_type=concat",
+    ]
+    done = CliRunner().invoke(command, [*arguments, *overrides], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output[done.output.index("{") :])
+    first, second = report["turns"]
+    assert second["continues"] == 0
+
+    sampled = [token["id"] for token in first["tokens"]]
+    body = {
+        "text": "<|user|>1+1<|end|><|assistant|>",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 12, "stop_token_ids": [0, 1]},
+        "return_logprob": True,
+    }
+    entries = json.loads(call(server, "POST", "/generate", body))["meta_info"]["output_token_logprobs"]
+    assert sampled == [entry[1] for entry in entries]
+    assert [token["logprob"] for token in first["tokens"]] == pytest.approx(
+        [entry[0] for entry in entries], abs=1e-5
+    )
