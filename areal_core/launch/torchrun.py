@@ -183,14 +183,23 @@ def ended_on_signals() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _leave)
+    _received.clear()
     try:
         yield
+    except SystemExit:
+        if _received:  # Ray makes a 1 of the code when the signal comes while it waits
+            raise SystemExit(128 + _received[0]) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+_received: list[int] = []
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
     for ending in ENDING:
         signal.signal(ending, signal.SIG_IGN)
     raise SystemExit(128 + number)
