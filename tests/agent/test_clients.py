@@ -245,6 +245,10 @@ def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker
         ({"messages": [{"content": "x"}]}, "role is missing; expected a text"),
         ({"temperature": -1}, "temperature is -1; expected at least 0"),
         ({"max_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tokenize": False}}},
+            "sets tokenize, which the proxy decides",
+        ),
         ({"tool_choice": "required"}, "tool_choice is 'required', which is not available"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         (

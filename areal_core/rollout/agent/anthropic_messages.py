@@ -15,6 +15,7 @@ from areal_core.rollout.agent.json_fields import (
     sse,
     take,
     take_objects,
+    template_options,
     text_of,
 )
 from areal_core.rollout.agent.openai_chat import NOT_ENFORCED
@@ -38,7 +39,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
         messages=(*([Message("system", system)] if system else []), *messages),
         tools=() if choice == {"type": "none"} else tools,
         sampling=sampling_fields(body, "max_tokens") | ({"stop": stop} if stop else {}),
-        template_kwargs=take(body, "chat_template_kwargs", dict, {}),
+        template_kwargs=template_options(body),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
     )

@@ -4,6 +4,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,8 +25,8 @@ from areal_core.rollout.errors import PromptTooLong, RequestRefused, Unsupported
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 
 logger = logging.getLogger(__name__)
-# What the batch's logprobs mean depends on these: a value other than the run's is told, once each.
-OF_THE_LAW = ("greedy", "temperature", "top_p", "top_k", "frequency_penalty")
+# What logprobs mean depends on these: a value other than the run's is told, once each.
+SAMPLING_LAW = ("greedy", "temperature", "top_p", "top_k", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def sampling_of(call: Call, ours: Sampling) -> Sampling:
         changes["max_new_tokens"] = min(changes["max_new_tokens"], ours.max_new_tokens)
     if changes.get("temperature") == 0:
         changes = changes | {"temperature": 1.0, "greedy": True}
-    for name in OF_THE_LAW:
+    for name in SAMPLING_LAW:
         if name in changes and changes[name] != getattr(ours, name):
             tell_once(
                 f"the agent asks for {name} {changes[name]}, and gconfig.{name} is {getattr(ours, name)}"
@@ -89,14 +90,10 @@ def sampling_of(call: Call, ours: Sampling) -> Sampling:
     return replace(ours, **changes)
 
 
-_told: set[str] = set()
-
-
+@cache
 def tell_once(difference: str) -> None:
     """A warning, the first time that this is found: it holds for every call of a run."""
-    if difference not in _told:
-        _told.add(difference)
-        logger.warning("%s: the trainer's logprobs follow gconfig; let the agent not set it", difference)
+    logger.warning("%s: the trainer's logprobs follow gconfig; let the agent not set it", difference)
 
 
 def read_message(response: ModelResponse, call: Call, dialogue: Dialogue) -> Message:

@@ -1,12 +1,17 @@
 """JSON from a client, read field by field: a value of the expected kind, or a refusal that names the field and the value."""
 
+import inspect
 import json
 from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from areal_core.rollout.agent.errors import BadRequest
 
 T = TypeVar("T")
 REQUIRED: Any = object()
+# Arguments of `apply_chat_template` that are no variables of a template.
+OURS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 KINDS = {
     str: "a text",
     int: "an integer",
@@ -90,6 +95,14 @@ def sampling_fields(fields: dict[str, Any], *length_names: str) -> dict[str, Any
         if found[name] is not None and found[name] < least:
             raise BadRequest(f"{name} is {found[name]}; expected at least {least}")
     return {name: value for name, value in found.items() if value is not None}
+
+
+def template_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs`: what the model's template is told besides, `enable_thinking` say. Raises BadRequest."""
+    options = take(fields, "chat_template_kwargs", dict, {})
+    if not_of_template := sorted(options.keys() & OURS):
+        raise BadRequest(f"chat_template_kwargs sets {', '.join(not_of_template)}, which the proxy decides")
+    return options
 
 
 def sse(event: dict[str, Any] | str, name: str = "") -> bytes:

@@ -7,7 +7,15 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.rollout.agent.conversation import Call, Interaction, Message, ToolCall
 from areal_core.rollout.agent.errors import BadRequest
-from areal_core.rollout.agent.json_fields import refuse, sampling_fields, sse, take, take_objects, text_of
+from areal_core.rollout.agent.json_fields import (
+    refuse,
+    sampling_fields,
+    sse,
+    take,
+    take_objects,
+    template_options,
+    text_of,
+)
 from areal_core.rollout.agent.output_parsers import dump, json_value
 
 ID_PREFIX = "chatcmpl-"
@@ -29,7 +37,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
         messages=messages,
         tools=offered_tools(body, tuple(take_objects(body, "tools"))),
         sampling=sampling | ({"stop": stop} if any(stop) else {}),
-        template_kwargs=take(body, "chat_template_kwargs", dict, {}),
+        template_kwargs=template_options(body),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
         stream_usage=take(take(body, "stream_options", dict, {}), "include_usage", bool, False),

@@ -8,7 +8,15 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.rollout.agent.conversation import Call, Interaction, Message
 from areal_core.rollout.agent.errors import BadRequest
-from areal_core.rollout.agent.json_fields import refuse, sampling_fields, sse, take, take_objects, text_of
+from areal_core.rollout.agent.json_fields import (
+    refuse,
+    sampling_fields,
+    sse,
+    take,
+    take_objects,
+    template_options,
+    text_of,
+)
 from areal_core.rollout.agent.openai_chat import NOT_ENFORCED, offered_tools, parse_message, parse_tool_call
 
 ID_PREFIX = "resp_"
@@ -31,7 +39,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
         messages=(*system, *messages),
         tools=offered_tools(body, tools),
         sampling=sampling_fields(body, "max_output_tokens"),
-        template_kwargs=take(body, "chat_template_kwargs", dict, {}),
+        template_kwargs=template_options(body),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
     )

@@ -94,15 +94,23 @@ class AgentProxy:
         except BadRequest as error:
             refusal = dialect.render_error(error.status, error.code, str(error))
             return json_reply(refusal, error.status)
-        except Exception as error:  # the boundary: the episode raises it again, with its traceback
+        except Exception as error:  # the boundary of a server: the thread that answers must go on
             logger.debug("a call of the model failed", exc_info=True)
-            reason = f"the inference engine failed: {type(error).__name__}: {error}"
+            reason = f"the model could not be asked: {type(error).__name__}: {error}"
             return json_reply(dialect.render_error(500, "engine_error", reason), 500)
 
     async def _call(self, dialect: Dialect, key: str, body: bytes) -> Reply:
         session = self.sessions.with_key(key)
         call = dialect.parse_call(parse_object(body), session.in_order())
-        interaction = await complete(session, call, self.dialogue, dialect.id_prefix)
+        try:
+            interaction = await complete(session, call, self.dialogue, dialect.id_prefix)
+        except BadRequest:
+            raise
+        except (
+            Exception
+        ) as error:  # the boundary: the client gets a status, and the episode raises the error itself
+            session.failure = error
+            raise
         if call.stream:
             events = b"".join(dialect.render_stream(interaction, self.dialogue.tokenizer))
             return Reply(200, events, "text/event-stream")

@@ -29,7 +29,7 @@ class Session:
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     interactions: list[Interaction] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by the id of the interaction
-    failure: Exception | None = None  # the engine's last, which the agent saw only as an HTTP status
+    failure: Exception | None = None  # of the last call, if it failed: the agent saw only an HTTP status
     num_calls: int = 0
     num_running: int = 0
     last_used: float = field(default_factory=time.monotonic)
