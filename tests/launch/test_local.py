@@ -53,7 +53,7 @@ def no_child_left() -> bool:
 
 WRITE_ENVIRONMENT = """
 import json, os, sys
-with open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w") as file:
+with open(f"{sys.argv[1]}/rank{os.environ.get('RANK', 0)}.json", "w") as file:
     json.dump(dict(os.environ), file)
 print("hello from a rank")
 """
@@ -143,6 +143,37 @@ def test_the_code_of_a_rank_that_was_killed_is_128_plus_the_signal(script, tmp_p
     assert torchrun.run_ranks(argv, 1, {}, tmp_path / "logs") == 128 + signal.SIGKILL
 
 
+def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_ended(script, tmp_path, capfd):
+    argv = script(
+        """
+        import os, pathlib, subprocess, sys, time
+        if os.environ["RANK"] == "0":
+            away = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            pathlib.Path(sys.argv[1], f"{away.pid}.pid").touch()
+            time.sleep(60)
+        while not list(pathlib.Path(sys.argv[1]).glob("*.pid")):
+            time.sleep(0.01)
+        raise ValueError("no such weights")
+        """
+    )
+    assert torchrun.run_ranks(argv, 2, {}, tmp_path / "logs") == 1
+    said = capfd.readouterr().out
+    assert (
+        "rank 1 failed first, with exit code 1; the last lines of its standard error:\n    Traceback" in said
+    )
+    assert said.endswith("    ValueError: no such weights\n")
+    [away] = tmp_path.glob("*.pid")
+    assert not is_running(int(away.stem))
+
+
+def test_the_environment_of_ranks_is_an_option_too(script, tmp_path):
+    made = config()
+    made.launcher.trainer_env_vars = "AGENT_KEY=x=y, SEED=3"
+    assert launch(script(WRITE_ENVIRONMENT), "fsdp:d1", tmp_path, made) == 0
+    env = json.loads((tmp_path / "rank0.json").read_text())
+    assert (env["AGENT_KEY"], env["SEED"]) == ("x=y", "3")
+
+
 LAUNCHER = """
 import sys
 from pathlib import Path
@@ -151,7 +182,10 @@ sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+)
 def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     argv = script(
         "import pathlib, os, sys, time; pathlib.Path(sys.argv[1], str(os.getpid()) + '.pid').touch(); time.sleep(60)"

@@ -22,12 +22,19 @@ HERE = Path(__file__).parent
 TINY = HERE.parent / "debug" / "tiny.yaml"
 COMMAND = [Path(sys.executable).parent / "areal-debug", "train"]
 CANNOT = 77
+SERVER_OPTIONS = {
+    "device": "cpu",
+    "launcher.inference_server_cpus_per_gpu": 1,
+    "launcher.inference_server_mem_per_gpu": 0,
+}
 
 
 @pytest.fixture(scope="session")
 def cluster():
     """A SLURM that answers; skips where there can be none."""
-    done = subprocess.run([HERE / "start_slurm.sh"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [HERE.parent / "slurm" / "start_slurm.sh"], capture_output=True, text=True, timeout=600
+    )
     if done.returncode == CANNOT:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,6 +95,39 @@ def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stay
     )
     [left] = tmp_path.glob("*.pid")
     assert not psutil.pid_exists(int(left.stem))
+
+
+@pytest.mark.long
+def test_a_server_is_a_step_of_its_own_and_the_ranks_are_told_where_it_is(cluster, stop_file, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os; print('servers', os.environ['AREAL_LLM_SERVER_ADDRS'])")
+    options = overrides(tmp_path, Path("some/model"), allocation_mode="sglang:d2+fsdp:d1", **SERVER_OPTIONS)
+    done = run(script, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("inference servers: ")]
+    addresses = line.removeprefix("inference servers: ").split(", ")
+    assert len(set(addresses)) == 2
+    assert f"servers {','.join(addresses)}" in done.stdout
+    [logs] = tmp_path.glob("logs/*/tiny/test")
+    assert (logs / "llm_server_1.log").read_text().startswith("model some/model\n")
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+@pytest.mark.long
+def test_a_server_that_cannot_start_under_slurm_is_told_with_its_last_line(cluster, stop_file, tmp_path):
+    Path(f"{stop_file}1").touch()
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(5)")
+    done = run(
+        script,
+        *overrides(tmp_path, Path("some/model"), allocation_mode="sglang:d1+fsdp:d1", **SERVER_OPTIONS),
+    )
+    assert done.returncode == 1
+    assert "no such model" in done.stdout
 
 
 @pytest.mark.long
