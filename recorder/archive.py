@@ -29,7 +29,7 @@ import zarr
 from zarr.core.sync import sync as run_in_zarr
 from zarr.storage import FsspecStore, LocalStore, StorePath, ZipStore
 
-from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, UnknownFormat
+from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEPS_FOLDER
 from recorder.sealed import write_durably
 from recorder.storage import file_blocks, is_url, walk
@@ -182,6 +182,16 @@ def open_store(location: str, read_only: bool) -> LocalStore | ZipStore | Fsspec
     if Path(location).is_file():
         return ZipStore(location, mode="r")
     return LocalStore(location, read_only=read_only)
+
+
+def file_system(location: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it. Raises RecordError where a package is missing or the URL is none."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(location)
+    except (ImportError, ValueError) as error:
+        raise RecordError(f"{location} cannot be reached: {error}") from None
 
 
 def open_archive(location: str) -> ArchiveStorage:

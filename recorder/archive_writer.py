@@ -25,6 +25,7 @@ from recorder.archive import (
     VERSION_ATTRIBUTE,
     Layout,
     Part,
+    file_system,
     layout_bytes,
     open_store,
 )
@@ -264,9 +265,7 @@ def archive_record(
 def stored_bytes(location: str) -> int:
     """Bytes that the place takes, all objects together."""
     if is_url(location):
-        import fsspec
-
-        files, path = fsspec.core.url_to_fs(location)
+        files, path = file_system(location)
         return int(files.du(path))
     place = Path(location)
     return sum(path.stat().st_size for path in (sorted_files(place) if place.is_dir() else [place]))
@@ -275,9 +274,7 @@ def stored_bytes(location: str) -> int:
 def clear_destination(location: str, overwrite: bool) -> None:
     """Raises RecordExists unless the destination is empty, or holds a record and `overwrite` says to replace it."""
     if is_url(location):
-        import fsspec
-
-        files, path = fsspec.core.url_to_fs(location)
+        files, path = file_system(location)
         if not files.exists(path) or not files.ls(path):
             return
         if overwrite:
