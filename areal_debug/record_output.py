@@ -89,6 +89,9 @@ def describe_gaps(gaps: "Gaps") -> list[str]:
         sentences.append(
             f"{len(gaps.dropped)} steps were dropped because the disk was slower than the run: {steps}"
         )
+    if gaps.lost:
+        steps = ", ".join(map(str, gaps.lost[:MAX_LINES]))
+        sentences.append(f"{len(gaps.lost)} steps were not written when the run was cut off: {steps}")
     return sentences
 
 

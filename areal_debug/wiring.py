@@ -6,6 +6,7 @@ with PPOTrainer(config, dataset, **hooks) as trainer: ...
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,7 +61,8 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
 
 def make_recorder(trainer: PPOTrainer) -> Observer:
     """An observer that records the run as the section `debug` says."""
-    debug, options = trainer.config.debug, recording_options(trainer.config.debug)
+    debug = trainer.config.debug
+    options = replace(recording_options(debug), first_step=trainer.first_step)
     if not is_archive_name(debug.path):
         return recorder_of(trainer, record_folder(trainer.config), options)
     from recorder.live_archive import LiveArchive

@@ -101,10 +101,10 @@ def torch_facts() -> dict[str, Any]:
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "attention_backends": {  # these switches hold on the CPU, too
-            "flash": torch.backends.cuda.flash_sdp_enabled(),
-            "memory_efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "math": torch.backends.cuda.math_sdp_enabled(),
+        # these switches hold on the CPU, too
+        "attention_backends": {
+            name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+            for name in ("flash", "mem_efficient", "math")
         },
         "gpus": gpus,
         "gpu_driver": gpu_driver() if gpus else None,

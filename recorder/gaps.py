@@ -1,4 +1,4 @@
-"""The steps that a record lacks on purpose: what was not asked for, what retention removed, what a slow disk dropped.
+"""The steps that a record lacks for a known reason: retention removed them, a slow disk dropped them, a run died before they were written.
 
 A gap that this cannot explain is damage. `gaps.json` is on the disk before a step is removed: no step is ever missing without its reason.
 """
@@ -17,16 +17,19 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Gaps:
-    """`removed` are ranges, both ends included and ascending; `dropped` are single steps."""
+    """`removed` are ranges, both ends included and ascending; `dropped` and `lost` are single steps."""
 
     removed: Ranges = ()
     dropped: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
     def reason(self, step: int) -> str | None:
         """Why the step is not there, or None where no reason is known."""
         if in_ranges(step, self.removed):
             return "was removed to keep the record within its limits"
-        return "was dropped because the disk was slower than the run" if step in self.dropped else None
+        if step in self.dropped:
+            return "was dropped because the disk was slower than the run"
+        return "was not written when the run was cut off" if step in self.lost else None
 
     def with_removed(self, steps: Iterable[int]) -> "Gaps":
         """These gaps and the steps that are about to be removed."""
@@ -59,7 +62,8 @@ def parse_gaps(document: dict[str, Any]) -> Gaps:
     check_version(document, GAPS_FILE)
     members = {name: value for name, value in document.items() if name != "format_version"}
     members = fields_of(Gaps, members, GAPS_FILE)
-    return Gaps(tuple((first, last) for first, last in members["removed"]), tuple(members["dropped"]))
+    removed = tuple((first, last) for first, last in members["removed"])
+    return Gaps(removed, tuple(members["dropped"]), tuple(members["lost"]))
 
 
 def write_gaps(record: Path, gaps: Gaps) -> None:

@@ -68,6 +68,10 @@ class KeptSteps:
         self.sizes: dict[int, int] = {}
         self.gaps = Gaps()
 
+    def go_on(self, sizes: dict[int, int], gaps: Gaps) -> None:
+        """Takes over what an earlier run left."""
+        self.sizes, self.gaps = sizes, gaps
+
     def add(self, step: int, size_bytes: int) -> None:
         """Takes a committed step into account and removes those that are too many."""
         self.sizes[step] = size_bytes
@@ -98,6 +102,6 @@ class KeptSteps:
 
     def note_dropped(self, steps: Sequence[int]) -> None:
         """Writes down steps that were dropped, if any are new."""
-        if len(steps) > len(self.gaps.dropped):
+        if not set(steps) <= set(self.gaps.dropped):
             self.gaps = self.gaps.with_dropped(steps)
             write_gaps(self.record, self.gaps)

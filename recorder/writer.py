@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recorder.background import Background
-from recorder.errors import RecordError, RecordingFailed
-from recorder.format import STEPS_FOLDER, Outcome, Plan, Recording, step_name
+from recorder.continued import continue_record
+from recorder.errors import RecordError, RecordExists, RecordingFailed
+from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, Recording, step_name
 from recorder.header import check_folder, clear_record, describe_run, write_header
 from recorder.outcome import OutcomeObserver
 from recorder.retention import KeptSteps, Retention
@@ -50,12 +51,14 @@ class RecordingOptions:
     """How a run is recorded. `queue_steps` is how many steps may wait for the disk; 0 makes the run wait for each.
 
     `when_slow` is what a full queue does: "wait" or "drop" the step. `when_failing`: "stop" the run, or "continue" without recording.
-    `text` also stores decoded prompts and completions. `overwrite` clears a record that is already there when the run starts.
+    `text` also stores decoded prompts and completions. A run that continues, whose `first_step` is not 0, goes on with its record that
+    is already there; otherwise `overwrite` clears it.
     """
 
     recording: Recording = field(default_factory=Recording)
     text: bool = False
     overwrite: bool = False
+    first_step: int = 0
     queue_steps: int = 0
     when_slow: str = "wait"
     when_failing: str = "stop"
@@ -115,7 +118,7 @@ class RecordWriter:
         self.failure: str | None = None  # of this rank, in the training thread
         self.dropped: list[int] = []
         self.ended: str | None = None  # why nothing is recorded any more
-        check_folder(self.folder, options.overwrite)
+        check_folder(self.folder, options.overwrite or options.first_step > 0)
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Takes one event with the facts of ARCHITECTURE.md. `start`, `step` and the `end` of a good run are collectives."""
@@ -156,9 +159,17 @@ class RecordWriter:
         self.agree()  # nobody writes a step before the folder is cleared
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Makes an empty record of the run."""
+        """Makes an empty record of the run, or goes on with the one that it has."""
+        header = describe_run(facts, self.options.recording)
+        if self.options.first_step and (self.folder / RECORD_FILE).exists():
+            try:
+                self.kept.go_on(*continue_record(self.folder, self.options.first_step, header))
+                return
+            except RecordExists:  # of another run
+                if not self.options.overwrite:
+                    raise
         clear_record(self.folder)
-        write_header(self.folder, describe_run(facts, self.options.recording))
+        write_header(self.folder, header)
         if self.archive is not None:
             self.archive.begin()
 

@@ -152,7 +152,8 @@ def check_record(config: "PPOConfig") -> None:
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:
-        check_folder(folder, config.debug.overwrite)
+        may_continue = config.recover.mode not in ("disabled", "off")  # then it goes on with its record
+        check_folder(folder, config.debug.overwrite or may_continue)
     if config.debug.replay_rollout_data:
         check_model(open_record(folder), config.actor.path)
 

@@ -1,0 +1,124 @@
+"""A run that continues from a checkpoint goes on with its record, from exactly there."""
+
+from dataclasses import replace
+
+import pytest
+
+from recorder import (
+    RecordExists,
+    RecordingOptions,
+    RecordWriter,
+    Retention,
+    commit_anchor,
+    open_record,
+    verify,
+)
+from recorder.continued import continue_record
+from recorder.gaps import Gaps
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+
+HEADER = replace(SCRIPTED_HEADER, num_ranks=1)
+
+
+def start_facts():
+    return {
+        "config": {"seed": 1, "allocation_mode": "fsdp:d1"},
+        "rank": 0,
+        "world_size": 1,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "model_path": "model",
+        "tokenizer": None,
+        "version": 0,
+    }
+
+
+def go_on(folder, first_step, num_steps, **options):
+    writer = RecordWriter(folder, options=RecordingOptions(first_step=first_step, **options))
+    writer("start", **start_facts())
+    for step in range(first_step, first_step + num_steps):
+        send_step(writer, step, scripted_batch([3, 4], seed=step))
+    writer("end", steps=num_steps, error=None)
+    return open_record(folder)
+
+
+def test_steps_after_the_checkpoint_are_taken_anew(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=6)
+    (tmp_path / "record/steps/000005/step.json").unlink()  # killed while it wrote step 5
+    record = go_on(tmp_path / "record", first_step=3, num_steps=2)
+    assert record.steps == (0, 1, 2, 3, 4)
+    assert [record.step(step).num_rows(0) for step in record.steps] == [4, 4, 4, 2, 2]
+    assert record.header == open_record(tmp_path / "record").header
+    assert verify(tmp_path / "record").intact
+
+
+def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    record = go_on(tmp_path / "record", first_step=5, num_steps=1)
+    assert (record.steps, record.gaps.lost) == ((0, 1, 2, 5), (3, 4))
+    assert verify(tmp_path / "record").intact
+    with pytest.raises(ValueError, match="step 4 was not written when the run was cut off"):
+        record.step(4)
+
+
+def test_steps_that_were_removed_and_are_taken_again_are_there(tmp_path):
+    limits = Retention(keep_last=2)
+    write_scripted_record(tmp_path / "record", num_steps=8, options=RecordingOptions(retention=limits))
+    record = go_on(tmp_path / "record", first_step=4, num_steps=3, retention=limits)
+    assert (record.steps, record.gaps.removed) == ((5, 6), ((0, 4),))
+    assert verify(tmp_path / "record").intact
+
+
+def test_limits_know_the_steps_that_were_there_before(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    record = go_on(tmp_path / "record", first_step=3, num_steps=1, retention=Retention(keep_last=2))
+    assert record.steps == (2, 3)
+
+
+def test_anchors_of_the_forgotten_future_go(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=6)
+    for step in (0, 3, 5):
+        folder = tmp_path / f"record/anchors/{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"w")
+        commit_anchor(folder, step)
+    continue_record(tmp_path / "record", 3, HEADER)
+    assert open_record(tmp_path / "record").anchors() == (0, 3)
+    assert verify(tmp_path / "record").intact
+
+
+@pytest.mark.parametrize("num_removed", [1, 2, 3])
+def test_cut_short_it_leaves_a_record(tmp_path, monkeypatch, num_removed):
+    write_scripted_record(tmp_path / "record", num_steps=6)
+    calls = []
+
+    def rmtree(folder):
+        calls.append(folder)
+        if len(calls) == num_removed:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("recorder.continued.shutil.rmtree", rmtree)
+    with pytest.raises(KeyboardInterrupt):
+        continue_record(tmp_path / "record", 2, HEADER)
+    record = open_record(tmp_path / "record")
+    assert record.steps == tuple(range(6 - num_removed))
+    assert {problem.kind for problem in verify(tmp_path / "record").problems} == {"unfinished"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"path": "m", "files": {"config.json": {"size_bytes": 1, "crc32c": "0"}}}}, "model files"),
+        ({"num_ranks": 2}, "data-parallel ranks"),
+    ],
+)
+def test_the_record_of_another_run_is_left_alone(tmp_path, changes, words):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    with pytest.raises(RecordExists, match=f"a run with other {words}"):
+        continue_record(tmp_path / "record", 1, replace(HEADER, **changes))
+    assert open_record(tmp_path / "record").steps == (0, 1, 2)
+
+
+def test_without_a_record_it_begins_one(tmp_path):
+    record = go_on(tmp_path / "record", first_step=4, num_steps=2)
+    assert (record.steps, record.gaps) == ((4, 5), Gaps())
