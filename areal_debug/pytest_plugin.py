@@ -114,7 +114,9 @@ def unused_records(config: pytest.Config) -> list[Path]:
     """Records that no test names; nothing can be said where only some of the tests were collected."""
     if config.args_source == pytest.Config.ArgsSource.ARGS:
         return []
-    found = [path for folder in config.getini("areal_records") for path in find_records(Path(folder))]
+    found = [
+        path for folder in config.getini("areal_records") for path in find_records(config.rootpath / folder)
+    ]
     return [path for path in found if path not in config.stash[SESSION].used]
 
 

@@ -197,15 +197,20 @@ def describe_changes(old: Record, new: Record) -> list[str]:
 
 
 def generate(spec: Spec) -> list[str]:
-    """Makes the record with the test's run; returns a line that says so."""
+    """Makes the record with the test's run; returns a line that says so.
+
+    The run starts in a folder of its own, in which the model is called `model`: no path of this machine gets into the record.
+    """
     if not spec.run:
         raise RegressionError(
             f"{spec.test} does not say how to make {spec.path}: give its mark run=[script, '--config', file, ...]"
         )
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "record"
-        options = ["--dump-rollout", str(made), f"cluster.fileroot={folder}/run"]
-        options += [f"actor.path={spec.model}"] if spec.model else []
+        options = ["--dump-rollout", made.name, "cluster.fileroot=runs"]
+        if spec.model:
+            (Path(folder) / "model").symlink_to(Path(spec.model).resolve())
+            options.append("actor.path=model")
         command = [
             sys.executable,
             "-c",
@@ -214,7 +219,7 @@ def generate(spec: Spec) -> list[str]:
             *spec.run,
             *options,
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode != 0:
             raise RegressionError(f"{shlex.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
         put_in_place(made, spec.path)

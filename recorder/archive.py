@@ -227,6 +227,8 @@ def local_copy(storage: ArchiveStorage, folder: str) -> Path:
     place = Path(tempfile.gettempdir()) / f"areal-debug-{os.getuid()}" / digest
     if not place.exists():
         place.parent.mkdir(mode=0o700, exist_ok=True)
+        if place.parent.stat().st_uid != os.getuid():  # somebody could put other weights there
+            raise RecordError(f"{place.parent} belongs to somebody else: set TMPDIR to a folder of your own")
         unfinished = Path(tempfile.mkdtemp(dir=place.parent))
         for name in walk(storage, folder):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)

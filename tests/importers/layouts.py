@@ -570,6 +570,20 @@ def write_areal_tensordict(folder: Path) -> Path:
     return folder / "batch_data.pt"
 
 
+def write_areal_older_tensordict(folder: Path) -> Path:
+    make = named_function("tensordict._reductions", "_make_td")
+    tensordict = stand_in("tensordict._td", "TensorDict")
+    state = {"_tensordict": areal_batch(KNOWN, np.int64), "_batch_size": torch.Size([4]), "_device": None}
+
+    class Pickled:
+        def __reduce__(self):
+            return make, (tensordict, state)
+
+    with pretending(make=make, tensordict=tensordict):
+        torch.save(Pickled(), folder / "batch_data.pt")
+    return folder / "batch_data.pt"
+
+
 # text
 
 

@@ -42,6 +42,12 @@ CASES = {
     ),
     "areal, padded": ("areal", layouts.write_areal_padded, "reward", {"groups", "versions"}),
     "areal, a list": ("areal", layouts.write_areal_list, "reward", {"groups", "versions"}),
+    "areal, an older TensorDict": (
+        "areal",
+        layouts.write_areal_older_tensordict,
+        "reward",
+        {"groups", "versions"},
+    ),
     "areal, a TensorDict": ("areal", layouts.write_areal_tensordict, "reward", {"groups", "versions"}),
 }
 

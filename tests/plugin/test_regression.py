@@ -1,5 +1,6 @@
 """Our own training core, held to ten recorded steps: a changed formula turns this red."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_debug.regression import RegressionError, Spec, hold
+from recorder import open_record
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/records/tiny_grpo.zip"
@@ -85,6 +87,17 @@ def test_rewriting_takes_the_new_numbers_and_shows_what_changed(recorded_model, 
         assert hold(spec, "rewrite").changes == []
     with pytest.raises(RegressionError, match="not what the code gives now"):
         hold(spec, "none")  # the formula is whole again, and the record holds the broken one
+
+
+@pytest.mark.long
+def test_a_missing_record_is_made_once_and_holds_no_path_of_this_machine(recorded_model, tmp_path):
+    run = [*RUN, "total_train_steps=2"]
+    spec = Spec(tmp_path / "new.zip", "a_test", model=recorded_model, run=run)
+    assert hold(spec, "once").changes == ["2 steps are recorded for the first time"]
+    assert hold(spec, "once").changes is None
+    config = json.dumps(open_record(spec.path).header.config)
+    assert str(tmp_path.parent.parent) not in config
+    assert str(ROOT) not in config
 
 
 def test_a_missing_record_is_never_generated_unless_asked(tmp_path):
