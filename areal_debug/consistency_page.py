@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from areal_debug.consistency_output import left_out, load_decode, rescoring_rows, summary_of, text_of
+from areal_debug.pages.charts import bars, dots
+from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
 from consistency.check import Checked, Request
 from consistency.groups import Group
 from consistency.measure import ALIASES
 from consistency.report import Gate, WorstToken, describe_worst
 
-WIDTH, HEIGHT, MARGIN = 360, 170, 24
 NUM_DOTS = 1500
 CURVES = (
     ("response_position", "mean |D| by position in the response"),
@@ -41,13 +40,7 @@ def write_page(
     file: Path, checked: Checked, gates: Sequence[Gate], request: Request, told: dict[str, Any]
 ) -> None:
     """Write the page, whole or not at all."""
-    pages = Environment(
-        loader=PackageLoader("areal_debug", "pages"), autoescape=True, undefined=StrictUndefined
-    )
-    text = pages.get_template("consistency.html").render(page_facts(checked, gates, request, told))
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(file)
+    write_template(file, "consistency.html", page_facts(checked, gates, request, told))
 
 
 def page_facts(
@@ -104,13 +97,14 @@ def charts(checked: Checked) -> list[Chart]:
     edges = [edge for edge, _ in measured.histogram]
     counts = [math.log1p(count) for _, count in measured.histogram]
     every = max(1, len(table.engine) // NUM_DOTS)
+    trainer, engine = table.trainer[::every].tolist(), table.engine[::every].tolist()
     found = [
         Chart(
             bars(counts, format_number(edges[0]), format_number(-edges[0])),
             "tokens by D (logarithmic count)",
         ),
         Chart(
-            dots(table.trainer[::every], table.engine[::every]),
+            dots(trainer, engine, format_number(min(*trainer, *engine))),
             "logprob of the engine over that of the trainer; on the line they agree",
         ),
     ]
@@ -126,36 +120,3 @@ def curve(groups: Sequence[Group], caption: str) -> Chart:
     sizes = [group.mean_abs for group in groups]
     ends = (str(groups[0].key), str(groups[-1].key))
     return Chart(bars(sizes, *ends), f"{caption}; largest {format_number(max(sizes))}")
-
-
-def bars(values: Sequence[float], first: str, last: str) -> Markup:
-    """Bars from 0 to the largest value, with a label at either end."""
-    top = max(values) or 1.0
-    step = (WIDTH - 2 * MARGIN) / len(values)
-    drawn = [
-        f'<rect class="bar" x="{MARGIN + i * step:.1f}" y="{HEIGHT - MARGIN - (tall := (HEIGHT - 2 * MARGIN) * value / top):.1f}" '
-        f'width="{max(step - 1, 0.6):.1f}" height="{tall:.1f}"/>'
-        for i, value in enumerate(values)
-    ]
-    return framed("".join(drawn), first, last)
-
-
-def dots(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Markup:
-    """A square of points with both axes alike, and the line on which they are equal."""
-    low = float(min(x.min(), y.min(), -1e-6))
-    across, down = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
-    points = [
-        f'<circle class="dot" cx="{MARGIN + across * (1 - a / low):.1f}" cy="{MARGIN + down * b / low:.1f}" r="1.6"/>'
-        for a, b in zip(x.tolist(), y.tolist(), strict=True)
-    ]
-    even = f'<line class="even" x1="{MARGIN}" y1="{HEIGHT - MARGIN}" x2="{WIDTH - MARGIN}" y2="{MARGIN}"/>'
-    return framed(even + "".join(points), format_number(low), "0")
-
-
-def framed(inside: str, first: str, last: str) -> Markup:
-    """A picture with a ground line and its two labels; `inside` is ours, the labels are escaped."""
-    ground = HEIGHT - MARGIN
-    return Markup(
-        '<svg viewBox="0 0 {0} {1}" role="img">{2}<line class="axis" x1="{3}" y1="{4}" x2="{5}" y2="{4}"/>'
-        '<text x="{3}" y="{6}">{7}</text><text x="{5}" y="{6}" text-anchor="end">{8}</text></svg>'
-    ).format(WIDTH, HEIGHT, Markup(inside), MARGIN, ground, WIDTH - MARGIN, HEIGHT - 8, first, last)

@@ -20,6 +20,7 @@ VERBS = {
     "serve": "serve",
     "view": "view",
     "agent": "agent",
+    "doctor": "doctor",
 }
 
 

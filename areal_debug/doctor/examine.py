@@ -1,0 +1,45 @@
+"""All rules over one run, the gravest alarm first."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.names import NAMES
+from areal_debug.doctor.reading import Run
+from areal_debug.doctor.rules import learning, policy, rollout
+
+RULES = (*learning.RULES, *policy.RULES, *rollout.RULES)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """`absent` are the quantities that the run does not log, about which nothing can be said."""
+
+    alarms: tuple[Alarm, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The config change of the gravest alarm that has one."""
+        return next((alarm.overrides for alarm in self.alarms if alarm.overrides), {})
+
+
+def examine(run: Run) -> Examination:
+    """Judge a run by every rule that its metrics allow."""
+    alarms = [alarm for rule in RULES if (alarm := rule(run)) is not None]
+    alarms.sort(key=lambda alarm: alarm.severity != "error")
+    return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
+
+
+def document(run: Run, found: Examination) -> dict[str, Any]:
+    """Everything as JSON-ready values."""
+    return {
+        "verdict": "problem" if found.alarms else "healthy",
+        "source": run.source,
+        "names_of": run.family,
+        "num_steps": run.num_steps,
+        "alarms": [asdict(alarm) for alarm in found.alarms],
+        "overrides": found.overrides,
+        "judged": {quantity: series.name for quantity, series in run.series.items()},
+        "absent": list(found.absent),
+    }

@@ -1,0 +1,178 @@
+"""A run's metrics from what logged them: our JSONL, TensorBoard events, a Weights & Biases export, TRL's trainer state."""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_debug.doctor.names import NAMES, family_of, find_name
+from areal_debug.doctor.series import Series
+
+STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
+TRAINING = "train/"  # what loggers put before training metrics
+Row = Mapping[str, Any]
+
+
+class UnreadableRun(ValueError):
+    """There are no metrics at a path; says what was looked for."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`series` by quantity (`names.py`), `by_name` everything that was logged. `config` are dotted options, empty where unknown."""
+
+    path: str
+    source: str
+    family: str
+    series: dict[str, Series]
+    by_name: dict[str, Series]
+    config: dict[str, Any]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the longest metric."""
+        return max((len(series.steps) for series in self.by_name.values()), default=0)
+
+
+def read_run(path: Path) -> Run:
+    """The metrics of a run: a file, or a folder that holds one somewhere.
+
+    Raises:
+        UnreadableRun: there are none, or fewer than one step.
+    """
+    file, read = find_source(path)
+    rows = list(read(file))
+    consistency = file.parent / "consistency.jsonl"
+    if file.name == "stats.jsonl" and consistency.is_file():
+        rows += [{"step": row["step"], **prefixed(row)} for row in read_jsonl(consistency)]
+    by_name = collect(rows)
+    if not by_name:
+        raise UnreadableRun(
+            f"{file} holds no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
+        )
+    names = list(by_name)
+    found = {quantity: find_name(quantity, names) for quantity in NAMES}
+    series = {quantity: by_name[name] for quantity, name in found.items() if name is not None}
+    return Run(str(path), str(file), family_of(names), series, by_name, read_config(file))
+
+
+def prefixed(row: Row) -> dict[str, Any]:
+    """The numbers of a consistency check as metrics."""
+    return {f"consistency/{name}": row[name] for name in ("mean_abs", "k3", "share_above_ln2") if name in row}
+
+
+def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]]]:
+    """The file to read and how. Raises UnreadableRun."""
+    if path.is_file():
+        for pattern, read in READERS.items():
+            if path.match(pattern):
+                return path, read
+        raise UnreadableRun(f"{path} is of no kind that is known: expected {', '.join(READERS)}")
+    if not path.is_dir():
+        raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
+    for pattern, read in READERS.items():
+        found = sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime)
+        if found:
+            return found[-1], read
+    raise UnreadableRun(f"{path} holds no metrics: looked for {', '.join(READERS)}")
+
+
+def read_jsonl(file: Path) -> Iterable[Row]:
+    """One JSON object a line; a last line that a killed run did not finish is passed over."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number < len(lines):
+                raise UnreadableRun(f"{file}, line {number} is no JSON: {error}") from error
+
+
+def read_trainer_state(file: Path) -> Iterable[Row]:
+    """TRL's and Transformers' `trainer_state.json`."""
+    history = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(history, dict) or "log_history" not in history:
+        raise UnreadableRun(f"{file} has no log_history: is it a trainer_state.json of Transformers?")
+    entries: list[Row] = history["log_history"]
+    return entries
+
+
+def read_csv(file: Path) -> Iterable[Row]:
+    """A table as Weights & Biases exports it; columns `run - metric` lose their run."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            yield {name.split(" - ", 1)[-1]: value for name, value in row.items() if value not in ("", None)}
+
+
+def read_events(file: Path) -> Iterable[Row]:
+    """TensorBoard's event files of one folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            yield {"step": event.step, name: event.value}
+
+
+READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
+    "stats.jsonl": read_jsonl,
+    "trainer_state.json": read_trainer_state,
+    "events.out.tfevents.*": read_events,
+    "*.jsonl": read_jsonl,
+    "*.csv": read_csv,
+}
+
+
+def collect(rows: Iterable[Row]) -> dict[str, Series]:
+    """Series from rows; of a step that was logged twice, as after a restart, the last value counts."""
+    values: dict[str, dict[int, float]] = {}
+    for row in rows:
+        step_name = next((name for name in STEP_NAMES if name in row), None)
+        if step_name is None:
+            continue
+        step = int(float(row[step_name]))
+        for name, value in row.items():
+            number = as_number(value)
+            if name != step_name and number is not None:
+                values.setdefault(name.removeprefix(TRAINING), {})[step] = number
+    return {name: series_of(name, by_step) for name, by_step in values.items()}
+
+
+def as_number(value: Any) -> float | None:
+    """A number, written as such or as text; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def series_of(name: str, by_step: Mapping[int, float]) -> Series:
+    """In the order of steps."""
+    steps = np.array(sorted(by_step), np.int64)
+    return Series(name, steps, np.array([by_step[step] for step in steps.tolist()], np.float64))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Dotted options of the run: from `config.json` or a record beside the metrics; empty where there is none."""
+    for name in ("config.json", "record/record.json"):
+        beside = file.parent / name
+        if beside.is_file():
+            document = json.loads(beside.read_text(encoding="utf-8"))
+            return dict(flat(document["config"] if name.startswith("record") else document))
+    return {}
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted names and values."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

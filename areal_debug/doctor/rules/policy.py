@@ -1,0 +1,229 @@
+"""Does the update do what the algorithm means: ratios at 1, clipping as an exception, entropy that does not collapse."""
+
+import numpy as np
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.reading import Run
+from areal_debug.doctor.rules.learning import SYNCHRONOUS
+from areal_debug.doctor.series import trend
+
+FAR_FROM_ONE = 0.05
+FAR_AT_ONE_MINIBATCH = 1e-3
+
+
+def importance_weight_off_one(run: Run) -> Alarm | None:
+    """D10: the mean ratio of new to proximal policy is not 1."""
+    weight = run.series.get("importance_weight")
+    if weight is None:
+        return None
+    one_minibatch = run.config.get("actor.ppo_n_minibatches") == 1
+    limit = FAR_AT_ONE_MINIBATCH if one_minibatch else FAR_FROM_ONE
+    series = weight.finite
+    if not series.sustained(lambda value: abs(value - 1) > limit):
+        return None
+    return Alarm(
+        "D10",
+        "importance weights are off 1",
+        "error" if one_minibatch else "warning",
+        weight.name,
+        f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} off 1"
+        + (", and with one minibatch it must be exactly 1" if one_minibatch else ""),
+        series.tail(),
+        (
+            "fewer minibatches (actor.ppo_n_minibatches)",
+            "a smaller learning rate",
+            "for experts: deterministic kernels, so that routing repeats",
+        ),
+        "one step with actor.optimizer.lr=0: the weight must be exactly 1",
+        "AReaL, best practices: importance_weight/avg must stay at 1; the limit is our own default",
+        {"actor.ppo_n_minibatches": 1},
+    )
+
+
+def behaviour_weight_off_one(run: Run) -> Alarm | None:
+    """D11: engine and trainer disagree on what was sampled, or samples are old."""
+    weight = run.series.get("behave_imp_weight")
+    if weight is None:
+        return None
+    series = weight.finite
+    if not series.sustained(lambda value: abs(value - 1) > FAR_FROM_ONE):
+        return None
+    return Alarm(
+        "D11",
+        "behaviour weights are off 1",
+        "warning",
+        weight.name,
+        f"median {series.last:.4g} in the last {series.window} steps, more than {FAR_FROM_ONE:g} off 1",
+        series.tail(),
+        (
+            "find out whether the engine's logprobs are right: areal-debug consistency RECORD",
+            "a smaller rollout.max_head_offpolicyness",
+            "bound the weights: actor.rejection_sampling {level: token, action: mask, upper: 5.0}",
+        ),
+        "the synchronous baseline: what is left of the deviation there is no staleness",
+        "AReaL, best practices; the limit is our own default",
+        SYNCHRONOUS,
+    )
+
+
+def clips_too_much(run: Run) -> Alarm | None:
+    """D12: most tokens are clipped, so most of the batch teaches nothing."""
+    ratio = run.series.get("clip_ratio")
+    if ratio is None or not ratio.finite.sustained(lambda value: value > 0.5):
+        return None
+    series = ratio.finite
+    return Alarm(
+        "D12",
+        "more than half of the tokens are clipped",
+        "error",
+        ratio.name,
+        f"median {series.last:.2f} in the last {series.window} steps",
+        series.tail(),
+        ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
+        "one step with actor.optimizer.lr=0: what is clipped then is a difference of precision, not of policy",
+        "miles: above 0.5 lower the learning rate; Hugging Face (2026-04): phantom clipping",
+    )
+
+
+def never_moves(run: Run) -> Alarm | None:
+    """D13: ratios are exactly 1, nothing is clipped and gradients are zero: the optimizer does nothing."""
+    norm, rate = run.series.get("grad_norm"), run.series.get("lr")
+    if norm is not None and norm.finite.sustained(lambda value: value == 0.0):
+        what, series = "the gradient norm is exactly 0", norm.finite
+    elif rate is not None and rate.finite.sustained(lambda value: value == 0.0):
+        what, series = "the learning rate is 0", rate.finite
+    else:
+        return None
+    return Alarm(
+        "D13",
+        "the weights do not move",
+        "error",
+        series.name,
+        f"{what} in the last {2 * series.window} steps",
+        series.tail(),
+        (
+            "are all rewards of each group equal? then advantages are 0: filter groups (actor.dynamic_sampling)",
+            "is the loss mask empty, or every token filtered?",
+            "is the schedule at its end (total_train_steps)?",
+        ),
+        "areal-debug record show RECORD: rewards of each group, and the trained tokens",
+        "a gradient of 0 changes nothing",
+        {"actor.dynamic_sampling": True},
+    )
+
+
+def update_is_too_large(run: Run) -> Alarm | None:
+    """D14: the policy moves too far in one update."""
+    divergence = run.series.get("approx_kl")
+    if divergence is None:
+        return None
+    series = divergence.finite
+    if not series.sustained(lambda value: abs(value) > 0.05):
+        return None
+    return Alarm(
+        "D14",
+        "updates move the policy too far",
+        "warning",
+        divergence.name,
+        f"median {series.last:.3g} in the last {series.window} steps",
+        series.tail(),
+        ("a smaller learning rate", "fewer minibatches", "a smaller actor.eps_clip"),
+        "the same steps from a record with half the learning rate: areal-debug replay RECORD --set actor.optimizer.lr=...",
+        "approximate KL of 0.02 to 0.05 an update is the usual limit (Spinning Up, CleanRL)",
+    )
+
+
+def entropy_collapses(run: Run) -> Alarm | None:
+    """D15: entropy lost more than half within two windows, or most of what it had."""
+    entropy = run.series.get("entropy")
+    if entropy is None or len(entropy.finite.values) < 10:
+        return None
+    series = entropy.finite
+    fast = series.last < 0.5 * series.before_last()
+    if not fast and not series.sustained(lambda value: value < 0.25 * series.first):
+        return None
+    return Alarm(
+        "D15",
+        "entropy collapses",
+        "error" if fast else "warning",
+        entropy.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {series.first:.3g} at first",
+        series.tail(),
+        (
+            "clip higher: actor.eps_clip_higher 0.28",
+            "an entropy bonus or a KL penalty (actor.kl_ctl)",
+            "a smaller learning rate; temperature 1",
+        ),
+        "the same run with actor.eps_clip_higher=0.28",
+        "DAPO (2503.14476), section 3.1; the limits are our own defaults, since levels differ from model to model",
+        {"actor.eps_clip_higher": 0.28},
+    )
+
+
+def policy_drifts_for_nothing(run: Run) -> Alarm | None:
+    """D16: the distance to the reference grows while the reward does not."""
+    divergence, reward = run.series.get("reference_kl"), run.series.get("reward")
+    if divergence is None or reward is None:
+        return None
+    grows, gains = trend(divergence.finite), trend(reward.finite)
+    if grows is None or gains is None or not grows.rises or gains.rises:
+        return None
+    if grows.change < max(0.01, abs(divergence.finite.first)):
+        return None
+    return Alarm(
+        "D16",
+        "the policy leaves its reference and gains nothing",
+        "warning",
+        divergence.name,
+        f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
+        divergence.tail(),
+        (
+            "stop, and lower the learning rate",
+            "a larger actor.kl_ctl",
+            "check that the reward can be earned at all",
+        ),
+        "the same run with a tenth of the learning rate: KL must grow by less for the same reward",
+        "own default: trends of both over the run",
+    )
+
+
+def gradients_spike(run: Run) -> Alarm | None:
+    """D17: single steps with a gradient many times the usual, or with none that is a number."""
+    norm = run.series.get("grad_norm")
+    if norm is None or len(norm.values) < 5:
+        return None
+    bad = ~np.isfinite(norm.values)
+    moving = norm.finite.values[norm.finite.values > 0]
+    usual = np.median(moving) if len(moving) else np.inf
+    spikes = bad | (norm.values > 5 * usual)
+    if bad.sum() == 0 and spikes.sum() < max(2, 0.02 * len(norm.values)):
+        return None
+    at = np.flatnonzero(spikes)
+    return Alarm(
+        "D17",
+        "gradients that are no numbers" if bad.any() else "gradient spikes",
+        "error" if bad.any() else "warning",
+        norm.name,
+        f"{len(at)} of {len(norm.values)} steps are beyond 5 times the median of {usual:.3g}"
+        + (f", {int(bad.sum())} are not finite" if bad.any() else ""),
+        tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
+        (
+            f"look at what made step {int(norm.steps[at[0]])}: areal-debug replay RECORD --explain {int(norm.steps[at[0]])}",
+            "a smaller learning rate, gradient clipping (actor.optimizer.gradient_clipping 1.0)",
+            "were weights stale there? compare with the logprob difference",
+        ),
+        "replay the step without its largest sample: --filter",
+        "own default: 5 times the median; miles: a jump together with the logprob difference means stale weights",
+    )
+
+
+RULES = (
+    gradients_spike,
+    never_moves,
+    importance_weight_off_one,
+    behaviour_weight_off_one,
+    clips_too_much,
+    update_is_too_large,
+    entropy_collapses,
+    policy_drifts_for_nothing,
+)

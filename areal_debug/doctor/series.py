@@ -1,0 +1,112 @@
+"""One metric over the steps of a run, and what is robust about it: medians of windows, and a trend that outliers do not bend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+FEWEST_STEPS = 8  # below that a trend says nothing
+MOST_POINTS = 120  # of a trend: pairs grow with the square
+NUM_RESAMPLES = 100
+WINDOWS = 10
+
+
+@dataclass(frozen=True)
+class Series:
+    """`values` float64 [n] at `steps` int64 [n], ascending. `name` is what the source calls it."""
+
+    name: str
+    steps: Ints
+    values: Floats
+
+    @cached_property
+    def finite(self) -> "Series":
+        """Without NaN and infinities."""
+        kept = np.isfinite(self.values)
+        return Series(self.name, self.steps[kept], self.values[kept])
+
+    @cached_property
+    def window(self) -> int:
+        """Steps of one window."""
+        return max(5, len(self.values) // WINDOWS)
+
+    @property
+    def first(self) -> float:
+        """Median of the first window."""
+        return float(np.median(self.values[: self.window]))
+
+    @property
+    def last(self) -> float:
+        """Median of the last window."""
+        return float(np.median(self.values[-self.window :]))
+
+    def before_last(self) -> float:
+        """Median of the window before the last one; the last one's where there is none."""
+        earlier = self.values[-2 * self.window : -self.window]
+        return float(np.median(earlier)) if len(earlier) else self.last
+
+    def sustained(self, is_bad: Callable[[float], bool]) -> bool:
+        """Whether the medians of both last windows are bad: one window is an accident."""
+        return len(self.values) > 0 and is_bad(self.last) and is_bad(self.before_last())
+
+    def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
+        """The last values with their steps, for evidence."""
+        return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Trend:
+    """`change` over the whole run with its 95 % interval, and how far steps `scatter` around it, in the metric's own unit.
+
+    What a run gains must be sure, and visible: more than what single steps scatter by.
+    """
+
+    change: float
+    low: float
+    high: float
+    scatter: float
+
+    @property
+    def rises(self) -> bool:
+        """Clearly upwards."""
+        return self.low > 0 and self.change > self.scatter
+
+    @property
+    def falls(self) -> bool:
+        """Clearly downwards."""
+        return self.high < 0 and -self.change > self.scatter
+
+
+def trend(series: Series) -> Trend | None:
+    """The Theil-Sen slope times the length of the run, with an interval from a block bootstrap of its residuals.
+
+    Source: H. Theil (1950), P. K. Sen (1968); blocks keep the correlation of neighbouring steps (H. Kuensch, 1989). None below
+    `FEWEST_STEPS`.
+    """
+    if len(series.values) < FEWEST_STEPS:
+        return None
+    points = np.linspace(0, len(series.values) - 1, min(MOST_POINTS, len(series.values))).astype(np.int64)
+    x, y = series.steps[points].astype(np.float64), series.values[points]
+    span = float(x[-1] - x[0]) or 1.0
+    left, right = np.triu_indices(len(x), 1)
+    distance = x[right] - x[left]
+
+    def slope(values: Floats) -> float:
+        return float(np.median((values[right] - values[left]) / distance))
+
+    best = slope(y)
+    residual = y - best * x
+    residual -= np.median(residual)
+    block = max(1, round(len(x) ** (1 / 3)))
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, len(x) - block + 1, (NUM_RESAMPLES, -(-len(x) // block)))
+    index = (starts[:, :, None] + np.arange(block)).reshape(NUM_RESAMPLES, -1)[:, : len(x)]
+    slopes = [slope(best * x + residual[row]) for row in index]
+    low, high = np.quantile(slopes, (0.025, 0.975))
+    scatter = float(np.median(np.abs(residual))) / 0.6745  # of a normal distribution
+    return Trend(best * span, float(low) * span, float(high) * span, scatter)

@@ -1,0 +1,73 @@
+"""What the doctor's findings look like in a terminal: alarms with a curve each, then what was looked at."""
+
+import json
+
+from rich.console import Console
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.examine import Examination
+from areal_debug.doctor.reading import Run
+from areal_debug.render import escaped, format_number, sparkline
+
+STYLES = {"error": "red", "warning": "yellow"}
+
+
+def print_examination(out: Console, run: Run, found: Examination) -> None:
+    """The whole report."""
+    out.print(verdict_of(run, found))
+    out.print()
+    for alarm in found.alarms:
+        print_alarm(out, run, alarm)
+    print_curves(out, run)
+    if found.overrides:
+        out.print("Try first:")
+        out.print("  " + escaped(" ".join(override_lines(found))))
+    if found.absent:
+        out.print(
+            f"[dim]not logged, so not judged: {', '.join(name.replace('_', ' ') for name in found.absent)}[/dim]"
+        )
+
+
+def verdict_of(run: Run, found: Examination) -> str:
+    """One line."""
+    what = f"{run.num_steps} steps of {escaped(run.source)} (names of {run.family})"
+    if not run.series:
+        return f"[yellow]Cannot tell:[/yellow] none of the metrics in {what} is known"
+    if not found.alarms:
+        return f"[bold green]Healthy:[/] nothing is wrong in {what}"
+    first = found.alarms[0]
+    more = f", and {len(found.alarms) - 1} more" if len(found.alarms) > 1 else ""
+    return f"[bold {STYLES[first.severity]}]{escaped(first.title[:1].upper() + first.title[1:])}[/]{more}: {what}"
+
+
+def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
+    """An alarm with its curve and its reasons."""
+    out.print(f"[bold {STYLES[alarm.severity]}]{alarm.id}  {escaped(alarm.title)}[/]")
+    out.print(
+        f"  {'curve':<11} {sparkline(run.by_name[alarm.metric].finite.values.tolist())}  [dim]{escaped(alarm.metric)}[/dim]"
+    )
+    rows = [
+        ("found", alarm.found),
+        ("evidence", ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)),
+        *zip(["advice", *[""] * (len(alarm.advice) - 1)], alarm.advice, strict=True),
+        ("to confirm", alarm.experiment),
+        ("source", alarm.source),
+    ]
+    for heading, text in rows:
+        out.print(f"  {heading:<11} {escaped(text)}")
+    out.print()
+
+
+def print_curves(out: Console, run: Run) -> None:
+    """Every metric that was judged."""
+    for quantity, series in run.series.items():
+        values = series.finite.values.tolist()
+        if values:
+            ends = f"{format_number(values[0])} to {format_number(values[-1])}"
+            out.print(f"{quantity.replace('_', ' '):<22}{sparkline(values)}  [dim]{ends}[/dim]")
+    out.print()
+
+
+def override_lines(found: Examination) -> list[str]:
+    """The recommended change as command-line overrides."""
+    return [f"{name}={json.dumps(value)}" for name, value in found.overrides.items()]

@@ -1,0 +1,55 @@
+"""Pictures for pages: SVG without scripts, its colours those of the page's style sheet (`bar`, `dot`, `line`, `axis`, `even`)."""
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT, MARGIN = 360, 170, 24
+ACROSS, DOWN = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+GROUND = HEIGHT - MARGIN
+
+
+def bars(values: Sequence[float], first: str, last: str) -> Markup:
+    """Bars from 0 to the largest value, with a label at either end."""
+    top = max(values) or 1.0
+    step = ACROSS / len(values)
+    drawn = [
+        f'<rect class="bar" x="{MARGIN + i * step:.1f}" y="{GROUND - DOWN * value / top:.1f}" '
+        f'width="{max(step - 1, 0.6):.1f}" height="{DOWN * value / top:.1f}"/>'
+        for i, value in enumerate(values)
+    ]
+    return framed("".join(drawn), first, last)
+
+
+def dots(x: Sequence[float], y: Sequence[float], first: str) -> Markup:
+    """Points below 0 on both axes, which are alike, and the line on which they are equal; `first` labels the low end."""
+    low = min(*x, *y, -1e-6)
+    points = [
+        f'<circle class="dot" cx="{MARGIN + ACROSS * (1 - a / low):.1f}" cy="{MARGIN + DOWN * b / low:.1f}" r="1.6"/>'
+        for a, b in zip(x, y, strict=True)
+    ]
+    even = f'<line class="even" x1="{MARGIN}" y1="{GROUND}" x2="{WIDTH - MARGIN}" y2="{MARGIN}"/>'
+    return framed(even + "".join(points), first, "0")
+
+
+def line(x: Sequence[float], y: Sequence[float], first: str, last: str, marked: Sequence[int] = ()) -> Markup:
+    """A curve between its lowest and its highest value; `marked` points get a dot."""
+    low, high = min(y), max(y)
+    reach_x, reach_y = (x[-1] - x[0]) or 1.0, (high - low) or 1.0
+    points = [
+        (MARGIN + ACROSS * (a - x[0]) / reach_x, GROUND - DOWN * (b - low) / reach_y)
+        for a, b in zip(x, y, strict=True)
+    ]
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+    spots = "".join(
+        f'<circle class="spot" cx="{points[i][0]:.1f}" cy="{points[i][1]:.1f}" r="3"/>' for i in marked
+    )
+    return framed(f'<polyline class="line" points="{path}"/>{spots}', first, last)
+
+
+def framed(inside: str, first: str, last: str) -> Markup:
+    """A picture with a ground line and its two labels; `inside` is ours, the labels are escaped."""
+    return Markup(
+        '<svg viewBox="0 0 {0} {1}" role="img">{2}<line class="axis" x1="{3}" y1="{4}" x2="{5}" y2="{4}"/>'
+        '<text x="{3}" y="{6}">{7}</text><text x="{5}" y="{6}" text-anchor="end">{8}</text></svg>'
+    ).format(WIDTH, HEIGHT, Markup(inside), MARGIN, GROUND, WIDTH - MARGIN, HEIGHT - 8, first, last)

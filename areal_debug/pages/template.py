@@ -1,0 +1,18 @@
+"""Fills a page's template and writes it whole or not at all."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+
+def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
+    """Write a page. Everything in `facts` is escaped; a name that the template wants and the facts lack is an error."""
+    pages = Environment(
+        loader=PackageLoader("areal_debug", "pages"), autoescape=True, undefined=StrictUndefined
+    )
+    text = pages.get_template(template).render(facts)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(file)

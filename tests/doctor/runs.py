@@ -1,0 +1,137 @@
+"""Metrics of runs that learn, and of runs in which one thing goes wrong, with the scatter that real runs have."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+STEPS = 200
+OURS = {
+    "reward": "ppo_actor/task_reward/avg",
+    "eval_reward": "eval-rollout/reward/avg",
+    "importance_weight": "ppo_actor/update/importance_weight/avg",
+    "behave_imp_weight": "ppo_actor/update/behave_imp_weight/avg",
+    "clip_ratio": "ppo_actor/update/clip_ratio/avg",
+    "approx_kl": "ppo_actor/update/approx_kl/avg",
+    "reference_kl": "actor/kl_loss",
+    "entropy": "ppo_actor/update/entropy/avg",
+    "grad_norm": "ppo_actor/update/grad_norm",
+    "length": "ppo_actor/seq_len/avg",
+    "no_eos": "ppo_actor/no_eos_ratios/avg",
+    "zero_variance_groups": "ppo_actor/zero_variance_groups",
+    "staleness": "ppo_actor/update/version_stats/head_offpolicyness/avg",
+    "logprob_difference": "train_rollout_logprob_abs_diff",
+    "effective_samples": "ess_ratio",
+    "filtered": "ppo_actor/update/rs_filtered_fraction",
+    "lr": "ppo_actor/update/lr",
+    "failed": "rollout/failed",
+    "accepted": "rollout/accepted",
+    "explained_variance": "ppo_critic/explained_variance",
+}
+
+
+def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
+    """A run that learns, by quantity."""
+    rng = np.random.default_rng(seed)
+    x = np.linspace(0, 1, steps)
+
+    def scattered(level, size):
+        return level + rng.normal(0, size, steps)
+
+    return {
+        "reward": scattered(0.2 + 0.5 * (1 - np.exp(-3 * x)), 0.05),
+        "eval_reward": scattered(0.2 + 0.4 * (1 - np.exp(-3 * x)), 0.05),
+        "importance_weight": scattered(1.0, 0.003),
+        "behave_imp_weight": scattered(1.0, 0.01),
+        "clip_ratio": np.abs(scattered(0.05, 0.02)),
+        "approx_kl": np.abs(scattered(0.003, 0.002)),
+        "reference_kl": np.abs(scattered(0.02 * x, 0.003)),
+        "entropy": scattered(1.0 - 0.4 * x, 0.03),
+        "grad_norm": np.exp(scattered(-1.0, 0.3)),
+        "length": scattered(300 + 20 * x, 15),
+        "no_eos": np.abs(scattered(0.01, 0.01)),
+        "zero_variance_groups": np.clip(scattered(0.3, 0.05), 0, 1),
+        "staleness": np.abs(scattered(1.0, 0.2)),
+        "logprob_difference": np.abs(scattered(0.011, 0.001)),
+        "effective_samples": np.clip(scattered(0.99, 0.003), 0, 1),
+        "filtered": np.abs(scattered(0.005, 0.003)),
+        "lr": np.full(steps, 1e-6),
+        "failed": np.zeros(steps),
+        "accepted": np.arange(1.0, steps + 1) * 32,
+        "explained_variance": np.clip(scattered(0.2 + 0.6 * x, 0.05), -1, 1),
+    }
+
+
+def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, str] = OURS) -> Path:
+    """As our own logger writes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = len(next(iter(metrics.values())))
+    with (folder / "stats.jsonl").open("w") as out:
+        for step in range(steps):
+            row = {names[quantity]: float(values[step]) for quantity, values in metrics.items()}
+            out.write(
+                json.dumps({"step": step} | {k: v if np.isfinite(v) else str(v) for k, v in row.items()})
+                + "\n"
+            )
+    return folder
+
+
+def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np.ndarray:
+    """`begin`, and from the part `start` of the run on a straight way to `end`."""
+    x = np.linspace(0, 1, steps)
+    return begin + (end - begin) * np.clip((x - start) / (1 - start), 0, 1)
+
+
+def spiky(values: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(len(values)) % 23 == 7, values * 30, values)
+
+
+def changed(**columns):
+    """The healthy run with some columns made anew from the healthy ones."""
+    return lambda run: run | {name: make(run) for name, make in columns.items()}
+
+
+def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
+    """A level, or one a step, with scatter."""
+    return level + size * np.random.default_rng(seed).normal(size=STEPS)
+
+
+# The alarm that must come, and what goes wrong.
+TROUBLES = {
+    "flat reward": ("D01", changed(reward=lambda r: around(0.3))),
+    "falling reward": ("D01", changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)))),
+    "scattering reward": (
+        "D02",
+        changed(reward=lambda r: ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)),
+    ),
+    "validation left behind": ("D03", changed(eval_reward=lambda r: around(0.3))),
+    "reward after a peak": ("D04", changed(reward=lambda r: r["reward"] - ramp(0.0, 0.45, 0.7))),
+    "importance weight": ("D10", changed(importance_weight=lambda r: around(ramp(1.0, 1.2), 0.01))),
+    "behaviour weight": ("D11", changed(behave_imp_weight=lambda r: around(ramp(1.0, 0.8), 0.01))),
+    "clipping": ("D12", changed(clip_ratio=lambda r: around(0.7, 0.02))),
+    "no gradient": ("D13", changed(grad_norm=lambda r: r["grad_norm"] * (ramp(0.0, 1.0) == 0.0))),
+    "no learning rate": ("D13", changed(lr=lambda r: ramp(1e-6, 0.0, 0.0) * (ramp(0.0, 1.0) == 0.0))),
+    "large updates": ("D14", changed(approx_kl=lambda r: around(0.09, 0.01))),
+    "entropy collapse": ("D15", changed(entropy=lambda r: np.abs(around(ramp(1.0, 0.02, 0.3), 0.01)))),
+    "drift without gain": (
+        "D16",
+        changed(reward=lambda r: around(0.3), reference_kl=lambda r: around(ramp(0.01, 0.4, 0.0), 0.01)),
+    ),
+    "gradient spikes": ("D17", changed(grad_norm=lambda r: spiky(r["grad_norm"]))),
+    "gradient is no number": (
+        "D17",
+        changed(grad_norm=lambda r: np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])),
+    ),
+    "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
+    "length": (
+        "D21",
+        changed(reward=lambda r: around(0.3), length=lambda r: around(ramp(300, 900, 0.0), 20)),
+    ),
+    "groups alike": ("D22", changed(zero_variance_groups=lambda r: around(0.7, 0.03))),
+    "old samples": ("D23", changed(staleness=lambda r: around(ramp(1, 6, 0.0), 0.2))),
+    "stale engine": ("D24", changed(logprob_difference=lambda r: around(ramp(0.011, 0.036, 0.3), 0.0005))),
+    "few effective samples": ("D25", changed(effective_samples=lambda r: around(0.3, 0.02))),
+    "filtering": ("D26", changed(filtered=lambda r: around(ramp(0.01, 0.3), 0.01))),
+    "failures": ("D27", changed(failed=lambda r: np.arange(STEPS) * 4.0)),
+    "critic": ("D28", changed(explained_variance=lambda r: around(-0.3))),
+}

@@ -1,0 +1,197 @@
+"""`areal-debug doctor`: healthy runs are left in peace, each trouble is named with its evidence, whoever logged the metrics."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.doctor.series import Series, trend
+
+from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
+
+# What else is true of a run whose reward does not rise, and of one that peaked.
+CONSEQUENCES = defaultdict(tuple, D01=("D04", "D16"), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
+VERL = {
+    "reward": "critic/rewards/mean",
+    "entropy": "actor/entropy",
+    "grad_norm": "actor/grad_norm",
+    "length": "response_length/mean",
+    "no_eos": "response_length/clip_ratio",
+    "clip_ratio": "actor/pg_clipfrac",
+    "behave_imp_weight": "rollout_corr/rollout_is_mean",
+}
+TRL = {
+    "reward": "reward",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "length": "completions/mean_length",
+    "no_eos": "completions/clipped_ratio",
+    "zero_variance_groups": "frac_reward_zero_std",
+}
+
+
+def examined(run, *options):
+    done = CliRunner().invoke(main, ["doctor", str(run), "--json", *options])
+    return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_run_that_learns_gets_no_alarm(tmp_path, seed):
+    code, found = examined(write_stats(tmp_path, healthy(seed)))
+    assert (code, found["verdict"], found["alarms"]) == (0, "healthy", [])
+    assert found["judged"]["reward"] == "ppo_actor/task_reward/avg"
+    assert found["num_steps"] == STEPS
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name, seed):
+    expected, spoil = TROUBLES[name]
+    code, found = examined(write_stats(tmp_path, spoil(healthy(seed))))
+    alarms = {alarm["id"]: alarm for alarm in found["alarms"]}
+    assert code == 1
+    assert expected in alarms, sorted(alarms)
+    assert set(alarms) <= {expected, *CONSEQUENCES[expected]}, sorted(alarms)
+    alarm = alarms[expected]
+    assert len(alarm["evidence"]) > 0
+    assert all(0 <= step < STEPS for step, _ in alarm["evidence"])
+    assert all(alarm[part] for part in ("found", "advice", "experiment", "source", "metric"))
+
+
+def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
+    noisy = healthy() | {"reward": 0.5 + 0.3 * np.random.default_rng(3).normal(size=STEPS)}
+    _, found = examined(write_stats(tmp_path, noisy))
+    assert "D04" not in [alarm["id"] for alarm in found["alarms"]]
+
+
+def test_one_bad_step_is_no_alarm(tmp_path):
+    run = healthy()
+    run["no_eos"][150] = 0.9
+    run["grad_norm"][80] *= 50
+    assert examined(write_stats(tmp_path, run))[0] == 0
+
+
+def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_path):
+    broken = TROUBLES["truncation"][1](healthy())
+    write_stats(tmp_path / "verl", {name: broken[name] for name in VERL}, VERL)
+    (tmp_path / "verl" / "stats.jsonl").rename(tmp_path / "verl" / "metrics.jsonl")
+    code, found = examined(tmp_path / "verl")
+    assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "verl", ["D20"])
+    history = [
+        {"step": step + 1, "epoch": 0.1} | {f"train/{TRL[name]}": float(broken[name][step]) for name in TRL}
+        for step in range(STEPS)
+    ]
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    code, found = examined(tmp_path / "trl")
+    assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "TRL", ["D20"])
+
+
+def test_tensorboard_events_and_an_exported_table_are_judged_alike(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    broken = TROUBLES["entropy collapse"][1](healthy())
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step in range(STEPS):
+            writer.add_scalar(OURS["entropy"], broken["entropy"][step], step)
+    with (tmp_path / "export.csv").open("w", newline="") as out:
+        table = csv.writer(out)
+        table.writerow(["Step", f"my-run - {OURS['entropy']}"])
+        table.writerows([step, broken["entropy"][step]] for step in range(STEPS))
+    for source in (tmp_path / "events", tmp_path / "export.csv"):
+        code, found = examined(source)
+        assert (code, [alarm["id"] for alarm in found["alarms"]]) == (1, ["D15"])
+
+
+def test_recommended_change_is_printed_as_overrides_that_the_config_takes(tmp_path):
+    from areal_core.config import GRPOConfig, load_expr_config
+
+    run = write_stats(tmp_path, TROUBLES["behaviour weight"][1](healthy()))
+    done = CliRunner().invoke(main, ["doctor", str(run), "--overrides"])
+    lines = done.stdout.split()
+    assert done.exit_code == 1
+    assert lines == [
+        "rollout.max_head_offpolicyness=0",
+        "actor.recompute_logprob=false",
+        "actor.use_decoupled_loss=false",
+    ]
+    config = Path(__file__).parents[2] / "examples" / "gsm8k_grpo.yaml"
+    loaded, _ = load_expr_config(["--config", str(config), *lines], GRPOConfig)
+    assert loaded.rollout.max_head_offpolicyness == 0
+
+
+def test_one_minibatch_must_have_weights_of_exactly_1(tmp_path):
+    run = healthy() | {"importance_weight": np.full(STEPS, 1.01)}
+    folder = write_stats(tmp_path, run)
+    assert examined(folder)[0] == 0
+    (folder / "config.json").write_text(json.dumps({"actor": {"ppo_n_minibatches": 1}}))
+    code, found = examined(folder)
+    assert (code, found["alarms"][0]["id"], found["alarms"][0]["severity"]) == (1, "D10", "error")
+
+
+def test_report_in_the_terminal_puts_the_gravest_alarm_first(tmp_path):
+    run = TROUBLES["filtering"][1](TROUBLES["clipping"][1](healthy()))
+    done = CliRunner().invoke(main, ["doctor", str(write_stats(tmp_path, run))])
+    assert done.stdout.startswith("More than half of the tokens are clipped, and 1 more: 200 steps of ")
+    assert done.stdout.index("D12") < done.stdout.index("D26")
+    assert "Try first:" in done.stdout
+
+
+def test_page_holds_the_alarm_and_a_picture_of_every_metric(tmp_path):
+    run = write_stats(tmp_path, TROUBLES["stale engine"][1](healthy()))
+    page = tmp_path / "doctor.html"
+    assert CliRunner().invoke(main, ["doctor", str(run), "--html", str(page)]).exit_code == 1
+    text = page.read_text()
+    assert "Engine and trainer drift apart" in text
+    assert text.count("<svg") == len(OURS) + 1
+    assert "src=" not in text
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda folder: folder / "nowhere", "does not exist: give the folder or the metrics file of a run"),
+        (lambda folder: folder, "holds no metrics: looked for stats.jsonl"),
+        (lambda folder: written(folder / "stats.jsonl", "{}\n{}\n"), "holds no numbers by step"),
+        (lambda folder: written(folder / "stats.jsonl", "{oops\n{}\n"), "line 1 is no JSON"),
+        (lambda folder: written(folder / "run.bin", ""), "is of no kind that is known"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_sentence(tmp_path, make, sentence):
+    code, said = examined(make(tmp_path))
+    assert (code, sentence in said) == (2, True), said
+
+
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+def test_last_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
+    file = write_stats(tmp_path, healthy()) / "stats.jsonl"
+    file.write_text(file.read_text() + '{"step": 200, "ppo_ac')
+    assert examined(tmp_path)[0] == 0
+
+
+def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
+    x = np.arange(100)
+    values = 0.02 * x + 0.1 * np.random.default_rng(0).normal(size=100)
+    values[::10] += 50
+    found = trend(Series("x", x, values))
+    assert found.change == pytest.approx(0.02 * 99, rel=0.1)
+    assert found.low < found.change < found.high
+    assert found.rises
+    assert trend(Series("x", x[:7], values[:7])) is None
+
+
+def test_verb_starts_without_torch():
+    code = "import sys; import areal_debug.cli.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
