@@ -81,7 +81,8 @@ def keep(spec: ServeSpec, when_ready: Callable[[ServerState], None] = lambda sta
                 ready_timeout_s=spec.ready_timeout_s,
                 module=MODULES[spec.engine],
             )
-            stack.enter_context(server)
+            stack.callback(server.stop)
+            server.wait_until_ready()
             join_run(stack, spec)
             when_ready(write_state(state, "ready"))
             while True:

@@ -36,7 +36,7 @@ def print_report(out: Console, trace: RunTrace, report: TraceReport, max_lines: 
     out.print(table_of(report.steps, max_lines))
     print_shown(out, report)
     statuses = ", ".join(f"{count:,} {status}" for status, count in report.episodes.items())
-    out.print(Text(f"{len(report.steps)} steps on {trace.num_ranks} ranks, episodes: {statuses or 'none'}"))
+    out.print(Text(f"steps {len(report.steps)}, ranks {trace.num_ranks}, episodes {statuses or 'none'}"))
     for error in trace.errors:
         out.print(Text(f"the run ended with {error}", style="red"))
     out.print(Text(f"the whole trace, for ui.perfetto.dev or chrome://tracing: {trace.file}", style="dim"))

@@ -44,11 +44,11 @@ class Tracing:
         profile_steps: Sequence[int] = (),
         sessions: int | None = None,
     ) -> None:
-        self._trace, self._sessions = trace, None
+        self._trace, self._sessions, self._save_interval = trace, None, save_interval
         self.observers: list[Callable[..., None]] = []
         if trace is None:
             return
-        self.observers.append(TraceObserver(trace, save_interval))
+        self.observers.append(TraceObserver(trace))
         if profile_steps:
             self.observers.append(StepProfiler(trace.folder, trace.rank, profile_steps))
         if sessions is not None:
@@ -66,11 +66,14 @@ class Tracing:
         """The push of weights, traced."""
         return push if self._trace is None or push is None else TracedPush(push, self._trace)
 
-    def commit(self, stats: dict[str, float]) -> None:
-        """Draws those of a step's statistics that have a track."""
-        for track, curves in TRACKS.items() if self._trace is not None else ():
-            if values := {curve: stats[name] for curve, name in curves.items() if name in stats}:
-                self._trace.counter(track, **values)
+    def commit(self, step: int, stats: dict[str, float]) -> None:
+        """The end of a step: draws those of its statistics that have a track, and writes when it is time to."""
+        if self._trace is None:
+            return
+        for track, curves in TRACKS.items():
+            self._trace.counter(track, **{c: stats[name] for c, name in curves.items() if name in stats})
+        if (step + 1) % self._save_interval == 0:
+            self._trace.flush()
 
     def close(self) -> None:
         """Ends this rank's files; the last rank merges the traces of all."""
@@ -161,20 +164,14 @@ class TracedPush:
 
 
 class TraceObserver:
-    """What the training loop tells: which prompts a step takes and how old its tokens are, errors, and when to write.
+    """What the training loop tells: which prompts a step takes and how old its tokens are, and what ended it."""
 
-    Args:
-        save_interval: steps between two writes.
-    """
-
-    def __init__(self, trace: Trace, save_interval: int = 1) -> None:
-        self._trace, self._save_interval = trace, save_interval
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
 
     def __call__(self, event: str, **facts: Any) -> None:
         if event == "batch":
             self._batch(facts["step"], facts["version"], facts["batch"])
-        elif event == "weights" and (facts["step"] + 1) % self._save_interval == 0:
-            self._trace.flush()
         elif event == "end" and facts["error"] is not None:
             self._trace.instant("error", "error", error=facts["error"][:300])
 

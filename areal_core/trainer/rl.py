@@ -134,7 +134,7 @@ class PPOTrainer:
                             evaluation.after_step(step)
                     stats = self.last_stats | self.stats.export() | self.live_stats.export()
                     logger.commit(step, stats)
-                    self.tracing.commit(stats)
+                    self.tracing.commit(step, stats)
                     saved = self.recovery.save_when_due(step, self.version, self.actor, source)
                     if saved is not None:
                         self._observe("checkpoint", step=step + 1, folder=saved)

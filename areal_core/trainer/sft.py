@@ -37,11 +37,12 @@ class SFTTrainer:
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps)
         self.stats = Stats()
-        self._cleanup.callback(build.build_tracing(config, self.ranks, self.stats).close)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
         self.recovery = Recovery(config, self.ranks, self.loader.steps_per_epoch)
         self.first_step = self.recovery.load(self.actor).step
         self.recovery.restore(self.loader)
+        self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
+        self._cleanup.callback(self.tracing.close)
 
     def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:
         """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
@@ -52,7 +53,9 @@ class SFTTrainer:
             for step in range(self.first_step, self.total_steps):
                 with self.stats.timing("step"), self.stats.scope("sft"):
                     self._train_step(rows_to_batch([row for _, row in self.loader.next_batch()]))
-                logger.commit(step, self.stats.export())
+                stats = self.stats.export()
+                logger.commit(step, stats)
+                self.tracing.commit(step, stats)
                 self.recovery.save_when_due(step, step + 1, self.actor, self.loader)
                 if stop(step):
                     break
@@ -61,7 +64,8 @@ class SFTTrainer:
     def _train_step(self, batch: Batch) -> None:
         every = torch.ones(batch["attention_mask"].shape[0], dtype=torch.bool)
         self.stats.denominator(n_seqs=every, n_tokens=batch["attention_mask"])
-        result = self.actor.train_batch(batch, self._loss, trained_tokens)
+        with self.stats.timing("train_step"):
+            result = self.actor.train_batch(batch, self._loss, trained_tokens)
         self.actor.step_schedule()
         self.stats.scalar(grad_norm=result.grad_norm, lr=result.lr)
 

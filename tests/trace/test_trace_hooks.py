@@ -116,8 +116,9 @@ def test_pushes_stages_and_staleness_are_drawn(tmp_path):
         observe("batch", step=3, version=3, batch=batch)
         with stats.timing("update_weights"):
             push.push(iter(()), 4)
-        observe("weights", step=3, version=4)
-    tracing.commit({"rollout/accepted": 9, "rollout/stale": 1, "loss": 2.0, "rollout/reward": float("nan")})
+    tracing.commit(
+        3, {"rollout/accepted": 9, "rollout/stale": 1, "loss": 2.0, "rollout/reward": float("nan")}
+    )
     tracing.close()
     assert pushed == [4]
     assert [event["name"] for event in slices(tmp_path, "stage")] == ["push", "update_weights", "step"]
@@ -137,7 +138,7 @@ def test_events_reach_the_disk_every_save_interval(tmp_path, save_interval):
     trace = Trace(tmp_path, 0, 1, {})
     tracing = Tracing(trace, save_interval)
     trace.counter("x", y=1)
-    tracing.observers[0]("weights", step=0)
+    tracing.commit(0, {})
     trace._to_write.join()
     lines = (tmp_path / "rank-00000.jsonl").read_text().count("\n")
     tracing.close()
