@@ -15,6 +15,7 @@ Logs go to the run's log folder, which all machines must see.
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -49,6 +50,7 @@ from areal_core.rollout.servers import Server
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # what Ray itself says to each actor
 STOP_TIMEOUT_S = 30.0
 SETTLE_S = 1.0
+CONNECT_TIMEOUT_S = 10.0
 
 
 class RayServer:
@@ -99,12 +101,16 @@ def connected(address: str | None) -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    where = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = where.rpartition(":")
     try:
+        if port.isdigit() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"launcher.ray.address is {address!r} and RAY_ADDRESS {os.environ.get('RAY_ADDRESS')!r}: no Ray cluster "
-            f"can be reached ({str(error).splitlines()[0]}); start one with `ray start --head`, or leave both empty"
+            f"no Ray cluster can be reached at {where!r} ({str(error).splitlines()[0]}): start one with "
+            "`ray start --head`, or leave launcher.ray.address and RAY_ADDRESS empty"
         ) from None
     signal.signal(signal.SIGTERM, before)  # Ray's own handler would end us with code 15
     try:

@@ -111,12 +111,8 @@ def list_or_split(context: click.Context, names: str | None) -> list[str]:
 
 
 def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
-    """What a run that is started again is told besides: a record of its own, with the weights that it starts from."""
-    from areal_core.paths import record_folder
-
-    if attempt == 0 or not config.debug.dump_rollout_data:
-        return []
-    return [f"debug.path={record_folder(config)}-restart-{attempt}", "debug.save_initial_weights=true"]
+    """What a run that is started again is told besides: the record there is its own, to go on with or to begin anew."""
+    return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
 
 
 def find_script(name: str) -> Path:
