@@ -128,8 +128,8 @@ def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles
 
 
 def commit_anchor(folder: Path, step: int) -> None:
-    """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last; sealing again is harmless."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / ANCHOR_FILE)
     for path in paths:
         sync(path)
     files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}

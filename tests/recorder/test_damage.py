@@ -139,6 +139,8 @@ def test_an_anchor_is_checked_like_a_step(record_of_one_rank):
     assert record.anchors() == (0,)
     assert record.anchor(0) == folder
     assert verify(record_of_one_rank).intact
+    commit_anchor(folder, step=0)  # a run that continues from it takes it again
+    assert verify(record_of_one_rank).intact
     (folder / "optimizer/0.distcp").write_bytes(b"momentS")
     assert [p.file for p in verify(record_of_one_rank).problems] == ["anchors/000000/optimizer/0.distcp"]
     (folder / "optimizer/0.distcp").write_bytes(b"moment")
