@@ -28,7 +28,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
+from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied, WeightsDiffer
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.update_group import UpdateGroup
 from areal_core.rollout.weight_check import WeightCheck
@@ -152,11 +152,12 @@ class BroadcastPush:
         while from_rank_0(weights, send) == AGAIN:
             if iter(weights) is weights:  # the same on every rank
                 raise PushFailed(
-                    "a server died during the push, and weights that are an iterator cannot be sent again"
+                    "the push broke off, for the reason logged, and weights that are an iterator cannot be sent again"
                 )
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """One attempt. Raises `SendAgain` when a server died in it and others are left, which stay paused."""
+        """One attempt. Raises `SendAgain`, and leaves the servers paused, when another attempt can go better."""
+        was_formed = self._group is not None
         try:
             self.pool.refresh()
             self.pool.pause()
@@ -165,13 +166,19 @@ class BroadcastPush:
             self.check.compare(self.pool, version)
         except BaseException as error:
             self._leave()  # so that servers which wait in it get an error
-            if isinstance(error, RuntimeError) and self.pool.has_lost_one():
+            if self._may_go_better(error, was_formed):
                 self.pool.refresh()
                 raise SendAgain from error
             with suppress(ServerDied, RequestRefused):
                 self.pool.resume()
             raise
         self.pool.resume()
+
+    def _may_go_better(self, error: BaseException, was_formed: bool) -> bool:
+        """After a death, without the dead; in a new group, when a server may have been started anew since this one was formed."""
+        if not isinstance(error, RuntimeError) or isinstance(error, WeightsDiffer):
+            return False
+        return was_formed or self.pool.has_lost_one()
 
     def _broadcast(self, weights: NamedTensors, version: int) -> None:
         has_sessions = self._begin()
@@ -211,7 +218,7 @@ class BroadcastPush:
 
 
 class SendAgain(Exception):
-    """A server died in the middle of a broadcast; the ones that are left need all the tensors again."""
+    """A broadcast broke off; the servers that are left need all the tensors again."""
 
 
 def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
@@ -243,9 +250,8 @@ def from_rank_0(weights: NamedTensors, send: Callable[[Iterator[tuple[str, Tenso
             send(tensors)
         except Exception as error:  # of any kind: it must reach the other ranks, which wait for this one
             failure = error
-    for _ in (
-        tensors
-    ):  # what rank 0 has left after a failure, and all elsewhere: the others are in each full_tensor
+    # What rank 0 has left after a failure, and all elsewhere: the other ranks are in each full_tensor.
+    for _ in tensors:
         pass
     outcome, _, why = broadcast_text(outcome_of(failure)).partition(" ")
     if outcome == FAILED:
@@ -257,7 +263,7 @@ def outcome_of(failure: Exception | None) -> str:
     if failure is None:
         return DONE
     if isinstance(failure, SendAgain):
-        logger.warning("sending the weights again, without a server that died: %s", failure.__cause__)
+        logger.warning("sending the weights again, in a new group: %s", failure.__cause__)
         return AGAIN
     return f"{FAILED} {type(failure).__name__}: {failure}"
 

@@ -136,8 +136,8 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
 class ServerProcess:
     """The embedded engine's server in a process of its own; ready in a fraction of a second, being forked from one that has torch."""
 
-    def __init__(self, model_path: str) -> None:
-        self.server = Server(f"127.0.0.1:{free_port()}")
+    def __init__(self, model_path: str, server: Server | None = None) -> None:
+        self.server = server or Server(f"127.0.0.1:{free_port()}")
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(["areal_core.launch.embedded_server"])
         port = int(self.server.address.rpartition(":")[2])
@@ -157,12 +157,12 @@ class ServerProcess:
 
 
 @pytest.fixture
-def start_server(tiny_model) -> Iterator[Callable[[], ServerProcess]]:
-    """Starts server processes of the tiny model; all are killed at the end."""
+def start_server(tiny_model) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts server processes of the tiny model, at a free port or anew where one was; all are killed at the end."""
     started: list[ServerProcess] = []
 
-    def start() -> ServerProcess:
-        started.append(ServerProcess(str(tiny_model)))
+    def start(server: Server | None = None) -> ServerProcess:
+        started.append(ServerProcess(str(tiny_model), server))
         return started[-1]
 
     yield start

@@ -16,7 +16,7 @@ from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.discovery import Discovery
 from areal_core.rollout.name_service import FolderNames, announce_server
-from areal_core.rollout.server_identity import run_model
+from areal_core.rollout.server_identity import run_model, weight_version
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
@@ -229,6 +229,19 @@ def test_a_server_that_joins_serves_the_current_version_and_none_before(start_ru
         threading.Event().wait(0.01)
     assert all(response.output_versions[-1] == 4 for response in run.responses[seen + 4 :])
     assert_every_prompt_answered_once(run, requests)
+
+
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+def test_a_server_that_is_started_anew_at_its_address_gets_the_weights_again(start_run, kind):
+    run = start_run(kind)
+    requests = run.start_requests(concurrency=4)
+    run.push_weights()
+    run.processes[0].kill()
+    again = run.start_server(run.processes[0].server).wait_until_ready()
+    run.push_weights()
+    assert {process.server for process in run.processes} == set(run.client.router.servers)
+    assert weight_version(again.server) == "2"
+    assert_run_goes_on(run, requests)
 
 
 def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
