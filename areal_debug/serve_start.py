@@ -3,6 +3,7 @@
 import getpass
 import importlib.util
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,13 +102,12 @@ def holder_of(host: str, port: int) -> str:
     for state in known_servers():
         if state.address == f"{host}:{port}" and state.keeper_lives:
             return f", by our own server of {state.model}; `areal-debug serve --stop --port {port}` ends it"
-    try:
-        listening = [
-            c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
-        ]
-        return f", by process {listening[0].pid} ({psutil.Process(listening[0].pid).name()})"
-    except (psutil.Error, IndexError, TypeError):
-        return ""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            # Only root is told the pid of another user's.
+            if connection.status == "LISTEN" and connection.laddr.port == port and connection.pid:
+                return f", by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return ""
 
 
 def full_run_name(run: str, names_root: str) -> str:
