@@ -81,3 +81,22 @@ def test_a_server_gets_new_weights_in_the_middle_of_generations_and_no_sample_is
     assert num_mixed >= 8
     done = areal_debug("replay", tmp_path / "record")
     assert "Bit-identical: 6 of 6 steps" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_while_it_samples_ahead_goes_on_without_losing_or_doubling_a_prompt(
+    train, tmp_path
+):
+    options = (
+        *("rollout.max_head_offpolicyness=2", "rollout.max_concurrent_rollouts=3", "total_train_steps=6"),
+        *("recover.mode=auto", "recover.freq_steps=1", "recover.retries=0", f"cluster.fileroot={tmp_path}"),
+    )
+    killed = train("--dump-rollout", tmp_path / "first", *options, KILL_IN_STEP="3")
+    assert killed.returncode == 137, killed.stdout + killed.stderr
+    done = train("--dump-rollout", tmp_path / "second", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = open_record(tmp_path / "first"), open_record(tmp_path / "second")
+    assert (list(first.steps), list(second.steps)) == ([0, 1, 2], [3, 4, 5])
+    seen = sum((trained_samples(record, num_ranks=1, ahead=2)[0] for record in (first, second)), Counter())
+    assert sorted(seen) == [(prompt, sample) for prompt in range(6 * 4) for sample in range(4)]
+    assert set(seen.values()) == {1}
