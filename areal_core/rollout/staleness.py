@@ -40,15 +40,12 @@ class StalenessControl:
     running: int = 0
     rejected: int = 0
     failed: int = 0
-    stale: int = (
-        0  # finished, but too old to be consumed: only when versions move without a batch being taken
-    )
+    stale: int = 0  # finished, but too old: only when versions move without a batch being taken
 
     def capacity(self) -> int:
         """How many prompts may start now; negative when more are out than the limits allow."""
-        return min(
-            self.max_concurrent - self.running, self.staleness_limit() - (self.accepted + self.running)
-        )
+        room = self.max_concurrent - self.running
+        return min(room, self.staleness_limit() - (self.accepted + self.running))
 
     def staleness_limit(self) -> int:
         """How many prompts may have been accepted or be running by now."""
