@@ -9,9 +9,11 @@ Every line runs on every rank, so that collectives meet: `trainer.actor.checksum
 import code
 import io
 import pdb
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, cast
 
 from replayer.goto import Scene
 
@@ -106,17 +108,43 @@ class LockstepConsole(code.InteractiveConsole):
 
 def open_debugger(scene: Scene, rank: int) -> None:
     """The debugger on one rank; the others go on to the next collective and wait there, so that one can step into it."""
-    if scene.trainer.ranks.rank == rank:
-        names = scene.names()
-        stand_still(names["model"], names["optimizer"], scene.batch, scene.plan, scene.outcome, scene)
+    if scene.trainer.ranks.rank != rank:
+        return
+    print(f"{describe(scene)}\n`n` steps on in the trainer, `c` runs to the step's end.", flush=True)
+    StepDebugger(scene.names()).stop_in(trainer_frame(sys._getframe()))
 
 
-def stand_still(model: Any, optimizer: Any, batch: Any, plan: Any, outcome: Any, scene: Scene) -> None:
-    """A frame that has everything by its name. Five frames of ours lie between it and the trainer's."""
-    # Stepping passes over our frames and those that only tell observers.
-    debugger = pdb.Pdb(skip=["areal_debug.*", "replayer.*", "contextlib", "functools"])
-    debugger.message(describe(scene))
-    debugger.message(
-        "`up 6` shows the trainer at this stage, `n` steps on from there, `c` runs to the step's end."
-    )
-    debugger.set_trace()
+def trainer_frame(frame: FrameType | None) -> FrameType:
+    """The frame of the core that told its observers."""
+    while frame is not None:
+        module, name = str(frame.f_globals["__name__"]), frame.f_code.co_name
+        if module.startswith("areal_core.") and name != "_observe":
+            return frame
+        frame = frame.f_back
+    raise AssertionError("nothing of areal_core is on the stack")
+
+
+class StepDebugger(pdb.Pdb):
+    """A debugger in which some names mean something in every frame that has none of its own by that name."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__()
+        self.names = names
+
+    def stop_in(self, frame: FrameType) -> None:
+        """Stops at the next line of `frame`, which is reached when all frames of ours have returned."""
+        self.reset()
+        outer: FrameType | None = frame
+        while outer is not None:
+            outer.f_trace = self.trace_dispatch
+            self.botframe = outer
+            outer = outer.f_back
+        self.set_next(frame)
+        sys.settrace(self.trace_dispatch)  # last: from here on every call of ours would be traced, too
+
+    def setup(self, f: FrameType | None, tb: TracebackType | None) -> None:
+        """Called when the debugger stops in a frame."""
+        super().setup(f, tb)
+        frame_locals = cast("dict[str, Any]", self.curframe_locals)
+        for name, value in self.names.items():
+            frame_locals.setdefault(name, value)

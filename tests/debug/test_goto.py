@@ -82,11 +82,11 @@ def test_a_shell_runs_each_line_on_both_ranks(anchored):
 
 @pytest.mark.long
 def test_the_debugger_stands_in_the_trainer(anchored):
-    typed = "p len(batch['rewards'])\nup 6\np total_weight\nc\n"
+    typed = "p total_weight\np outcome.step, len(plan.details['minibatches'])\nn\nc\n"
     done = call("goto", anchored, "--step", 2, "--pdb", "--at", "backward", typed=typed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fsdp.py" in done.stdout
-    assert "(Pdb) 8" in done.stdout
+    assert "(Pdb) (2, 2)" in done.stdout
     assert "from the anchor of step 2, 1 step replayed, all identical" in done.stdout
 
 
