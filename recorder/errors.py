@@ -7,7 +7,9 @@ RecordError (ValueError)
 ├── UnknownFormat     a newer format version, or keys that this version does not know
 ├── RecordingFailed   a rank could not write; the run was asked to stop when that happens
 ├── StepNotRecorded   that step, rank, row or tensor is not in the record
-└── DamagedRecord     bytes that are not the ones written; names file and tensor
+├── DamagedRecord     bytes that are not the ones written; names file and tensor
+├── ForeignFormat     a file of another framework is not what its format says
+└── UnsafePickle      a pickle asks for something that no importer needs
 """
 
 
@@ -52,3 +54,11 @@ class DamagedRecord(RecordError):
         self.file, self.tensor, self.what = file, tensor, what
         place = f"{file}, tensor {tensor}" if tensor else file
         super().__init__(f"{place}: {what}; `areal-debug record verify` lists every damaged file")
+
+
+class ForeignFormat(RecordError):
+    """A file is not what its format says; names the file, what was expected and what was found."""
+
+
+class UnsafePickle(RecordError):
+    """A pickle asks for something that no importer needs, or breaks a limit."""

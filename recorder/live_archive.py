@@ -22,7 +22,6 @@ from recorder.archive import (
 )
 from recorder.archive_writer import (
     DOCUMENTS,
-    Lane,
     clear_destination,
     commit_layout,
     folder_layout,
@@ -31,6 +30,7 @@ from recorder.archive_writer import (
 )
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
+from recorder.lane import Lane
 from recorder.reader import open_record
 from recorder.retention import Retention
 from recorder.sealed import sync

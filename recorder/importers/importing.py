@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from recorder.environment import folder_identity
-from recorder.errors import RecordNotFound
+from recorder.errors import ForeignFormat, RecordNotFound
 from recorder.format import FORMAT_VERSION, STEPS_FOLDER, RecordHeader, Recording, step_name
 from recorder.header import check_folder, clear_record, write_header
 from recorder.importers import (
@@ -24,7 +24,7 @@ from recorder.importers import (
     verl,
     xtuner,
 )
-from recorder.importers.sample import Foreign, ForeignFormat, Sample, Step, count_without
+from recorder.importers.sample import Foreign, Sample, Step, count_without
 from recorder.sealed import json_text
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten

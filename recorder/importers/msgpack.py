@@ -3,7 +3,7 @@
 import struct
 from typing import Any
 
-from recorder.importers.sample import ForeignFormat
+from recorder.errors import ForeignFormat
 
 # type byte -> what follows it
 FIXED = {

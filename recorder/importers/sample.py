@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.errors import RecordError
+from recorder.errors import ForeignFormat
 
 STOP, LENGTH, ABORT = 0, 1, 2
 FINISH_REASONS = {
@@ -27,10 +27,6 @@ FINISH_REASONS = {
     "failed": ABORT,
     "skipped": ABORT,
 }
-
-
-class ForeignFormat(RecordError):
-    """A file is not what its format says; names the file, what was expected and what was found."""
 
 
 @dataclass(frozen=True)

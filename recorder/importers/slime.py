@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from recorder.errors import ForeignFormat
 from recorder.importers.sample import (
     ABORT,
     FINISH_REASONS,
     Foreign,
-    ForeignFormat,
     Sample,
     Step,
     completion_sample,

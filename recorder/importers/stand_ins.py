@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from recorder.errors import UnsafePickle
+
 TORCH_TYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype("<f8"),
     "float32": np.dtype("<f4"),
@@ -36,10 +38,6 @@ STORAGES = {
     "BoolStorage": "bool",
 }
 NUMPY_KINDS = "biufSU"  # numbers and strings; "O" holds objects and arrives as a list
-
-
-class UnsafePickle(ValueError):
-    """The pickle asks for something that no importer needs."""
 
 
 @dataclass

@@ -24,15 +24,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recorder.importers.stand_ins import (
-    Array,
-    BytesFile,
-    DType,
-    Instance,
-    Storage,
-    UnsafePickle,
-    find_stand_in,
-)
+from recorder.errors import UnsafePickle
+from recorder.importers.stand_ins import Array, BytesFile, DType, Instance, Storage, find_stand_in
 
 REFUSED = 3  # exit code of the process
 NUMBERS = 16  # lists of at least so many numbers travel as arrays

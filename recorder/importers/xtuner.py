@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from recorder.errors import ForeignFormat
 from recorder.importers.sample import (
     Foreign,
-    ForeignFormat,
     Sample,
     Step,
     as_tokens,

@@ -25,8 +25,9 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.archive_writer import SHARD_CHUNKS, archive_record
+from recorder.archive_writer import archive_record
 from recorder.extract import extract_record
+from recorder.lane import SHARD_CHUNKS
 from recorder.testing import write_scripted_record
 
 URLS = itertools.count()
@@ -113,8 +114,8 @@ def test_an_archive_of_an_archive_extracts_to_the_first_record(source, tmp_path)
 
 def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
     # chunks of 64 bytes and shards of two: every step spans several objects
-    monkeypatch.setattr("recorder.archive_writer.CHUNK_BYTES", 64)
-    monkeypatch.setattr("recorder.archive_writer.SHARD_CHUNKS", 2)
+    monkeypatch.setattr("recorder.lane.CHUNK_BYTES", 64)
+    monkeypatch.setattr("recorder.lane.SHARD_CHUNKS", 2)
     write_scripted_record(tmp_path / "record", num_steps=3, num_rows=9)
     archive_record(tmp_path / "record", tmp_path / "a")
     num_ids = sum(len(open_record(tmp_path / "record").step(step).batch(0)["input_ids"]) for step in range(3))

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import RecordError, RecordExists, RecordNotFound, open_record, verify
+from recorder.errors import ForeignFormat
 from recorder.importers.importing import FORMATS, find_format, import_record
-from recorder.importers.sample import ForeignFormat
 
 spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
 layouts = importlib.util.module_from_spec(spec)

@@ -41,7 +41,7 @@ BREAKS = {
     "clip": ("policy_loss.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
     "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
     "deviation": ("normalization.py", "self.count - int(unbiased)", "self.count"),
-    "alignment": ("alignment.py", "LAST[key]) for key in ROLLED}", "LAST[key]) for key in ROLLED[:-1]}"),
+    "alignment": ("alignment.py", "[values[:, 1:], end]", "[end, values[:, 1:]]"),
     "weights": ("policy_loss.py", "loss = loss * weights", "loss = loss"),
 }
 
