@@ -33,7 +33,7 @@ class MalformedEpisode(ValueError):
 
 
 class WrongServer(ValueError):
-    """A server that speaks another version of the protocol, or serves another model than the run's."""
+    """No address of a server, or one that speaks another version of the protocol or serves another model than the run's."""
 
 
 class BadName(ValueError):

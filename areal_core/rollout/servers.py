@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied
+from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WrongServer
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 LOGS_VARIABLE = "AREAL_LLM_SERVER_LOGS"
@@ -24,10 +24,15 @@ LINE_LIMIT = 300
 
 @dataclass(frozen=True)
 class Server:
-    """One inference server: `host:port`, and its log file where the launcher told of one."""
+    """One inference server: `host:port`, and its log file where the launcher told of one. Raises `WrongServer`."""
 
     address: str
     log: Path | None = None
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise WrongServer(f"{self.address!r} is no address of an inference server: give host:port")
 
     def describe(self) -> str:
         """The address, followed by the last log lines where they can be read."""

@@ -69,6 +69,12 @@ def test_what_a_dead_server_announced_is_forgotten_but_an_address_that_was_told_
     pool.close()
 
 
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":80", "http://host:80/"])
+def test_what_is_no_address_is_refused_at_once(address):
+    with pytest.raises(WrongServer, match="is no address of an inference server: give host:port"):
+        discover([], {"AREAL_LLM_SERVER_ADDRS": address}, MemoryNames(), "exp", "trial")
+
+
 # ---- identity
 
 
