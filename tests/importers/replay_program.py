@@ -3,7 +3,7 @@
 `python replay_program.py MODEL FOLDER`
 """
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,13 +17,12 @@ from replayer.rerun import verdict_at_once
 from replayer.run import replay_here
 
 HERE = Path(__file__).parent
-spec = importlib.util.spec_from_file_location("layouts", HERE / "layouts.py")
-layouts = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layouts)
+sys.path.insert(0, str(HERE.parent))
+dataproto, pickled = (importlib.import_module(f"importers.{name}") for name in ("dataproto", "pickled"))
 WRITERS = {
-    "slime": layouts.write_slime,
-    "areal": layouts.write_areal_list,
-    "verl": layouts.write_verl,
+    "slime": pickled.write_slime,
+    "areal": pickled.write_areal_list,
+    "verl": dataproto.write_verl,
 }
 
 

@@ -1,6 +1,5 @@
 """Imported records are trained on by our trainer, and what came out is never called a replay."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from . import pickled
 
 HERE = Path(__file__).parent
 
@@ -33,10 +34,7 @@ def test_one_batch_from_three_formats_trains_to_the_same_bits(tiny_model, tmp_pa
 
 @pytest.mark.long
 def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tmp_path):
-    spec = importlib.util.spec_from_file_location("layouts", HERE / "layouts.py")
-    layouts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(layouts)
-    source = layouts.write_slime(tmp_path / "slime")
+    source = pickled.write_slime(tmp_path / "slime")
 
     def call(*arguments, code=0):
         command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]

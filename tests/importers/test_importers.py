@@ -1,10 +1,8 @@
 """Files of other frameworks become records: the same tokens, masks, logprobs, groups and rewards, and what is lost is said."""
 
-import importlib.util
 import json
 import os
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,39 +14,37 @@ from recorder import RecordError, RecordExists, RecordNotFound, open_record, ver
 from recorder.errors import ForeignFormat
 from recorder.importers.importing import FORMATS, find_format, import_record
 
-spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
-layouts = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layouts)
-KNOWN = layouts.KNOWN
+from . import dataproto, lines, pickled
+from .known import KNOWN
 
 # format, writer, what the rewards are, whether groups, finish reasons and versions are known
 CASES = {
-    "slime": ("slime", layouts.write_slime, "reward", {"groups", "finish", "versions", "text"}),
-    "miles": ("slime", layouts.write_miles, "reward", {"groups", "finish", "versions", "text"}),
-    "verl": ("verl", layouts.write_verl, "reward", {"groups"}),
-    "verl in numpy": ("verl", lambda folder: layouts.write_verl(folder, "numpy"), "reward", {"groups"}),
-    "prime-rl": ("prime-rl", layouts.write_prime_rl, "advantage", set()),
-    "prime-rl export": ("prime-rl", layouts.write_prime_rl_export, "advantage", set()),
-    "nemo-rl": ("nemo-rl", layouts.write_nemo_rl, "reward", {"groups"}),
-    "skyrl": ("skyrl", layouts.write_skyrl, "advantage", {"groups"}),
-    "roll, rlvr": ("roll", layouts.write_roll_rlvr, "reward", {"groups"}),
-    "roll, agentic": ("roll", layouts.write_roll_agentic, "reward", {"groups"}),
-    "xtuner": ("xtuner", layouts.write_xtuner, "reward", {"groups", "finish"}),
+    "slime": ("slime", pickled.write_slime, "reward", {"groups", "finish", "versions", "text"}),
+    "miles": ("slime", pickled.write_miles, "reward", {"groups", "finish", "versions", "text"}),
+    "verl": ("verl", dataproto.write_verl, "reward", {"groups"}),
+    "verl in numpy": ("verl", lambda folder: dataproto.write_verl(folder, "numpy"), "reward", {"groups"}),
+    "prime-rl": ("prime-rl", lines.write_prime_rl, "advantage", set()),
+    "prime-rl export": ("prime-rl", lines.write_prime_rl_export, "advantage", set()),
+    "nemo-rl": ("nemo-rl", lines.write_nemo_rl, "reward", {"groups"}),
+    "skyrl": ("skyrl", pickled.write_skyrl, "advantage", {"groups"}),
+    "roll, rlvr": ("roll", dataproto.write_roll_rlvr, "reward", {"groups"}),
+    "roll, agentic": ("roll", dataproto.write_roll_agentic, "reward", {"groups"}),
+    "xtuner": ("xtuner", pickled.write_xtuner, "reward", {"groups", "finish"}),
     "open-instruct": (
         "open-instruct",
-        layouts.write_open_instruct,
+        lines.write_open_instruct,
         "reward",
         {"groups", "finish", "no masks"},
     ),
-    "areal, padded": ("areal", layouts.write_areal_padded, "reward", {"groups", "versions"}),
-    "areal, a list": ("areal", layouts.write_areal_list, "reward", {"groups", "versions"}),
+    "areal, padded": ("areal", pickled.write_areal_padded, "reward", {"groups", "versions"}),
+    "areal, a list": ("areal", pickled.write_areal_list, "reward", {"groups", "versions"}),
     "areal, an older TensorDict": (
         "areal",
-        layouts.write_areal_older_tensordict,
+        pickled.write_areal_older_tensordict,
         "reward",
         {"groups", "versions"},
     ),
-    "areal, a TensorDict": ("areal", layouts.write_areal_tensordict, "reward", {"groups", "versions"}),
+    "areal, a TensorDict": ("areal", pickled.write_areal_tensordict, "reward", {"groups", "versions"}),
 }
 
 
@@ -89,7 +85,7 @@ def test_every_format_has_a_case_or_is_text():
 
 
 def test_steps_are_numbered_from_zero_in_their_own_order(tmp_path):
-    imported = import_record(layouts.write_slime(tmp_path), tmp_path / "record")
+    imported = import_record(pickled.write_slime(tmp_path), tmp_path / "record")
     assert imported.steps == ("rollout 9", "rollout 10")
     record = open_record(tmp_path / "record")
     assert record.steps == (0, 1)
@@ -99,7 +95,7 @@ def test_steps_are_numbered_from_zero_in_their_own_order(tmp_path):
 
 def test_interleaved_samples_are_sorted_into_their_groups(tmp_path):
     known = [KNOWN[0], KNOWN[2], KNOWN[1], KNOWN[3]]
-    import_record(layouts.write_slime(tmp_path, known), tmp_path / "record")
+    import_record(pickled.write_slime(tmp_path, known), tmp_path / "record")
     rows = rows_of(open_record(tmp_path / "record"))
     assert [(int(row["prompt_id"]), int(row["sample_id"])) for row in rows] == [
         (0, 0),
@@ -111,7 +107,7 @@ def test_interleaved_samples_are_sorted_into_their_groups(tmp_path):
 
 
 def test_what_single_samples_lack_is_counted(tmp_path):
-    source = layouts.write_slime(tmp_path, rollout_log_probs=None, weight_versions=["1", "2"])
+    source = pickled.write_slime(tmp_path, rollout_log_probs=None, weight_versions=["1", "2"])
     notes = import_record(source, tmp_path / "record").notes
     assert "8 of 8 samples have no logprobs: 0 is recorded: replay with actor.recompute_logprob=true" in notes
     assert any(note.startswith("8 of 8 samples have no versions") for note in notes)
@@ -119,7 +115,7 @@ def test_what_single_samples_lack_is_counted(tmp_path):
 
 def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_path):
     import_record(
-        layouts.write_slime(tmp_path, remove_sample=True, reward={"score": 0.25}), tmp_path / "record"
+        pickled.write_slime(tmp_path, remove_sample=True, reward={"score": 0.25}), tmp_path / "record"
     )
     (row, *_) = rows_of(open_record(tmp_path / "record"))
     assert row["loss_mask"].sum() == 0
@@ -127,15 +123,15 @@ def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_p
 
 
 def test_verl_without_uid_groups_by_prompt_and_without_scores_says_so(tmp_path):
-    tensors = {key: value for key, value in layouts.verl_tensors().items() if key != "rm_scores"}
-    imported = import_record(layouts.write_verl(tmp_path, tensors=tensors, others={}), tmp_path / "record")
+    tensors = {key: value for key, value in dataproto.verl_tensors().items() if key != "rm_scores"}
+    imported = import_record(dataproto.write_verl(tmp_path, tensors=tensors, others={}), tmp_path / "record")
     assert any("no uid" in note for note in imported.notes)
     assert any("no rm_scores" in note for note in imported.notes)
     assert [int(row["prompt_id"]) for row in rows_of(open_record(tmp_path / "record"))] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("areal-text", layouts.write_areal_text), ("verl-text", layouts.write_verl_text)]
+    ("name", "write"), [("areal-text", lines.write_areal_text), ("verl-text", lines.write_verl_text)]
 )
 def test_dumps_of_text_can_be_read_and_say_that_they_cannot_be_replayed(name, write, tmp_path):
     (tmp_path / "dump").mkdir()
@@ -155,7 +151,7 @@ def test_dumps_of_text_can_be_read_and_say_that_they_cannot_be_replayed(name, wr
 
 
 def test_a_padded_batch_of_areal_keeps_its_values_through_bfloat16(tmp_path):
-    batch = layouts.areal_batch(KNOWN)
+    batch = pickled.areal_batch(KNOWN)
     batch["logprobs"] = batch["logprobs"].to(torch.bfloat16)
     torch.save(batch, tmp_path / "batch.pt")
     import_record(tmp_path / "batch.pt", tmp_path / "record")
@@ -200,7 +196,7 @@ def test_malicious_pickles_do_nothing_and_are_refused_by_name(number, tmp_path):
 def test_a_malicious_pickle_inside_a_torch_file_and_inside_a_pickle_is_refused(tmp_path):
     torch.save({"rollout_id": 0, "samples": [Touch(tmp_path / "made")]}, tmp_path / "0.pt")
     state = (pickle.dumps(Touch(tmp_path / "made")), {}, {})
-    layouts.pickle_proto("verl.protocol", state, tmp_path / "gen_batch.dp")
+    dataproto.pickle_proto("verl.protocol", state, tmp_path / "gen_batch.dp")
     for source, name in (("0.pt", "slime"), ("gen_batch.dp", "verl")):
         with pytest.raises(ValueError, match=r"refused: it asks for posix.mkdir"):
             import_record(tmp_path / source, tmp_path / "record", name)
@@ -236,7 +232,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     ],
 )
 def test_a_file_that_contradicts_itself_is_told_with_its_place(changes, words, tmp_path):
-    source = layouts.write_slime(tmp_path, KNOWN[:1], **changes)
+    source = pickled.write_slime(tmp_path, KNOWN[:1], **changes)
     with pytest.raises(ForeignFormat, match=r"9\.pt, sample 0.*") as caught:
         import_record(source, tmp_path / "record")
     assert words in str(caught.value)
@@ -256,7 +252,7 @@ def test_sources_that_are_nothing_known_are_told(tmp_path):
     with pytest.raises(ForeignFormat, match=r"rank_0.bin.*cut off"):
         import_record(tmp_path / "rank_0.bin", tmp_path / "record")
     with pytest.raises(RecordExists):
-        import_record(layouts.write_slime(tmp_path / "s"), tmp_path / "other")
+        import_record(pickled.write_slime(tmp_path / "s"), tmp_path / "other")
     assert issubclass(ForeignFormat, RecordError)
 
 
@@ -266,7 +262,7 @@ def test_the_verb_imports_says_what_is_lost_and_takes_miles_for_slime(tmp_path):
         assert done.exit_code == code, done.output
         return done.output
 
-    source = layouts.write_miles(tmp_path)
+    source = pickled.write_miles(tmp_path)
     said = run(source, "--from", "miles", "--to", tmp_path / "a")
     assert "1 steps of slime: 4 samples, 20 tokens" in said
     assert "weights and optimizer are not in the file" in said

@@ -1,0 +1,180 @@
+"""Writes the MessagePack and JSON lines of prime-rl, NeMo-RL and open-instruct, and the dumps of text of AReaL and verl."""
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from .known import KNOWN
+
+# prime-rl
+
+
+class MicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    ref_logprobs: list[float] | None = None
+    routed_experts: list | None = None
+    mm_kwargs: dict | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+def micro_batch(samples, padding=0, masked=False):
+    columns = {"ids": [], "mask": [], "advantages": [], "logprobs": [], "names": []}
+    for one in samples:
+        size = len(one.tokens)
+        columns["ids"] += one.tokens
+        columns["mask"] += [bool(m) and not masked for m in one.full_mask]
+        columns["advantages"] += [one.advantage] * size
+        columns["logprobs"] += one.full_logprobs
+        columns["names"] += ["math"] * size
+    lengths = [len(one.tokens) for one in samples]
+    lengths[-1] += padding
+    columns["ids"] += [1] * padding
+    columns["mask"] += [False] * padding
+    columns["advantages"] += [0.0] * padding
+    columns["logprobs"] += [0.0] * padding
+    columns["names"] += [""] * padding
+    total = len(columns["ids"])
+    positions = [position for length in lengths for position in range(length)]
+    return MicroBatch(
+        columns["ids"],
+        columns["mask"],
+        columns["advantages"],
+        columns["logprobs"],
+        positions,
+        lengths,
+        [1.0] * total,
+        columns["names"],
+        lengths,
+    )
+
+
+def write_prime_rl(folder: Path) -> Path:
+    step = folder / "rollouts" / "step_4"
+    step.mkdir(parents=True)
+    encode = msgspec.msgpack.Encoder().encode
+    (step / "rank_0.bin").write_bytes(encode([micro_batch(KNOWN[:2], padding=3)]))
+    (step / "rank_1.bin").write_bytes(encode([micro_batch(KNOWN[2:]), micro_batch(KNOWN[:1], masked=True)]))
+    return folder
+
+
+def write_prime_rl_export(folder: Path) -> Path:
+    step = folder / "token_exports" / "step_4"
+    step.mkdir(parents=True)
+    with (step / "rank_0.jsonl").open("w") as file:
+        for number, one in enumerate(KNOWN):
+            row = {
+                "schema_version": 1,
+                "step": 4,
+                "rank": 0,
+                "micro_step": number,
+                "env_name": "math",
+                "token_ids": one.tokens,
+                "position_ids": list(range(len(one.tokens))),
+                "loss_mask": [bool(m) for m in one.full_mask],
+                "advantages": [one.advantage] * len(one.tokens),
+                "inference_logprobs": one.full_logprobs,
+                "trainer_logprobs": one.full_logprobs,
+            }
+            file.write(json.dumps(row) + "\n")
+    (step / "STABLE").touch()
+    return folder
+
+
+# JSON lines
+
+
+def write_nemo_rl(folder: Path) -> Path:
+    width = 9
+    path = folder / "exp_001" / "train_data_step5.jsonl"
+    path.parent.mkdir(parents=True)
+
+    def fill(values):
+        return list(values) + [0] * (width - len(values))
+
+    rows = [
+        {
+            "content": ["".join(one.text)],
+            "rewards": [one.reward],
+            "input_lengths": [len(one.tokens)],
+            "token_ids": [fill(one.tokens)],
+            "token_loss_mask": [fill(one.full_mask)],
+            "sample_loss_mask": [1.0],
+            "advantages": [fill([one.advantage] * len(one.tokens))],
+            "generation_logprobs": [fill(one.full_logprobs)],
+            "prev_logprobs": [fill(one.full_logprobs)],
+            "idx": number,
+        }
+        for number, one in enumerate(KNOWN)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path.parent
+
+
+def write_open_instruct(folder: Path) -> Path:
+    (folder / "run_metadata.jsonl").write_text('{"run_name": "run", "git_commit": "0"}\n')
+    rows = [
+        {
+            "step": step,
+            "sample_idx": number,
+            "prompt_idx": one.group,
+            "prompt_tokens": one.prompt,
+            "response_tokens": one.completion,
+            "reward": one.reward,
+            "advantage": one.advantage,
+            "finish_reason": ["stop", "length"][one.finish_reason],
+            "dataset": "gsm8k",
+            "ground_truth": "42",
+            "request_info": {},
+            "logprobs": one.logprobs,
+        }
+        for step in (1, 2)
+        for number, one in enumerate(KNOWN)
+    ]
+    (folder / "run_rollouts_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    (folder / "run_rollouts_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:]))
+    return folder
+
+
+# text
+
+
+def write_areal_text(folder: Path) -> Path:
+    for number, one in enumerate(KNOWN):
+        path = folder / "rollout" / "3" / f"{one.group}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = {
+            "task_id": one.group,
+            "sample_idx": number % 2,
+            "seqlen": len(one.tokens),
+            "prompt_len": len(one.prompt),
+            "head_version": 3,
+            "tail_version": 3,
+            "version_rle": [[3, len(one.completion)]],
+            "reward": one.reward,
+            "prompt": one.text[0],
+            "completion": one.text[1],
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def write_verl_text(folder: Path) -> Path:
+    rows = [
+        {"input": one.text[0], "output": one.text[1], "gts": "42", "score": one.reward, "step": 1}
+        for one in KNOWN
+    ]
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
