@@ -17,37 +17,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SFTConfig, config_from_dict, config_to_dict
-from areal_core.config.experiment import SlurmLauncherConfig
 from areal_core.errors import ConfigError
-from areal_core.launch.errors import ServerFailed
 from areal_core.launch.follow import following
-from areal_core.launch.job import Job, run_job
+from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
-from areal_core.launch.processes import Child, end_tree, start
-from areal_core.launch.ranks import earliest_failure
-from areal_core.launch.server_plan import ServerPlan, plan_servers
-from areal_core.launch.sglang_server import free_port
-from areal_core.launch.torchrun import (
-    POLL_S,
-    Nodes,
-    ended_on_signals,
-    rank_command,
-    rank_environment,
-    run_command,
-)
-from areal_core.rollout.errors import ServerDied
-from areal_core.rollout.name_service import FolderNames
-from areal_core.rollout.servers import Server, wait_until_healthy
-
-NAMES = "names"  # folder below the logs in which servers leave their addresses
+from areal_core.launch.processes import start
+from areal_core.launch.slurm_steps import run_steps
+from areal_core.launch.torchrun import ended_on_signals
 
 
 def launch(job: Job) -> int:
@@ -123,149 +103,6 @@ def machine_options(job: Job, placement: Placement) -> dict[str, str]:
         "mem": max(memory_mib),
     }
     return {name: str(amount) for name, amount in asked.items() if amount}
-
-
-def run_steps(job: Job, placement: Placement) -> int:
-    """Runs the job's servers and ranks as steps of the allocation that this process is in."""
-    hosts = hosts_of_allocation()
-    if len(hosts) < placement.num_nodes:
-        raise ConfigError(
-            f"the job needs {placement.num_nodes} machines and the SLURM allocation has {len(hosts)}: ask for more"
-        )
-    return run_job(
-        job,
-        lambda stack: start_servers(job, placement, hosts, stack),
-        lambda env, healthy: run_ranks(job, placement, hosts, env, healthy),
-    )
-
-
-def run_ranks(
-    job: Job, placement: Placement, hosts: list[str], env: Mapping[str, str], healthy: Callable[[], bool]
-) -> int:
-    """Runs the ranks as one step; the exit code of the first that failed on any machine."""
-    hosts = hosts[: placement.num_trainer_nodes]
-    nodes = Nodes(len(hosts), hosts[0], free_port()) if len(hosts) > 1 else None
-    options = job.config.launcher
-    step = step_command(
-        options.slurm,
-        hosts,
-        options.slurm.trainer_image,
-        num_gpus=0 if job.config.device == "cpu" else placement.ranks_per_node,
-        num_cpus=placement.ranks_per_node * options.trainer_cpus_per_gpu,
-        memory_mib=placement.ranks_per_node * options.trainer_mem_per_gpu,
-    )
-    task = [sys.executable, "-m", "areal_core.launch.task"]
-    command = [*step, *task, *rank_command(job.script_argv, placement.ranks_per_node, nodes)]
-    code = run_command(command, rank_environment(env, job.log_dir), job.log_dir / "trainer.log", healthy)
-    failure = earliest_failure(job.log_dir / "ranks")
-    return failure.exit_code if failure is not None else code
-
-
-class StepServer:
-    """A server as the batch job sees it: a step, and an address once the step has left it."""
-
-    def __init__(self, server: Server, step: Child) -> None:
-        self.server = server
-        self._step = step
-
-    def check(self) -> None:
-        """Raises `ServerFailed` when the step has ended."""
-        if (code := self._step.poll()) is not None:
-            raise ServerFailed(f"ended with exit code {code}: server {self.server.describe()}")
-
-
-def start_servers(job: Job, placement: Placement, hosts: list[str], stack: ExitStack) -> list[StepServer]:
-    """Starts every server as a step, then waits for all; `stack` ends them. Raises `ServerFailed`."""
-    shutil.rmtree(job.log_dir / NAMES, ignore_errors=True)
-    plans = plan_servers(job, "cpu" if job.config.device == "cpu" else "cuda", share_devices=False)
-    steps = []
-    for i, plan in enumerate(plans):
-        host = hosts[placement.server_nodes[i]]
-        steps.append(start_server_step(job, placement, host, i, plan, alone=placement.num_nodes == 1))
-        stack.callback(end_tree, steps[-1])
-    servers = []
-    for i, (plan, step) in enumerate(zip(plans, steps, strict=True)):
-        waiting = StepServer(Server(f"llm_server_{i}", Path(plan.log)), step)
-        address = wait_for_address(job.log_dir / NAMES, i, waiting.check, plan.ready_timeout_s)
-        servers.append(StepServer(Server(address, Path(plan.log)), step))
-    for plan, server in zip(plans, servers, strict=True):
-        try:
-            wait_until_healthy([server.server], plan.ready_timeout_s, server.check)
-        except ServerDied as death:
-            raise ServerFailed(str(death)) from death
-    return servers
-
-
-def start_server_step(
-    job: Job, placement: Placement, host: str, index: int, plan: ServerPlan, alone: bool
-) -> Child:
-    """Starts a step that runs a server on `host`; it listens to this machine only if the job is `alone` on it."""
-    options, size = job.config.launcher, placement.devices_per_server
-    step = step_command(
-        options.slurm,
-        [host],
-        options.slurm.inference_server_image,
-        num_gpus=0 if job.config.device == "cpu" else size,
-        num_cpus=size * options.inference_server_cpus_per_gpu,
-        memory_mib=size * options.inference_server_mem_per_gpu,
-    )
-    file = job.log_dir / f"llm_server_{index}.json"
-    file.write_text(json.dumps(asdict(plan)))
-    server = [
-        sys.executable,
-        "-m",
-        "areal_core.launch.slurm_server",
-        str(file),
-        "127.0.0.1" if alone else host,
-    ]
-    command = [*step, *server, str(job.log_dir / NAMES), str(index)]
-    with (job.log_dir / f"llm_server_{index}_step.log").open("wb") as log:
-        return start(command, {}, log)
-
-
-def wait_for_address(names: Path, index: int, check: Callable[[], None], timeout_s: float) -> str:
-    """The address that a server's step leaves when the server has been started. Raises `ServerFailed`."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := FolderNames(names).below("servers")) or f"servers/{index}" not in found:
-        check()
-        if time.monotonic() > deadline:
-            raise ServerFailed(f"SLURM had not started server {index} after {timeout_s:.0f} s")
-        time.sleep(POLL_S)
-    return found[f"servers/{index}"]
-
-
-def step_command(
-    options: SlurmLauncherConfig,
-    hosts: list[str],
-    image: str | None,
-    *,
-    num_gpus: int,
-    num_cpus: int,
-    memory_mib: int,
-) -> list[str]:
-    """srun with one task on each host, up to the command that it runs, in a container if there is an image."""
-    command = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"]
-    command += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--unbuffered"]
-    if num_gpus:  # exact: two steps on one machine never see the same GPU
-        command += ["--exact", f"--gpus-per-node={num_gpus}", f"--cpus-per-task={num_cpus or 1}"]
-    else:
-        command += ["--overlap"]
-    command += [f"--mem={memory_mib}"] if memory_mib else []
-    command += shlex.split(os.path.expandvars(options.srun_additional_args))
-    if image is None or options.container_type == "none":
-        return command
-    return [*command, options.container_type, "exec", "--nv", "--bind", options.mount, image]
-
-
-def hosts_of_allocation() -> list[str]:
-    """The machines of the allocation that this process is in."""
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.split()
 
 
 def job_to_json(job: Job) -> dict[str, object]:

@@ -84,6 +84,7 @@ def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(c
     assert not psutil.pid_exists(int(waiting.stem))
 
 
+@pytest.mark.long
 def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_path, capfd):
     """Two machines of one rank each; here both are this one."""
     body = """
@@ -146,6 +147,7 @@ def test_a_run_without_room_is_told_what_it_asked_for_and_what_there_is(cluster,
         launch(job(tmp_path, "", cpus=4))
 
 
+@pytest.mark.long
 def test_the_end_of_the_launcher_ends_the_ranks_and_gives_back_the_machines(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, time; print('started', os.getpid(), flush=True); time.sleep(600)")
