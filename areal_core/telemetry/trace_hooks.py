@@ -4,10 +4,11 @@ Each wrapper behaves as what it wraps and only takes the time. Without tracing n
 """
 
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,8 @@ from areal_core.rollout.weight_push import NamedTensors, WeightPush
 from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
+
+logger = logging.getLogger(__name__)
 
 # Statistics that are drawn over time: the name of the track, and each curve's name among the statistics.
 TRACKS = {
@@ -81,7 +84,8 @@ class Tracing:
             self._sessions.close()
         if self._trace is not None:
             self._trace.close()
-            merge_if_all_ended(self._trace.folder, self._trace.world_size)
+            with warned_of_disk("the trace was not merged"):  # `areal-debug trace` will
+                merge_if_all_ended(self._trace.folder, self._trace.world_size)
 
 
 NO_TRACING = Tracing()
@@ -223,12 +227,23 @@ class SessionLog:
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
-        self._file.write("".join(lines))
-        self._file.flush()
+        with warned_of_disk(f"{len(lines)} episodes are missing in {self._file.name}"):
+            self._file.write("".join(lines))
+            self._file.flush()
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        with warned_of_disk(f"{self._file.name} may lack its end"):
+            self._file.close()
+
+
+@contextmanager
+def warned_of_disk(consequence: str) -> Iterator[None]:
+    """Turns a full or broken disk into a warning: it must not end a run that is only watched."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", consequence, error)
 
 
 class StepProfiler:

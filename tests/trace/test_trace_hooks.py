@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -151,3 +152,14 @@ def test_a_run_that_ends_with_an_error_says_so_in_the_trace(tmp_path):
     tracing.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["error"] for event in events if event["name"] == "error"] == ["ValueError: no"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_episodes_end_well_when_their_log_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "sessions-r00000.jsonl").symlink_to("/dev/full")
+    tracing = Tracing(Trace(tmp_path, 0, 1, {}), sessions=1)
+    (rows,) = run_episodes(tracing, row(1.0))
+    tracing.close()
+    assert rows["rewards"].tolist() == [1.0]
+    assert "1 episodes are missing in" in caplog.text
+    assert len(slices(tmp_path, "episode")) == 1
