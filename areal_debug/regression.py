@@ -25,6 +25,7 @@ from replayer.before import check_model, check_replayable, step_range
 from replayer.check import NOT_COMPUTED, ReplayReport
 from replayer.compare import compare_outcomes
 from replayer.errors import ReplayError
+from replayer.noise import other_machine
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
@@ -161,7 +162,9 @@ def bless(spec: Spec) -> list[str]:
         request = replace(request_of(replace(spec, steps=None), old), record_to=str(new_path))
         run_quietly(request)
         new = open_record(new_path)
-        changes = describe_changes(old, new)
+        moved = other_machine(old.header, new.header)
+        changes = [f"environment: {d.where}: {d.recorded} -> {d.current}" for d in moved[:SHOWN]]
+        changes += describe_changes(old, new)
         if not changes:
             return []
         kept = replace(
