@@ -78,8 +78,9 @@ def print_verdict(out: Console, checked: Checked) -> None:
     verdict = checked.diagnosis.verdict
     headline, summary = summary_of(checked)
     out.print(f"[bold {STYLES[verdict]}]{verdict.capitalize()}:[/] {escaped(headline)}. {escaped(summary)}")
-    if text := left_out(checked):
-        out.print(f"[yellow]{text}[/yellow]")
+    for text in (left_out(checked), *checked.notes):
+        if text:
+            out.print(f"[yellow]{escaped(text)}[/yellow]")
     out.print()
 
 

@@ -21,6 +21,7 @@ NUM_DOTS = 1500
 CURVES = (
     ("response_position", "mean |D| by position in the response"),
     ("surprisal_decile", "mean |D| by decile of surprisal, likeliest tokens first"),
+    ("entropy_decile", "mean |D| by decile of entropy, surest first"),
     ("turn", "mean |D| by turn"),
     ("version", "mean |D| by weight version"),
     ("worker", "mean |D| by worker"),
@@ -53,7 +54,7 @@ def page_facts(
     return {
         "verdict": found.verdict,
         "headline": headline,
-        "summary": ". ".join(filter(None, (summary, left_out(checked)))),
+        "summary": ". ".join(filter(None, (summary, left_out(checked), *checked.notes))),
         "told": [
             f"{name}: {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
             for name, value in told.items()
@@ -63,6 +64,7 @@ def page_facts(
         "gates": gates,
         "rescoring": [] if checked.rescoring is None else rescoring_rows(checked.rescoring),
         "charts": charts(checked),
+        "kinds": found.measurement.by.get("kind", ()),
         "worst": [worst_facts(token, decode) for token in describe_worst(checked, count=30)],
         "metrics": [
             {"name": name, "value": format_number(value), "elsewhere": "; ".join(ALIASES.get(name, ()))}

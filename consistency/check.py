@@ -11,9 +11,12 @@ import torch
 
 from consistency.alternatives import bos_alternatives, checkpoint_alternative, quantized_alternatives
 from consistency.case import Alternative, Noise, Setting
+from consistency.classes import KINDS, kinds_of
 from consistency.diagnose import Diagnosis, diagnose, is_accusation
 from consistency.engine.reply import Top
+from consistency.errors import EngineError, OtherTokenizer
 from consistency.estimators import k3
+from consistency.groups import Group, group_by
 from consistency.measure import worst_tokens
 from consistency.replay import Replays, replay, select_rows, spread_rows
 from consistency.rescoring import Rescoring
@@ -55,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Checked:
-    """A diagnosis, with what it was made from."""
+    """A diagnosis, with what it was made from. `notes` say what could not be asked."""
 
     diagnosis: Diagnosis
     sequences: Sequences
@@ -65,6 +68,7 @@ class Checked:
     rescoring: Rescoring | None
     tops: tuple[Top, ...] | None
     third: ThirdOpinion | None
+    notes: tuple[str, ...] = ()
 
 
 def check(
@@ -76,7 +80,7 @@ def check(
     """Compare an engine's logprobs with a model's.
 
     Args:
-        ask_again: has the engines that sampled score some rows once more; None where they are gone.
+        ask_again: has the engines that sampled score some rows once more; None where they are gone. Where they cannot, a note says so.
 
     Raises:
         ModelError: a checkpoint cannot be read. ConsistencyError: nothing to compare.
@@ -87,6 +91,8 @@ def check(
         temperature = 1.0  # SGLang reports greedy tokens at temperature 1
     dtype = request.dtype or sampling.trainer_dtype
     scorer = load_scorer(request.model, DTYPES[dtype], request.device)
+    for part in sampled.parts.values():
+        refuse_other_vocabulary(part, scorer)
     scores = join_scores(
         [
             score_part(scorer, part, request, temperature, dtype, name, progress)
@@ -97,7 +103,13 @@ def check(
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
     rows = select_rows(sequences, replays.rows)
-    rescoring = None if ask_again is None else ask_again(scorer, rows, temperature)
+    rescoring: Rescoring | None = None
+    notes: tuple[str, ...] = ()
+    if ask_again is not None:
+        try:
+            rescoring = ask_again(scorer, rows, temperature)
+        except EngineError as error:  # many engines do not score prompts; the rest can be judged all the same
+            notes = (f"the engine was not asked again: {error}",)
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
     third = ask_trainer(sampled, sequences, scores, request, dtype, temperature)
@@ -113,7 +125,8 @@ def check(
             setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
         found = judge(setting, alternatives=given)
     detail_worst(scorer, sequences, scores, found, temperature)
-    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, third)
+    found = with_more_groups(found, scores, setting, request.model)
+    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, third, notes)
 
 
 def ask_trainer(
@@ -194,6 +207,32 @@ def score_part(
     if not file.exists():
         save_scores(file, question, scored())
     return load_scores(file, question)
+
+
+def with_more_groups(found: Diagnosis, scores: Scores, setting: Setting, model: str) -> Diagnosis:
+    """The same numbers by decile of the model's entropy, where it was asked, and by kind of token."""
+    table, difference = found.table, found.table.difference
+    more: dict[str, tuple[Group, ...]] = {}
+    entropy = scores.entropy[table.index]
+    asked = np.isfinite(entropy)
+    if asked.any():
+        edges = np.quantile(entropy[asked], np.arange(0.1, 1.0, 0.1))
+        more["entropy_decile"] = group_by(np.searchsorted(edges, entropy[asked]), difference[asked])
+    kinds = kinds_of(table.token_id, model, setting.eos_token_id, setting.bos_token_id)
+    if kinds is not None:
+        groups = group_by(kinds, difference)
+        more["kind"] = tuple(replace(group, key=KINDS[int(group.key)]) for group in groups)
+    return replace(found, measurement=replace(found.measurement, by=found.measurement.by | more))
+
+
+def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:
+    """Raises OtherTokenizer when an id is beyond the model's vocabulary."""
+    largest = int(sequences.input_ids.max(initial=0))
+    if largest >= scorer.head.vocabulary_size:
+        raise OtherTokenizer(
+            f"token {largest} was sampled and the model has a vocabulary of {scorer.head.vocabulary_size}: "
+            "the tokenizers differ; give the model that the engine serves"
+        )
 
 
 def detail_worst(

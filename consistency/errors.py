@@ -5,6 +5,7 @@ ConsistencyError (ValueError)
 ├── BadColumn          a column has another length than the tokens it speaks of
 ├── UnknownGate        a gate names a metric that does not exist, or no number
 ├── StaleScores        saved scores belong to another model, temperature or step
+├── OtherTokenizer     sampled ids are beyond the model's vocabulary
 ├── BadPrompts         a file of prompts cannot be read, or has none
 └── EngineError        an engine cannot be asked, or answers what cannot be used
 """
@@ -28,6 +29,10 @@ class UnknownGate(ConsistencyError):
 
 class StaleScores(ConsistencyError):
     """Scores on disk that answer another question."""
+
+
+class OtherTokenizer(ConsistencyError):
+    """Engine and model do not share a tokenizer."""
 
 
 class BadPrompts(ConsistencyError):

@@ -1,4 +1,4 @@
-"""A `FaultyEngine` behind the HTTP of SGLang, vLLM or plain OpenAI, for tests of everything that asks a live engine.
+"""Faults behind the HTTP of SGLang, vLLM or plain OpenAI, for tests of everything that asks a live engine: a `FaultyEngine`, or any rows.
 
 asker (any thread) ── HTTP ──> event loop of one thread: samples or scores, one request after another
 `serving` ends: the loop is stopped, its thread joined
@@ -6,7 +6,9 @@ asker (any thread) ── HTTP ──> event loop of one thread: samples or scor
 
 import asyncio
 import itertools
+import math
 import threading
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +19,7 @@ import torch
 from aiohttp import web
 
 from consistency.testing import FaultyEngine, report, sample_rows, sequences_of
+from consistency.tokens import Sequences
 
 Answer = Callable[[dict[str, Any]], Any]
 Decode = Callable[[list[int]], str]
@@ -39,10 +42,24 @@ def serving(
         "vllm": vllm_routes,
         "openai": partial(openai_routes, decode=decode),
     }
+    with answering(routes[dialect](model)) as address:
+        yield address
+
+
+@contextmanager
+def serving_rows(sequences: Sequences) -> Iterator[str]:
+    """Yields the address of an SGLang that answers each prompt of some rows with what was sampled and told there, in their order."""
+    with answering(row_routes(sequences)) as address:
+        yield address
+
+
+@contextmanager
+def answering(routes: dict[str, Any]) -> Iterator[str]:
+    """Yields the address of a server with these routes, on an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="faulty-engine", daemon=True)
     thread.start()
-    runner = web.AppRunner(application(routes[dialect](model)))
+    runner = web.AppRunner(application(routes))
     try:
         port = asyncio.run_coroutine_threadsafe(listen(runner), loop).result()
         yield f"http://127.0.0.1:{port}"
@@ -65,7 +82,7 @@ async def listen(runner: web.AppRunner) -> int:
 def application(routes: dict[str, Any | Answer]) -> web.Application:
     """GET for constants, POST for functions of the request's JSON."""
 
-    def answering(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def computing(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             return web.json_response(answer(await request.json()))
 
@@ -80,7 +97,7 @@ def application(routes: dict[str, Any | Answer]) -> web.Application:
     built = web.Application()
     for path, route in routes.items():
         if callable(route):
-            built.router.add_post(path, answering(route))
+            built.router.add_post(path, computing(route))
         else:
             built.router.add_get(path, telling(route))
     return built
@@ -124,8 +141,34 @@ def sglang_routes(model: OneModel) -> dict[str, Any]:
             | {"input_token_logprobs": [[None, 0, None], *([*pair, None] for pair in scored)]}
         }
 
-    info = {"version": "0.5.23", "dtype": "auto", "quantization": None, "enable_lora": False}
-    return {"/server_info": info, "/model_info": {"model_path": NAME}, "/generate": generate}
+    return {"/server_info": SGLANG, "/model_info": {"model_path": NAME}, "/generate": generate}
+
+
+SGLANG = {"version": "0.5.23", "dtype": "auto", "quantization": None, "enable_lora": False}
+
+
+def row_routes(sequences: Sequences) -> dict[str, Any]:
+    """`/generate` from rows of one turn; the versions and cached tokens that the rows hold are told with them."""
+    left: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
+    num_prompt = [int((~sequences.sampled[sequences.row(row)]).sum()) for row in range(sequences.num_rows)]
+    for row in range(sequences.num_rows):
+        left[tuple(sequences.input_ids[sequences.row(row)][: num_prompt[row]].tolist())].append(row)
+
+    def generate(asked: dict[str, Any]) -> Any:
+        if asked["sampling_params"]["max_new_tokens"] == 0:
+            raise web.HTTPBadRequest(text="recorded rows are not scored again")
+        row = left[tuple(asked["input_ids"])].popleft()
+        where = slice(sequences.row(row).start + num_prompt[row], sequences.row(row).stop)
+        told = zip(
+            sequences.engine_logprobs[where].tolist(), sequences.input_ids[where].tolist(), strict=True
+        )
+        # JSON has no NaN: a server that has none sends null.
+        rows = [[None if math.isnan(value) else value, token, None] for value, token in told]
+        cached = 0 if sequences.cached_tokens is None else int(sequences.cached_tokens[row])
+        meta = {"weight_version": "default", "cached_tokens": cached, "output_token_logprobs": rows}
+        return {"meta_info": meta | {"output_top_logprobs": [[] for _ in rows]}}
+
+    return {"/server_info": SGLANG, "/model_info": {"model_path": NAME}, "/generate": generate}
 
 
 def vllm_routes(model: OneModel) -> dict[str, Any]:

@@ -14,7 +14,7 @@ NUM_BINS = 40
 class Group:
     """Some of the tokens: how many, and how far apart."""
 
-    key: int
+    key: int | str
     num_tokens: int
     mean_abs: float
     mean: float

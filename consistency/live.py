@@ -75,7 +75,7 @@ def check_engines(
     words: Words,
     progress: Progress = lambda num_tokens: None,
 ) -> Checked:
-    """Judge what engines answered by a model. Raises as `check` does; EngineError when an engine does not score prompts."""
+    """Judge what engines answered by a model. Raises as `check` does."""
     return check(sampled, request, progress, asking_again(conversation.addresses, words))
 
 

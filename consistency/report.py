@@ -107,6 +107,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "verdict": found.verdict,
         "causes": [asdict(cause) for cause in found.causes],
         "missing": list(found.missing),
+        "notes": list(checked.notes),
         "gates": [{**asdict(gate), "holds": gate.holds} for gate in gates],
         "sign": "D = trainer - engine",
         "dtype": checked.dtype,

@@ -3,6 +3,7 @@
 Rows are packed by length without padding, and logits exist for a few tokens at a time: `[tokens, vocab]` is never held in float32.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from areal_core.batch import first_fit_decreasing
+from areal_core.engine.errors import ModelError
 from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import load_model
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 
 TOKENS_PER_PASS = 4096
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 Progress = Callable[[int], None]
 
 
@@ -95,8 +98,21 @@ class Scorer:
 
 def load_scorer(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Scorer:
     """Load a checkpoint in Hugging Face format. Raises `areal_core.engine.errors.ModelError` when it cannot be read."""
+    refuse_lone_vision_model(Path(path))
     model: Any = load_model(path, dtype=dtype)
     return scorer_of(model.to(device))
+
+
+def refuse_lone_vision_model(folder: Path) -> None:
+    """Raises ModelError for an image-text model without its processor: prompts with images could not be made again."""
+    config = folder / "config.json"
+    if not config.is_file() or "vision_config" not in json.loads(config.read_text(encoding="utf-8")):
+        return
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise ModelError(
+            f"{folder} is an image-text model without its processor (none of {', '.join(PROCESSOR_FILES)}): "
+            "copy the processor's files there, or name the text model"
+        )
 
 
 def scorer_of(model: Any) -> Scorer:

@@ -1,0 +1,57 @@
+"""What kind of token an id is: faults of masks, embeddings and templates strike kinds, not single ids."""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from consistency.tokens import Ints
+
+EOS, BOS, SPECIAL, ADDED, DIGITS, WHITESPACE, BYTES, PUNCTUATION, WORDS = KINDS = (
+    "eos",
+    "bos",
+    "special",
+    "added",
+    "digits",
+    "whitespace",
+    "bytes",
+    "punctuation",
+    "words",
+)
+
+
+def kinds_of(token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None) -> Ints | None:
+    """The index into KINDS of each id, int64 [n]; None where the model's folder holds no `tokenizer.json`."""
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    added = {
+        entry["id"]: entry["special"]
+        for entry in json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+    }
+
+    @functools.cache
+    def kind(token: int) -> int:
+        if token in (eos_token_id, bos_token_id):
+            return KINDS.index(EOS if token == eos_token_id else BOS)
+        if token in added:
+            return KINDS.index(SPECIAL if added[token] else ADDED)
+        return KINDS.index(kind_of_text(tokenizer.decode([token], skip_special_tokens=False)))
+
+    return np.array([kind(token) for token in token_ids.tolist()], np.int64)
+
+
+def kind_of_text(text: str) -> str:
+    """The kind of an ordinary token by its text. A piece of a character decodes to the replacement character."""
+    if "\ufffd" in text:
+        return BYTES
+    if not text.strip():
+        return WHITESPACE
+    stripped = text.strip()
+    if stripped.isdigit():
+        return DIGITS
+    return WORDS if any(character.isalnum() for character in stripped) else PUNCTUATION

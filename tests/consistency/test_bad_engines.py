@@ -1,0 +1,112 @@
+"""Engines, models and dumps that cannot be compared: one sentence each, exit code 2, nothing averaged in."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from transformers import Gemma3Config
+
+from areal_debug.cli.consistency import command
+from consistency.fault_server import SGLANG, answering, serving_rows
+from consistency.tokens import Sequences
+
+from .records import save_model, write_record
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"input_ids": PROMPT}) + "\n")
+    return file
+
+
+def complaint(*arguments):
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert done.exit_code == 2, done.output
+    return done.stderr
+
+
+def asked(routes, model, prompts):
+    with answering(routes) as address:
+        return complaint("--engine", address, "--model", model, "--prompts", prompts)
+
+
+def generating(meta):
+    routes = {"/server_info": SGLANG, "/model_info": {"model_path": "m"}}
+    return routes | {"/generate": lambda asked: {"meta_info": meta}}
+
+
+def test_server_that_tells_no_logprobs(model, prompts):
+    said = asked(generating({"weight_version": "default", "cached_tokens": 0}), model, prompts)
+    assert "/generate gave no logprobs" in said
+    assert "it must answer return_logprob" in said
+
+
+def test_server_that_is_no_inference_server(model, prompts):
+    assert "answers neither /server_info (SGLang) nor /v1/models" in asked({"/health": {}}, model, prompts)
+
+
+def test_server_too_old_to_say_what_it_is(model, prompts):
+    said = asked({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
+    assert "use SGLang 0.5.6 or newer" in said
+
+
+def test_prompt_beyond_the_context_is_refused_by_the_server_and_told(model, prompts):
+    from aiohttp import web
+
+    def overflow(asked):
+        raise web.HTTPBadRequest(text="The input (3 tokens) is longer than the model's context length (2)")
+
+    routes = {"/server_info": SGLANG, "/model_info": {"model_path": "m"}, "/generate": overflow}
+    assert "answered 400: The input (3 tokens) is longer" in asked(routes, model, prompts)
+
+
+def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, prompts):
+    row = Sequences(
+        np.array([*PROMPT, 4000, 9]), np.array([0, 5]), np.array([0, 0, 0, 1, 1], bool), np.full(5, -1.0)
+    )
+    with serving_rows(row) as address:
+        said = complaint("--engine", address, "--model", model, "--prompts", prompts)
+    assert "token 4000 was sampled and the model has a vocabulary of 105: the tokenizers differ" in said
+
+
+def test_text_that_is_no_token_of_the_tokenizer_means_another_tokenizer(model, prompts):
+    told = {"tokens": ["Ωmega"], "token_logprobs": [-1.0]}
+    routes = {
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/v1/completions": lambda asked: {"choices": [{"logprobs": told}]},
+    }
+    assert "sampled 'Ωmega', which is no token of the model's tokenizer" in asked(routes, model, prompts)
+
+
+def test_image_text_model_without_its_processor(model, tmp_path):
+    record = write_record(tmp_path / "record", model)
+    folder = tmp_path / "vision"
+    Gemma3Config().save_pretrained(folder)
+    said = complaint(record, "--model", folder)
+    assert "is an image-text model without its processor (none of preprocessor_config.json" in said
+
+
+def test_logprobs_that_are_none_are_counted_and_not_averaged(model, prompts):
+    values = np.array([0, 0, 0, np.nan, -1.0, -np.inf, 0.5])
+    row = Sequences(np.array([*PROMPT, 8, 9, 10, 11]), np.array([0, 7]), np.arange(7) > 2, values)
+    row.engine_logprobs[5] = -9999.0
+    with serving_rows(row) as address:
+        done = CliRunner().invoke(
+            command,
+            ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"],
+        )
+    found = json.loads(done.stdout)
+    counted = ("engine_nan", "engine_minus_infinity", "engine_above_zero")
+    assert [found["excluded"][name] for name in counted] == [1, 1, 1]
+    assert found["num_tokens"] == 1
+    assert np.isfinite(found["metrics"]["mean_abs"])
+    assert "recorded rows are not scored again" in found["notes"][0]
