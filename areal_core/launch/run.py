@@ -9,6 +9,7 @@ resume           from the newest checkpoint, or ends    ends
 A run that succeeded is never started again, nor one that ended with code 2: what a user has to mend stays as it is.
 """
 
+import importlib.util
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.torchrun import ended_on_signals
 
@@ -57,6 +59,10 @@ def launch(job: Job) -> int:
         ConfigError: that scheduler cannot be used from here, or cannot place the job.
     """
     if job.config.scheduler.type == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "scheduler.type is 'ray' and Ray is not installed: pip install 'areal-debug[ray]'"
+            )
         from areal_core.launch import ray_cluster
 
         return ray_cluster.launch(job)

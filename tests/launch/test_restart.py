@@ -11,6 +11,7 @@ import pytest
 
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig
+from areal_core.errors import ConfigError
 from areal_core.launch import run as launching
 from areal_core.launch.job import Job
 from recorder import open_record
@@ -69,6 +70,14 @@ def test_the_logs_of_failed_attempts_are_kept(attempts, tmp_path):
         tmp_path / "trainer.log",
     ]
     assert [log.read_text() for log in logs] == ["attempt 1", "attempt 2", "attempt 3"]
+
+
+def test_ray_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
+    config = PPOConfig(experiment_name="e", trial_name="t")
+    config.scheduler.type = "ray"
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'areal-debug\[ray\]'"):
+        launching.launch(Job((), config, parse_allocation("fsdp:d1"), {}, tmp_path))
 
 
 def train(model: Path, files: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
