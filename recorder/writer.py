@@ -269,7 +269,7 @@ class RecordWriter:
         """Ends the recording, on every rank alike, and the run if that is what failing shall do."""
         self.given_up.set()
         if self.background is not None:
-            self.background.close()
+            self.background.close(DEATH_S)
         self.ended = f"recording into {self.folder} failed on rank {rank}: {failure}"
         if self.options.when_failing == "stop":
             raise RecordingFailed(self.ended)
@@ -283,12 +283,20 @@ class RecordWriter:
                 assert self.background is not None
                 self.background.wait(AGREE_S)
         if self.background is not None and self.ended is None:
-            # after an error there is no collective any more: another rank may be dead
-            if not self.background.close(DEATH_S):
-                self.say(f"rank {self.rank} gave up on the last steps: another rank did not write its files")
-            self.given_up.set()
-        if self.rank != 0:
-            return
+            self.finish_alone(self.background)
+        if self.rank == 0:
+            self.say_what_is_missing(error)
+
+    def finish_alone(self, background: Background[RankStep]) -> None:
+        """Ends the writer thread; in a run that failed there is no collective any more, for another rank may be dead."""
+        if not background.close(DEATH_S):
+            self.say(f"rank {self.rank} gave up on the last steps: another rank did not write its files")
+        elif background.error is not None:
+            self.say(f"rank {self.rank} could not write the last steps: {describe(background.error)}")
+        self.given_up.set()
+
+    def say_what_is_missing(self, error: str | None) -> None:
+        """On rank 0, at the end: steps that were dropped, and that recording ended before the run did."""
         if self.dropped:
             if self.ended is None:
                 self.attempt(lambda: self.kept.note_dropped(self.dropped))

@@ -240,6 +240,16 @@ def test_a_run_that_dies_does_not_wait_for_ranks_that_are_dead(tmp_path, monkeyp
     assert open_record(tmp_path).uncommitted == (0,)
 
 
+def test_a_failing_disk_is_told_even_when_the_run_dies_of_something_else(tmp_path):
+    said = []
+    (writer,) = start_writers(tmp_path, 1, said, queue_steps=2)
+    fill_disk_of(tmp_path, 0, 1)
+    for step in range(FULL_IN_STEP + 1):
+        send_step(writer, step, scripted_batch([3, 4]))
+    writer("end", steps=FULL_IN_STEP + 1, error="KeyboardInterrupt")
+    assert said == ["rank 0 could not write the last steps: OSError: [Errno 28] No space left on device"]
+
+
 def test_sampled_steps_leave_gaps_that_are_no_damage(tmp_path):
     (writer,) = start_writers(tmp_path, 1, [], recording=Recording("plan", every=3))
     write_header(
