@@ -15,17 +15,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recorder.background import Background
 from recorder.continued import continue_record
 from recorder.errors import RecordError, RecordExists, RecordingFailed
-from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, Recording, step_name
+from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, step_name
 from recorder.header import check_folder, clear_record, describe_run, write_header
+from recorder.options import RecordingOptions
 from recorder.outcome import OutcomeObserver
-from recorder.retention import KeptSteps, Retention
+from recorder.retention import KeptSteps
 from recorder.step_files import (
     RankStep,
     commit_step,
@@ -44,25 +45,6 @@ if TYPE_CHECKING:
 POLL_S = 0.005  # how often rank 0 looks for the other ranks' manifests
 AGREE_S = 1.0  # how long a rank waits for its own disk before it hears from the others again
 DEATH_S = 20.0  # how long a run that failed waits for its last steps, which some rank may never write
-
-
-@dataclass(frozen=True)
-class RecordingOptions:
-    """How a run is recorded. `queue_steps` is how many steps may wait for the disk; 0 makes the run wait for each.
-
-    `when_slow` is what a full queue does: "wait" or "drop" the step. `when_failing`: "stop" the run, or "continue" without recording.
-    `text` also stores decoded prompts and completions. A run that continues, whose `first_step` is not 0, goes on with its record that
-    is already there; otherwise `overwrite` clears it.
-    """
-
-    recording: Recording = field(default_factory=Recording)
-    text: bool = False
-    overwrite: bool = False
-    first_step: int = 0
-    queue_steps: int = 0
-    when_slow: str = "wait"
-    when_failing: str = "stop"
-    retention: Retention = field(default_factory=Retention)
 
 
 @dataclass(frozen=True)
