@@ -10,10 +10,11 @@ from rich.table import Table
 
 from areal_debug.render import escaped, format_number, sparkline
 from consistency.case import Finding
-from consistency.check import Checked, Request
+from consistency.check import Checked
 from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
+from consistency.request import Request
 from consistency.rescoring import Rescoring
 from consistency.third import ThirdOpinion
 from recorder.samples import token_texts

@@ -10,10 +10,10 @@ import torch
 from areal_core.engine.model import load_model
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
-from consistency.check import DTYPES
 from consistency.engine.reply import Law
 from consistency.live import Words, ask_engines
 from consistency.prompts import Prompt
+from consistency.request import DTYPES
 
 
 @dataclass(frozen=True)

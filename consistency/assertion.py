@@ -3,8 +3,9 @@
 import os
 from typing import Any
 
-from consistency.check import Checked, Request, check
+from consistency.check import Checked, check
 from consistency.report import check_gates
+from consistency.request import Request
 from consistency.source import read_record
 from recorder import open_record
 
@@ -24,7 +25,7 @@ def assert_consistent(
         model: checkpoint that should have sampled the steps; the one that the run started from unless given.
         steps: the first one unless given.
         gate: the most that metrics may be, as `mean_abs=0.02,k3=0.002`.
-        options: further fields of `consistency.check.Request`.
+        options: further fields of `consistency.request.Request`.
 
     Raises:
         AssertionError: names the likeliest cause with its evidence and fix, and every gate that does not hold.

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from consistency.check import AskAgain, Checked, Request, check
+from consistency.check import AskAgain, Checked, check
 from consistency.engine.ask import connect, sample_all, worker_of
 from consistency.engine.reply import Engine, Identity, Law, Reply, Top
 from consistency.engine.wire import open_session
 from consistency.errors import NothingToCompare
 from consistency.prompts import Prompt
+from consistency.request import Request
 from consistency.rescoring import Rescoring, rescore
 from consistency.score import Progress, Scorer
 from consistency.source import Sampled, Sampling, concatenate

@@ -11,7 +11,8 @@ import click
 from areal_debug.render import console, errors_as_sentences, fail, print_json
 
 if TYPE_CHECKING:
-    from consistency.check import Checked, Request
+    from consistency.check import Checked
+    from consistency.request import Request
     from consistency.source import Sampling
 
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
@@ -130,7 +131,7 @@ def command(
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":
     """The options that speak of the model's side."""
-    from consistency.check import Request
+    from consistency.request import Request
 
     names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
     return Request(model, **{name: options[name] for name in names})

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli.consistency import command
-from consistency import check, laws
+from consistency import laws, parts
 
 from .records import save_model, write_record
 
@@ -98,9 +98,9 @@ def test_interrupted_scoring_goes_on_at_the_step_where_it_was(clean, tmp_path, m
     arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
     _, first = facts(*arguments)
     (tmp_path / "step-000001.npz").unlink()
-    scored, real = [], check.score
+    scored, real = [], parts.score
     monkeypatch.setattr(
-        check, "score", lambda scorer, part, **options: scored.append(part) or real(scorer, part, **options)
+        parts, "score", lambda scorer, part, **options: scored.append(part) or real(scorer, part, **options)
     )
     _, second = facts(*arguments)
     assert len(scored) == 1

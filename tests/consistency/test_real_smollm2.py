@@ -12,7 +12,8 @@ from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.servers import call
 from areal_debug.cli.consistency import command
-from consistency.check import Request, check
+from consistency.check import check
+from consistency.request import Request
 from consistency.source import Sampled, Sampling
 from consistency.tokens import Completion, sequences_from_completions
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from consistency.case import NOISE, Alternative
-from consistency.check import noise_of_model
+from consistency.noise import noise_of_model
 from consistency.replay import Replays
 from consistency.shape import breaks, explained_by_key, onset, run_lengths, trend
 
