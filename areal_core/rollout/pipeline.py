@@ -169,7 +169,7 @@ class Pipeline:
         else:
             control.accepted += accepted
             control.rejected += not accepted
-            self._tolerance.accepted() if accepted else self._tolerance.rejected()
+            self._tolerance.judged(accepted)
             group.rows = rows if accepted else None
         finally:
             del self._running[group.task_id]

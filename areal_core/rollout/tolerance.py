@@ -27,11 +27,9 @@ class Tolerance:
     def batch_taken(self) -> None:
         self._failures = self._stale = 0
 
-    def accepted(self) -> None:
-        self._rejections = 0
-
-    def rejected(self) -> None:
-        self._rejections += 1
+    def judged(self, accepted: bool) -> None:
+        """A prompt was accepted, or rejected."""
+        self._rejections = 0 if accepted else self._rejections + 1
 
     def failed(self, group: Group, error: Exception) -> bool:
         """Whether this failure is one too many; if not, it is logged."""
