@@ -1,5 +1,6 @@
 """From options to parts: the only place, with the trainers, that sees the config."""
 
+import json
 import logging
 import os
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict
 from areal_core.config.experiment import PerfTracerConfig, TimerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
@@ -154,10 +155,12 @@ def build_tracing(
 def build_loggers(
     config: BaseExperimentConfig, ranks: Ranks, total_steps: int, print_steps: bool = True
 ) -> StatsLogger:
-    """On rank 0: stats.jsonl beside the logs, TensorBoard if asked for, and one printed line a step."""
+    """On rank 0: stats.jsonl with the config that it is of, TensorBoard if asked for, and one printed line a step."""
     if ranks.rank != 0:
         return StatsLogger(rank=ranks.rank)
-    loggers: list[JsonlLogger | TensorBoardLogger] = [JsonlLogger(run_folder(config, "logs") / "stats.jsonl")]
+    folder = run_folder(config, "logs")
+    loggers: list[JsonlLogger | TensorBoardLogger] = [JsonlLogger(folder / "stats.jsonl")]
+    (folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=2, default=str))
     if config.stats_logger.tensorboard.path:
         loggers.append(TensorBoardLogger(config.stats_logger.tensorboard.path))
     return StatsLogger(loggers, printers=[partial(print_summary, total_steps)] if print_steps else [])

@@ -88,6 +88,8 @@ class PPOTrainer:
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
         self.observers = [make(self) for make in observers]
+        # Checksums are collectives: one rank's observer makes all ranks take them.
+        self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
 
@@ -161,7 +163,7 @@ class PPOTrainer:
         self.actor.step_schedule()
         self.version += 1
         self.last_stats = self.stats.export()
-        checksums = self.actor.checksums() if self.observers else {}
+        checksums = self.actor.checksums() if self.takes_checksums else {}
         self._observe(
             "step", step=step, version=self.version, plan=plan, stats=self.last_stats, checksums=checksums
         )

@@ -1,5 +1,6 @@
 """What a training run leaves behind, and the options that only a whole run exercises."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -17,10 +18,15 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
         *(f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "saver.freq_steps=2"),
         *("actor.kl_ctl=0.05", f"ref.path={tiny_model}", "ref.dtype=float32"),
         f"stats_logger.tensorboard.path={tmp_path}/tensorboard",
+        "allocation_mode=embedded|fsdp:d2",
+        OBSERVE_ON_RANK="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # An observer on one rank alone gets what only all ranks together can compute.
+    assert done.stdout.count("observed checksums of 20 parameters") == 3
     (stats_file,) = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
     stats = read_stats(stats_file)
+    assert json.loads((stats_file.parent / "config.json").read_text())["actor"]["kl_ctl"] == 0.05
     assert [line["step"] for line in stats] == [0, 1, 2]
     # The policy starts as the reference, and moves away from it.
     assert abs(stats[0]["ppo_actor/kl_rewards/avg"]) < 1e-6
