@@ -9,7 +9,7 @@ class SampleView {
     root.addEventListener("pointermove", event => this.hover(event));
     root.addEventListener("pointerleave", () => { tip.hidden = true; });
     root.addEventListener("click", event => this.hover(event));
-    root.addEventListener("scroll", () => { tip.hidden = true; });
+    root.addEventListener("scroll", () => { if (!this.walking) tip.hidden = true; });
   }
 
   show(step, run, row) {
@@ -129,7 +129,7 @@ class SampleView {
   }
 
   tokens(first, last) {
-    const { step, mode } = this, { mask, version, index } = step.tokens, pieces = document.createDocumentFragment();
+    const { step, mode } = this, { mask, version, index } = step.tokens, blocks = [element("div")];
     for (let at = first; at < last; at++) {
       const text = step.texts[index[at]].replace(CONTROL, c => String.fromCharCode(0x2400 + c.charCodeAt(0)));
       const span = element("span", { className: mask[at] ? "" : "out" });
@@ -145,9 +145,14 @@ class SampleView {
         if (mode.marked && mode.marked(value)) span.classList.add("clipped");
         if (at > this.start && mask[at - 1] && version[at - 1] !== version[at]) span.classList.add("border");
       }
-      pieces.append(span);
+      const block = blocks.at(-1), { length } = block.children;
+      block.append(span);
+      // Blocks that are not on the screen cost no layout: 32,000 tokens in one took the browser seconds.
+      const endsLine = length > 100 && text.endsWith("\n");
+      if (endsLine) { span.lastChild.remove(); span.lastChild.remove(); } // the end of the block is the line's
+      if (endsLine || length > 1000) blocks.push(element("div"));
     }
-    return element("div", { className: "tokens" }, pieces);
+    return element("div", { className: "tokens" }, ...blocks);
   }
 
   // One column a pixel, as dark as its strongest token.
@@ -185,11 +190,13 @@ class SampleView {
     this.text.querySelector(".at")?.classList.remove("at");
     const span = this.text.querySelector(`[data-at="${this.at}"]`);
     span.classList.add("at");
+    this.walking = true; // the scrolling that follows must not take the tip away
     span.scrollIntoView({ block: "center" });
     this.showTip(span);
   }
 
   hover(event) {
+    this.walking = false;
     const span = event.target.closest?.("[data-at]");
     if (span) this.showTip(span); else this.tip.hidden = true;
   }
