@@ -2,12 +2,16 @@
 
     python benchmarks/step_cost.py [--hidden 384] [--rows 32] [--tokens 192] [--rounds 3] [--steps 4]
 
-Prints medians of whole steps and their ratios to the bare step. Checksums of all parameters are part of both costs.
+Prints medians of whole steps and their ratios to the bare step, in seconds of the clock and of the processor; the latter also hold on a
+machine that others use. Checksums of all parameters are part of both costs.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +90,34 @@ def make_config(folder: Path, model: Path, steps: int, num_rows: int, trial: str
     return config_from_dict(tree, PPOConfig)
 
 
-def step_seconds(config: PPOConfig, steps: int, **hooks: Any) -> list[float]:
-    """Seconds of each step but the first, which warms up."""
-    with PPOTrainer(config, total_steps=steps, print_steps=False, **hooks) as trainer:
+class Clocked:
+    """A source that notes the process's processor time whenever a batch is asked for: once a step, before it is read."""
+
+    def __init__(self, source: Any, notes: list[float]) -> None:
+        self.source, self.notes = source, notes
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        self.notes.append(time.process_time())
+        return self.source.next_batch(step, version)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+def step_seconds(config: PPOConfig, steps: int, source: Any, **hooks: Any) -> list[tuple[float, float]]:
+    """(seconds, processor seconds) of each step but the first, which warms up, and the last, whose end is not noted."""
+    notes: list[float] = []
+    make = partial(clocked, source, notes)
+    with PPOTrainer(config, total_steps=steps, print_steps=False, source=make, **hooks) as trainer:
         trainer.train()
     file = next(Path(config.cluster.fileroot).glob(f"logs/*/cost/{config.trial_name}/stats.jsonl"))
-    return [line["timeperf/step"] for line in read_stats(file)][-steps + 1 :]
+    seconds = [line["timeperf/step"] for line in read_stats(file)][-steps:]
+    busy = [after - before for before, after in itertools.pairwise(notes)]
+    return list(zip(seconds[1:-1], busy[1:], strict=True))
+
+
+def clocked(make_source: Any, notes: list[float], trainer: PPOTrainer) -> Clocked:
+    return Clocked(make_source(trainer), notes)
 
 
 def main() -> None:
@@ -101,7 +127,7 @@ def main() -> None:
     for name, default in {"hidden": 384, "rows": 32, "tokens": 192, "rounds": 3, "steps": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = {"bare": [], "recorded": [], "replayed": []}
+    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "recorded": [], "replayed": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny_model(folder / "model", hidden_size=options.hidden, num_layers=6)
@@ -125,12 +151,15 @@ def main() -> None:
             for kind, arguments in hooks.items():
                 config = make_config(folder, model, options.steps, options.rows, kind)
                 seconds[kind] += step_seconds(config, options.steps, **arguments)
-    bare = statistics.median(seconds["bare"])
+    bare = [statistics.median(column) for column in zip(*seconds["bare"], strict=True)]
     print(f"{options.rows} rows x {options.tokens} tokens, hidden {options.hidden}, 6 layers, float32")
     for kind, values in seconds.items():
-        median = statistics.median(values)
-        spread = f"{min(values):.3f} to {max(values):.3f}"
-        print(f"{kind:9} {median:7.3f} s a step ({spread}), ratio to bare {median / bare:.3f}")
+        clock, busy = zip(*values, strict=True)
+        for title, column, reference in (("clock", clock, bare[0]), ("processor", busy, bare[1])):
+            median, spread = statistics.median(column), f"{min(column):.3f} to {max(column):.3f}"
+            print(
+                f"{kind:9} {title:9} {median:7.3f} s a step ({spread}), ratio to bare {median / reference:.3f}"
+            )
 
 
 if __name__ == "__main__":
