@@ -30,7 +30,7 @@ if __name__ == "__main__":
     config, hooks = wire(sys.argv, GRPOConfig)
     if "KILL_IN_STEP" in os.environ:
         hooks["observers"].append(kill_in_step(int(os.environ["KILL_IN_STEP"])))
-    if os.environ.get("OBSERVE_ON_RANK") == os.environ["RANK"]:
+    if os.environ.get("OBSERVE_ON_RANK", "") == os.environ.get("RANK", "0"):
         hooks["observers"].append(lambda trainer: tell_checksums)
     with PPOTrainer(config, get_dataset(config.train_dataset), **hooks) as trainer:
         trainer.train(workflow_kwargs={"reward_fn": f"{Path(__file__).parent}/rewards.py:even_share"})
