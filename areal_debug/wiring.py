@@ -44,7 +44,8 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     """
     rest, overrides = take_flags(argv)
     # Before the user's own overrides, which may say otherwise.
-    config, _ = load_expr_config([*rest[:1], *overrides, *rest[1:]], config_class)
+    own = next((i for i, argument in enumerate(rest) if "=" in argument and argument[0] != "-"), len(rest))
+    config, _ = load_expr_config([*rest[:own], *overrides, *rest[own:]], config_class)
     hooks: dict[str, Any] = {"observers": []}
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)

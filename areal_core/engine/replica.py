@@ -4,7 +4,7 @@ Ranks generate different numbers of tokens. Through FSDP's sharded modules each 
 wait for each other for ever; a replica generates without talking to anyone. It takes its weights as a server does: by a push.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Replica:
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
 
     @torch.no_grad()
-    def load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights in, by name.
 
         Raises:

@@ -12,7 +12,7 @@ and all tokens of a batch have one version. The event loop is free all the while
 import asyncio
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class ReplicaPush:
         self.replica = replica
         self.engine = engine
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.engine.pause()
         try:
             self.replica.load(weights)

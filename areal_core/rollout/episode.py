@@ -39,6 +39,7 @@ class EpisodeEngine:
         self.sample_id = sample_id
         self.num_generating = 0  # requests that wait for the engine
         self.since = time.monotonic()  # when the last request was sent or answered
+        self.is_finished = False  # its group may still wait for other samples
         self._engine = engine
         self._turn = 0
 
@@ -86,6 +87,8 @@ async def _run_episode(
     except Exception as error:
         error.add_note(f"in the episode of prompt {episode.prompt_id}, sample {episode.sample_id}")
         raise
+    finally:
+        episode.is_finished = True
     return rows
 
 

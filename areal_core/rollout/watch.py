@@ -42,7 +42,8 @@ class Watch:
     def look(self, episodes: Sequence[EpisodeEngine]) -> None:
         """Names the running episodes that have stood still for longest."""
         now = time.monotonic()
-        by_age = sorted(episodes, key=lambda episode: episode.since)
+        running = [episode for episode in episodes if not episode.is_finished]
+        by_age = sorted(running, key=lambda episode: episode.since)
         own_code = [episode for episode in by_age if episode.num_generating == 0]
         generating = [episode for episode in by_age if episode.num_generating > 0]
         if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):

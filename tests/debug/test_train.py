@@ -44,3 +44,16 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
     events.Reload()
     rewards = [round(event.value, 5) for event in events.Scalars("ppo_actor/task_reward/avg")]
     assert rewards == [round(line["ppo_actor/task_reward/avg"], 5) for line in stats]
+
+
+def test_flags_may_be_given_with_and_without_the_name_of_the_script(tiny_model, tmp_path):
+    from areal_core.config import GRPOConfig
+    from areal_debug.wiring import wire
+
+    own = ("--config", str(HERE / "tiny.yaml"), "--dump-rollout", str(tmp_path / "record"))
+    paths = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "deterministic=false")
+    for argv in ((*own, *paths), ("script.py", *own, *paths)):
+        config, hooks = wire(argv, GRPOConfig)
+        assert config.debug.path == str(tmp_path / "record")
+        assert config.deterministic is False  # the user's own option comes last
+        assert len(hooks["observers"]) == 1

@@ -446,3 +446,22 @@ def test_task_ids_count_up():
             await pipe.wait_for_task(2, None)
 
     run(scenario())
+
+
+def test_an_episode_that_has_finished_is_not_called_stuck_while_its_group_runs(caplog):
+    class OneIsQuick:
+        async def arun_episode(self, engine, data):
+            if engine.sample_id == 0:
+                return
+            await engine.agenerate(ModelRequest(input_ids=[1], sampling=Sampling(max_new_tokens=1)))
+
+    async def scenario():
+        pipe = pipeline(engine=Stuck())
+        with pytest.raises(TimeoutError):
+            await pipe.prepare(Numbers(), Plan(OneIsQuick(), 2), 0.2)
+        await pipe.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert any("2 episodes wait for the engine, prompt 0, sample 1" in message for message in caplog.messages)
+    assert not any("stuck" in message for message in caplog.messages)
