@@ -29,6 +29,24 @@ def step_range(record: Record, first_step: int | None, last_step: int | None) ->
     return first, last
 
 
+def nearest_anchor(record: Record, step: int) -> int | None:
+    """The last anchor at or before a step; None where there is none, and a replay starts from the run's first weights."""
+    return max((anchor for anchor in record.anchors() if anchor <= step), default=None)
+
+
+def check_way(record: Record, first: int, last: int) -> None:
+    """Raises ReplayError unless every step from the nearest anchor before `first` up to `last` is there to be replayed."""
+    start = nearest_anchor(record, first) or 0
+    held = set(record.steps)
+    missing = [step for step in range(start, last + 1) if step not in held]
+    if missing:
+        anchors = ", ".join(map(str, record.anchors())) or "none"
+        raise ReplayError(
+            f"step {missing[0]} is not in {record.path}, and the way to step {last} leads over it: start behind it, from an "
+            f"anchor (there are: {anchors}), or end before it"
+        )
+
+
 def check_replayable(record: Record) -> None:
     """Raises ReplayError for a record, imported from another framework, that has no options or no tokens to train on."""
     if not record.header.config:

@@ -19,10 +19,10 @@ from areal_core.telemetry import Stats
 from areal_core.trainer.learning import trained_tokens
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.before import step_range
+from replayer.before import nearest_anchor, step_range
 from replayer.check import ReplayCheck
 from replayer.request import Request
-from replayer.run import check_of, nearest_anchor, replay
+from replayer.run import check_of, replay
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 from areal_core.batch import Batch
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
-from replayer.before import step_range
+from replayer.before import nearest_anchor, step_range
 from replayer.check import StepResult, StoppedAtDifference
 from replayer.request import Request
-from replayer.run import check_of, nearest_anchor, replay
+from replayer.run import check_of, replay
 
 # Where to stop in a step -> the event at which the trainer is there. "batch": before anything was computed from it.
 STAGES = {

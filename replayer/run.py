@@ -10,7 +10,7 @@ from areal_core.config.loading import apply_override
 from areal_core.reward import RewardPool
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.before import check_model, step_range
+from replayer.before import check_model, check_way, nearest_anchor, step_range
 from replayer.check import ReplayCheck, ReplayReport
 from replayer.request import Request
 from replayer.source import RecordedRollouts
@@ -95,8 +95,7 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     check_model(record, config.actor.path, first)
     anchor = nearest_anchor(record, first)
     start = 0 if anchor is None else anchor
-    for step in range(start, request.last + 1):
-        record.step(step)  # a gap is an error now, not after an hour
+    check_way(record, first, request.last)
     hooks = replay_hooks(request, make_observers) | {
         "checkpoint": None if anchor is None else record.anchor(anchor) / "checkpoint",
         "total_steps": total_steps(record, start),
@@ -111,11 +110,6 @@ def total_steps(record: Record, step: int) -> int:
         return record.steps[-1] + 1
     steps: int = record.step(step).plan(0).details["total_steps"]
     return steps
-
-
-def nearest_anchor(record: Record, step: int) -> int | None:
-    """The last anchor at or before a step; None where there is none, and a replay starts from the run's first weights."""
-    return max((anchor for anchor in record.anchors() if anchor <= step), default=None)
 
 
 def replay_here(request: Request) -> ReplayReport:

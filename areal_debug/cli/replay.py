@@ -60,7 +60,7 @@ def command(
     from areal_debug.replay_ranks import replay_on_ranks
     from areal_debug.whatif_output import print_comparison
     from recorder import open_record
-    from replayer.before import check_edits, check_model, check_replayable, step_range
+    from replayer.before import check_edits, check_model, check_replayable, check_way, step_range
     from replayer.request import Request
 
     opened = open_record(record)
@@ -71,6 +71,7 @@ def command(
     first, last = step_range(opened, from_step, to_step)
     request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
     check_edits(opened, request)
+    check_way(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))
     if opened.uncommitted and not as_json:
@@ -80,7 +81,10 @@ def command(
         )
     out = console()
     report = replay_on_ranks(
-        request, nproc or opened.header.num_ranks, as_json, tell=lambda why: console(stderr=as_json).print(why, highlight=False)
+        request,
+        nproc or opened.header.num_ranks,
+        as_json,
+        tell=lambda why: console(stderr=as_json).print(why, highlight=False),
     )
     if as_json:
         print_json(report.to_dict())
@@ -98,9 +102,10 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
     """Name the samples that made a step what it was."""
     from areal_debug.explain_output import print_explanation
     from areal_debug.replay_ranks import report_of_ranks
-    from replayer.before import check_model, step_range
+    from replayer.before import check_model, check_way, step_range
 
     step_range(record, step, step)
+    check_way(record, step, step)
     check_model(record, model or record.header.config["actor"]["path"], step)
     arguments = ["-m", "areal_debug.explain_rank", record.path, str(step), model or ""]
     found = report_of_ranks(arguments, record.header.num_ranks)

@@ -1,14 +1,18 @@
 """Recorded rollouts give the trainer exactly what it saw."""
 
+import shutil
+
 import pytest
 import torch
 
 from areal_core.batch import pad_and_concat, select_rows
 from areal_core.engine.determinism import rng_state
 from areal_core.rollout.source import RolloutSource
-from recorder import DamagedRecord, RecordWriter, StepNotRecorded, open_record
+from recorder import DamagedRecord, RecordWriter, StepNotRecorded, commit_anchor, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, write_scripted_record
+from replayer.before import check_way
+from replayer.errors import ReplayError
 from replayer.source import RecordedRollouts, deal, recorded_batch
 
 
@@ -139,3 +143,17 @@ def test_there_is_no_engine_to_push_weights_to(tmp_path):
     source.load_state_dict(source.state_dict())
     source.close()
     assert source.next_batch(0, 0)["rewards"].shape == (4,)
+
+
+def test_a_way_over_a_step_that_was_left_out_is_told_before_it_is_begun(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=4)
+    shutil.rmtree(tmp_path / "record/steps/000001")
+    record = open_record(tmp_path / "record")
+    check_way(record, 0, 0)
+    with pytest.raises(
+        ReplayError, match=r"step 1 is not in .* way to step 3 leads over it.*there are: none"
+    ):
+        check_way(record, 2, 3)
+    (tmp_path / "record/anchors/000002").mkdir(parents=True)
+    commit_anchor(tmp_path / "record/anchors/000002", 2)
+    check_way(open_record(tmp_path / "record"), 2, 3)
