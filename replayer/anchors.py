@@ -84,6 +84,8 @@ class AnchorTaker:
     def take(self, step: int) -> None:
         """Saves an anchor; a collective."""
         assert self.save is not None
+        if self.rank == 0:  # while it is written again, an anchor of an earlier attempt is none
+            (anchor_folder(self.folder, step) / ANCHOR_FILE).unlink(missing_ok=True)
         self.save(anchor_folder(self.folder, step) / CHECKPOINT, step)
         self.replay_s = 0.0
         if self.rank == 0:

@@ -60,6 +60,13 @@ def test_each_stage_has_what_was_computed_by_then(tiny_run, weights_of):
     assert seen["optimizer"][2] != tiny_run.weights[5]
 
 
+def test_checkpoints_for_recovery_are_anchors_of_the_record(tmp_path, tiny_model, record_run, weights_of):
+    run = record_run(tmp_path, tiny_model, 7, recover__mode="auto", recover__freq_steps=2)
+    assert run.record.anchors() == (2, 4, 6)
+    report, seen = go(run, 5, lambda scene: weights_of(scene.trainer))
+    assert (seen, report.anchor, report.faithful) == ([run.weights[5]], 4, True)
+
+
 def test_the_first_step_that_differs_ends_the_way_and_is_named(tiny_run, monkeypatch):
     real = learning.policy_loss
     monkeypatch.setattr(learning, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
