@@ -1,14 +1,22 @@
 """All rules over one run, the gravest alarm first."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.names import NAMES
 from areal_debug.doctor.reading import Run
 from areal_debug.doctor.rules import learning, policy, rollout
+from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 
-RULES = (*learning.RULES, *policy.RULES, *rollout.RULES)
+RULES: tuple[Callable[[Run], Alarm | None], ...] = (
+    *learning.RULES,
+    *policy.RULES,
+    *rollout.RULES,
+    *(partial(beyond, threshold) for threshold in THRESHOLDS),
+)
 
 
 @dataclass(frozen=True)

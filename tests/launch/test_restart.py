@@ -115,7 +115,7 @@ def tensors_of(file: bytes) -> tuple[dict[str, object], bytes]:
     return header, file[8 + size :]
 
 
-def killed_and_undisturbed_runs_agree(model: Path, tmp_path: Path, *options: str, **environment: str) -> None:
+def assert_killed_and_undisturbed_runs_agree(model: Path, tmp_path: Path, *options: str, **environment: str) -> None:
     killed = train(model, tmp_path / "killed", "recover.mode=auto", *options, KILL_IN_STEP="2", **environment)
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "ended with exit code 137; starting again in 1 s, 1 of at most 3 times" in killed.stderr
@@ -131,13 +131,13 @@ def killed_and_undisturbed_runs_agree(model: Path, tmp_path: Path, *options: str
 
 
 def test_a_killed_run_goes_on_to_the_same_bits_with_no_step_doubled(tiny_model, tmp_path):
-    killed_and_undisturbed_runs_agree(tiny_model, tmp_path)
+    assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path)
 
 
 @pytest.mark.long
 def test_two_ranks_of_which_one_is_killed_go_on_to_the_same_bits(tiny_model, tmp_path):
     allocation = "allocation_mode=embedded|fsdp:d2"
-    killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
+    assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
 
 
 @pytest.mark.long

@@ -1,1 +1,1 @@
-"""One file a part of training, one function an alarm. A rule gets the run and gives an alarm or None; it looks at windows, not at steps."""
+"""One file a part of training, one function an alarm, or one row where a level is all (`thresholds.py`): windows in, alarm or None out."""

@@ -4,7 +4,6 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.reading import Run
-from areal_debug.doctor.rules.learning import SYNCHRONOUS
 from areal_debug.doctor.series import trend
 
 FAR_FROM_ONE = 0.05
@@ -40,51 +39,6 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
     )
 
 
-def behaviour_weight_off_one(run: Run) -> Alarm | None:
-    """D11: engine and trainer disagree on what was sampled, or samples are old."""
-    weight = run.series.get("behave_imp_weight")
-    if weight is None:
-        return None
-    series = weight.finite
-    if not series.sustained(lambda value: abs(value - 1) > FAR_FROM_ONE):
-        return None
-    return Alarm(
-        "D11",
-        "behaviour weights are off 1",
-        "warning",
-        weight.name,
-        f"median {series.last:.4g} in the last {series.window} steps, more than {FAR_FROM_ONE:g} off 1",
-        series.tail(),
-        (
-            "find out whether the engine's logprobs are right: areal-debug consistency RECORD",
-            "a smaller rollout.max_head_offpolicyness",
-            "bound the weights: actor.rejection_sampling {level: token, action: mask, upper: 5.0}",
-        ),
-        "the synchronous baseline: what is left of the deviation there is no staleness",
-        "AReaL, best practices; the limit is our own default",
-        SYNCHRONOUS,
-    )
-
-
-def clips_too_much(run: Run) -> Alarm | None:
-    """D12: most tokens are clipped, so most of the batch teaches nothing."""
-    ratio = run.series.get("clip_ratio")
-    if ratio is None or not ratio.finite.sustained(lambda value: value > 0.5):
-        return None
-    series = ratio.finite
-    return Alarm(
-        "D12",
-        "more than half of the tokens are clipped",
-        "error",
-        ratio.name,
-        f"median {series.last:.2f} in the last {series.window} steps",
-        series.tail(),
-        ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
-        "one step with actor.optimizer.lr=0: what is clipped then is a difference of precision, not of policy",
-        "miles: above 0.5 lower the learning rate; Hugging Face (2026-04): phantom clipping",
-    )
-
-
 def never_moves(run: Run) -> Alarm | None:
     """D13: ratios are exactly 1, nothing is clipped and gradients are zero: the optimizer does nothing."""
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
@@ -109,27 +63,6 @@ def never_moves(run: Run) -> Alarm | None:
         "areal-debug record show RECORD: rewards of each group, and the trained tokens",
         "a gradient of 0 changes nothing",
         {"actor.dynamic_sampling": True},
-    )
-
-
-def update_is_too_large(run: Run) -> Alarm | None:
-    """D14: the policy moves too far in one update."""
-    divergence = run.series.get("approx_kl")
-    if divergence is None:
-        return None
-    series = divergence.finite
-    if not series.sustained(lambda value: abs(value) > 0.05):
-        return None
-    return Alarm(
-        "D14",
-        "updates move the policy too far",
-        "warning",
-        divergence.name,
-        f"median {series.last:.3g} in the last {series.window} steps",
-        series.tail(),
-        ("a smaller learning rate", "fewer minibatches", "a smaller actor.eps_clip"),
-        "the same steps from a record with half the learning rate: areal-debug replay RECORD --set actor.optimizer.lr=...",
-        "approximate KL of 0.02 to 0.05 an update is the usual limit (Spinning Up, CleanRL)",
     )
 
 
@@ -221,9 +154,6 @@ RULES = (
     gradients_spike,
     never_moves,
     importance_weight_off_one,
-    behaviour_weight_off_one,
-    clips_too_much,
-    update_is_too_large,
     entropy_collapses,
     policy_drifts_for_nothing,
 )

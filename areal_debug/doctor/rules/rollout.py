@@ -1,35 +1,9 @@
-"""Are the samples worth training on: truncated, longer and longer, all alike, old, or told with wrong logprobs."""
+"""Are the samples worth training on: longer and longer, old, failing, or told with wrong logprobs."""
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.reading import Run
 from areal_debug.doctor.rules.learning import SYNCHRONOUS
 from areal_debug.doctor.series import trend
-
-NO_EOS = 0.05
-
-
-def truncated(run: Run) -> Alarm | None:
-    """D20: too many completions end at the limit."""
-    ratio = run.series.get("no_eos")
-    if ratio is None or not ratio.finite.sustained(lambda value: value > NO_EOS):
-        return None
-    series = ratio.finite
-    return Alarm(
-        "D20",
-        "too many completions are cut off",
-        "error" if series.last > 0.5 else "warning",
-        ratio.name,
-        f"median {series.last:.1%} in the last {series.window} steps, more than {NO_EOS:.0%} end without EOS",
-        series.tail(),
-        (
-            "a larger gconfig.max_new_tokens",
-            "filter prompts whose answers are too long",
-            "an overlong penalty (actor.overlong_reward_penalty)",
-            "does the model know when to stop? fine-tune on answers that end in EOS first",
-        ),
-        "the same prompts with twice gconfig.max_new_tokens: how many end then?",
-        "AReaL, best practices: no_eos_ratios above 0.05",
-    )
 
 
 def grows_longer(run: Run) -> Alarm | None:
@@ -57,30 +31,6 @@ def grows_longer(run: Run) -> Alarm | None:
         "reward against length over one step's samples: areal-debug view RECORD",
         "Dr.GRPO (2503.20783); DAPO (2503.14476), section 3.4",
         {"actor.overlong_reward_penalty": True},
-    )
-
-
-def groups_are_alike(run: Run) -> Alarm | None:
-    """D22: most groups have one reward, so that no sample of them teaches anything."""
-    share = run.series.get("zero_variance_groups")
-    if share is None or not share.finite.sustained(lambda value: value > 0.5):
-        return None
-    series = share.finite
-    return Alarm(
-        "D22",
-        "most groups have one and the same reward",
-        "error" if series.last > 0.8 else "warning",
-        share.name,
-        f"median {series.last:.0%} in the last {series.window} steps",
-        series.tail(),
-        (
-            "leave such groups out: actor.dynamic_sampling",
-            "harder prompts if rewards are high, easier ones if they are low",
-            "more samples a prompt (gconfig.n_samples)",
-        ),
-        "the same run with dynamic sampling",
-        "TRL, frac_reward_zero_std; DAPO (2503.14476), section 3.2",
-        {"actor.dynamic_sampling": True},
     )
 
 
@@ -139,53 +89,6 @@ def engine_disagrees(run: Run) -> Alarm | None:
     )
 
 
-def few_effective_samples(run: Run) -> Alarm | None:
-    """D25: importance weights leave few samples that count."""
-    share = run.series.get("effective_samples")
-    if share is None or not share.finite.sustained(lambda value: value < 0.5):
-        return None
-    series = share.finite
-    return Alarm(
-        "D25",
-        "few samples count after importance weighting",
-        "error" if series.last < 0.3 else "warning",
-        share.name,
-        f"median {series.last:.2f} in the last {series.window} steps",
-        series.tail(),
-        (
-            "find why engine and trainer differ: areal-debug consistency RECORD",
-            "less staleness",
-            "truncate the weights",
-        ),
-        "the synchronous baseline",
-        "verl: below 0.3 is severe; on-policy runs stay above 0.99",
-        SYNCHRONOUS,
-    )
-
-
-def too_much_is_filtered(run: Run) -> Alarm | None:
-    """D26: rejection sampling drops a large part of the batch."""
-    share = run.series.get("filtered")
-    if share is None or not share.finite.sustained(lambda value: value > 0.05):
-        return None
-    series = share.finite
-    return Alarm(
-        "D26",
-        "rejection sampling drops too much",
-        "error" if series.last > 0.2 else "warning",
-        share.name,
-        f"median {series.last:.1%} in the last {series.window} steps",
-        series.tail(),
-        (
-            "mend what makes the logprobs differ, not the threshold: areal-debug consistency RECORD",
-            "less staleness",
-        ),
-        "the synchronous baseline: what is dropped there is a mismatch, not staleness",
-        "own default (5 %, 20 %); SkyRL reports collapse at about 45 %",
-        SYNCHRONOUS,
-    )
-
-
 def episodes_fail(run: Run) -> Alarm | None:
     """D27: more than one episode in twenty ends in an exception."""
     failed, accepted = run.series.get("failed"), run.series.get("accepted")
@@ -207,33 +110,9 @@ def episodes_fail(run: Run) -> Alarm | None:
     )
 
 
-def critic_explains_nothing(run: Run) -> Alarm | None:
-    """D28: the value model is worse than a constant."""
-    explained = run.series.get("explained_variance")
-    if explained is None or not explained.finite.sustained(lambda value: value < 0):
-        return None
-    series = explained.finite
-    return Alarm(
-        "D28",
-        "the critic explains nothing",
-        "warning",
-        explained.name,
-        f"explained variance {series.last:.2f} in the last {series.window} steps",
-        series.tail(),
-        ("a larger learning rate of the critic, or warm it up first", "group normalisation without a critic"),
-        "train the critic alone on recorded steps",
-        "Stable Baselines 3 and TRL: explained variance must go towards 1",
-    )
-
-
 RULES = (
     engine_disagrees,
-    truncated,
-    groups_are_alike,
     samples_are_old,
     grows_longer,
-    few_effective_samples,
-    too_much_is_filtered,
     episodes_fail,
-    critic_explains_nothing,
 )
