@@ -42,24 +42,24 @@ def serving(
         "vllm": vllm_routes,
         "openai": partial(openai_routes, decode=decode),
     }
-    with answering(routes[dialect](model)) as address:
+    with hosting(application(routes[dialect](model))) as address:
         yield address
 
 
 @contextmanager
 def serving_rows(sequences: Sequences) -> Iterator[str]:
     """Yields the address of an SGLang that answers each prompt of some rows with what was sampled and told there, in their order."""
-    with answering(row_routes(sequences)) as address:
+    with hosting(application(row_routes(sequences))) as address:
         yield address
 
 
 @contextmanager
-def answering(routes: dict[str, Any]) -> Iterator[str]:
-    """Yields the address of a server with these routes, on an event loop of its own."""
+def hosting(served: web.Application) -> Iterator[str]:
+    """Yields the address of a server of the application, on an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="faulty-engine", daemon=True)
     thread.start()
-    runner = web.AppRunner(application(routes))
+    runner = web.AppRunner(served)
     try:
         port = asyncio.run_coroutine_threadsafe(listen(runner), loop).result()
         yield f"http://127.0.0.1:{port}"

@@ -153,6 +153,8 @@ class EmbeddedServer:
             "model_path": self.identity.model_path,
             "context_length": self.identity.context_length,
             "dtype": self.identity.dtype,
+            "quantization": None,
+            "enable_lora": False,
             "device": "cpu",
             "tp_size": 1,
             "pid": os.getpid(),

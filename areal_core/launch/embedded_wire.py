@@ -9,7 +9,15 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.rollout.interruptible import Sampled
 from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling
 
-GENERATE_FIELDS = {"input_ids", "text", "sampling_params", "return_logprob", "stream", "rid"}
+GENERATE_FIELDS = {
+    "input_ids",
+    "text",
+    "sampling_params",
+    "return_logprob",
+    "top_logprobs_num",
+    "stream",
+    "rid",
+}
 RENAMED = {"temperature", "top_k", "min_new_tokens", "max_new_tokens"}
 PLAIN = {"top_p", "stop_token_ids", "stop", "ignore_eos", "skip_special_tokens", "frequency_penalty"}
 
@@ -81,6 +89,7 @@ def generate_reply(
                 [logprob, token, None]
                 for logprob, token in zip(sampled.logprobs, sampled.tokens, strict=True)
             ],
+            "output_top_logprobs": [[] for _ in sampled.tokens],  # of the tokens not sampled, nothing is kept
         },
     }
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from transformers import Gemma3Config
 
 from areal_debug.cli.consistency import command
-from consistency.fault_server import SGLANG, answering, serving_rows
+from consistency.fault_server import SGLANG, application, hosting, serving_rows
 from consistency.tokens import Sequences
 
 from .records import save_model, write_record
@@ -35,7 +35,7 @@ def complaint(*arguments):
 
 
 def asked(routes, model, prompts):
-    with answering(routes) as address:
+    with hosting(application(routes)) as address:
         return complaint("--engine", address, "--model", model, "--prompts", prompts)
 
 

@@ -6,10 +6,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from areal_core.launch.embedded_server import EmbeddedServer
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug.cli.consistency import command
 from consistency import laws
-from consistency.fault_server import serving
+from consistency.fault_server import hosting, serving
 from consistency.score import load_scorer
 from consistency.testing import FaultyEngine
 
@@ -138,3 +139,11 @@ def test_page_tells_the_verdict_first_and_needs_no_network(scorer, model, prompt
     assert "replaying top_p 0.8" in text
     assert "src=" not in text
     assert "href=" not in text
+
+
+def test_embedded_server_is_judged_like_any_other_and_says_that_it_does_not_score_prompts(model, prompts):
+    with hosting(EmbeddedServer(str(model), context_length=256).application()) as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+    assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
+    assert found["metrics"]["mean_abs"] < 1e-5
+    assert "the engine was not asked again" in found["notes"][0]
