@@ -23,8 +23,9 @@ from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_
 from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.before import step_range
+from replayer.options import without_side_effects
 from replayer.request import Request
-from replayer.run import replay_hooks, without_side_effects
+from replayer.run import replay_hooks
 
 if TYPE_CHECKING:
     from recorder.live_archive import LiveArchive

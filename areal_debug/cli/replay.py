@@ -61,6 +61,7 @@ def command(
     from areal_debug.whatif_output import print_comparison
     from recorder import open_record
     from replayer.before import check_edits, check_model, check_replayable, check_way, step_range
+    from replayer.options import replay_config
     from replayer.request import Request
 
     opened = open_record(record)
@@ -71,6 +72,7 @@ def command(
     first, last = step_range(opened, from_step, to_step)
     request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
     check_edits(opened, request)
+    replay_config(opened, model, settings)  # what is wrong with an option is told once, and at once
     check_way(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))

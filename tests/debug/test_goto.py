@@ -54,6 +54,8 @@ def test_a_shell_at_a_step_has_everything_in_hand(recorded):
         (["goto", "RECORD", "--step", 1, "--pdb", "--rank", 3], "ranks 0 to 0"),
         (["goto", "/no/such", "--step", 1], "/no/such does not exist"),
         (["replay", "RECORD", "--filter", "__import__('os')"], "is not allowed"),
+        (["replay", "RECORD", "--set", "actor.eps_clp=0.3"], "did you mean 'actor.eps_clip'"),
+        (["replay", "RECORD", "--set", "actor.eps_clip=-1"], "actor.eps_clip is -1"),
         (["replay", "RECORD", "--edit", "/no/such.py"], "there is no edit script"),
         (["replay", "RECORD", "--record-to", "RECORD"], "already holds a record"),
         (["replay", "RECORD", "--explain", 9], "holds 0 to 2"),
