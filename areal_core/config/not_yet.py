@@ -61,12 +61,8 @@ NOT_YET = (
     NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
     NotYet("actor.attn_impl", ("flash_attention_2", "sdpa"), "the engine chooses its attention", refused=False),
     NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
-    NotYet("saver.freq_epochs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
-    NotYet("saver.freq_secs", (None,), "checkpoints are written by saver.freq_steps", refused=False),
     NotYet("saver.mode", ("auto", "sync"), "checkpoints are written while training waits", refused=False),
-    NotYet("stats_logger.wandb.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
-    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl or TensorBoard", refused=False),
-    NotYet("stats_logger.trackio.mode", ("disabled",), "use stats.jsonl or TensorBoard", refused=False),
+    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 
 

@@ -7,11 +7,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_core.telemetry.loggers import JsonlLogger, StatsLogger, TensorBoardLogger, read_stats
+    from areal_core.telemetry.loggers import (
+        JsonlLogger,
+        StatsLogger,
+        TensorBoardLogger,
+        TrackioLogger,
+        WandbLogger,
+        read_stats,
+    )
     from areal_core.telemetry.stats import Reduce, Stats
     from areal_core.telemetry.summary import step_summary
 
-__all__ = ["JsonlLogger", "Reduce", "Stats", "StatsLogger", "TensorBoardLogger", "read_stats", "step_summary"]
+__all__ = [
+    "JsonlLogger",
+    "Reduce",
+    "Stats",
+    "StatsLogger",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "read_stats",
+    "step_summary",
+]
 MODULES = dict.fromkeys(__all__, "loggers") | {"Reduce": "stats", "Stats": "stats", "step_summary": "summary"}
 
 

@@ -1,13 +1,24 @@
-"""Where a step's statistics go: a JSON line, TensorBoard, or any callable `(step, stats)`; on rank 0 only."""
+"""Where a step's statistics go: a JSON line, TensorBoard, Weights & Biases, Trackio, or any callable `(step, stats)`; on rank 0 only."""
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO
+from types import ModuleType, TracebackType
+from typing import Any, Protocol, TextIO
+
+from areal_core.errors import ConfigError
 
 Stats = dict[str, float]
+
+
+class Logger(Protocol):
+    """What takes the statistics of a step, which counts from 0, and is told when there are no more."""
+
+    def __call__(self, step: int, stats: Stats) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonlLogger:
@@ -44,12 +55,79 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+class WandbLogger:
+    """One Weights & Biases run, which a run that continues under the same id goes on with.
+
+    Args:
+        options: arguments of `wandb.init`; those that are None are left to the package.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        wandb = import_service("wandb", options["mode"])
+        self._run = wandb.init(resume="allow", **without_none(options))
+
+    def __call__(self, step: int, stats: Stats) -> None:
+        self._run.log(stats, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioLogger:
+    """One Trackio run: in a Hugging Face space, or in files of this machine.
+
+    Args:
+        mode: "online" wants a `space_id`; "local" never uses one.
+        options: arguments of `trackio.init`; those that are None are left to the package.
+
+    Raises:
+        ConfigError: the package is not installed, or there is no space to send to.
+    """
+
+    def __init__(self, mode: str, space_id: str | None, **options: Any) -> None:
+        if mode == "online" and not space_id:
+            raise ConfigError(
+                "stats_logger.trackio.mode is 'online' and stats_logger.trackio.space_id is empty: "
+                "give the space, as 'user/name', or set the mode to 'local'"
+            )
+        trackio = import_service("trackio", mode)
+        space = space_id if mode == "online" else None
+        self._run = trackio.init(resume="allow", **without_none(options | {"space_id": space}))
+
+    def __call__(self, step: int, stats: Stats) -> None:
+        self._run.log(stats, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def import_service(name: str, mode: str) -> ModuleType:
+    """The package of a logger that is asked for. Raises ConfigError when it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # the package is there, and something that it needs is not
+            raise
+        raise ConfigError(
+            f"stats_logger.{name}.mode is {mode!r} and the package {name} is not installed: "
+            f"pip install {name}, or set the mode to 'disabled'"
+        ) from None
+
+
+def without_none(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class StatsLogger:
     """Hands the statistics of every `every_steps`-th step to all loggers; does nothing on ranks other than 0."""
 
     def __init__(
         self,
-        loggers: Sequence[JsonlLogger | TensorBoardLogger] = (),
+        loggers: Sequence[Logger] = (),
         printers: Sequence[Callable[[int, Stats], None]] = (),
         rank: int = 0,
         every_steps: int = 1,

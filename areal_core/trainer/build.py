@@ -20,9 +20,10 @@ from areal_core.engine.model import load_model, shard_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.paths import run_folder
-from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, TensorBoardLogger, step_summary
+from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, step_summary
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
+from areal_core.trainer.build_services import build_services
 from areal_core.trainer.frequency import Frequency
 
 Dataset = Any  # a sequence of rows
@@ -155,14 +156,12 @@ def build_tracing(
 def build_loggers(
     config: BaseExperimentConfig, ranks: Ranks, total_steps: int, print_steps: bool = True
 ) -> StatsLogger:
-    """On rank 0: stats.jsonl with the config that it is of, TensorBoard if asked for, and one printed line a step."""
+    """On rank 0: stats.jsonl with the config that it is of, the services that are asked for, and one printed line a step."""
     if ranks.rank != 0:
         return StatsLogger(rank=ranks.rank)
     folder = run_folder(config, "logs")
-    loggers: list[JsonlLogger | TensorBoardLogger] = [JsonlLogger(folder / "stats.jsonl")]
+    loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder)]
     (folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=2, default=str))
-    if config.stats_logger.tensorboard.path:
-        loggers.append(TensorBoardLogger(config.stats_logger.tensorboard.path))
     return StatsLogger(loggers, printers=[partial(print_summary, total_steps)] if print_steps else [])
 
 

@@ -82,6 +82,7 @@ class PPOTrainer:
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
+        self.saving = build.build_frequency(config.saver, self.ranks, steps_per_epoch)
         self.recovery = Recovery(config, self.ranks, steps_per_epoch)
         position = self.recovery.load(self.actor, checkpoint)
         self.first_step, self.version = position.step, position.version
@@ -213,9 +214,8 @@ class PPOTrainer:
         return {"total_steps": self.total_steps, "minibatches": plan}
 
     def _save(self, step: int) -> None:
-        """A Hugging Face checkpoint, every `saver.freq_steps` steps."""
-        every = self.config.saver.freq_steps
-        if every and (step + 1) % every == 0:
+        """A Hugging Face checkpoint, as often as `saver` says; a collective."""
+        if self.saving.is_due(step):
             folder = run_folder(self.config, "checkpoints") / "default" / f"globalstep{step}"
             save_hf(folder, self.actor, self.tokenizer)
 

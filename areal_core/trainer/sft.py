@@ -38,6 +38,7 @@ class SFTTrainer:
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps)
         self.stats = Stats()
         self.loader = build.build_loader(config, self.ranks, train_dataset)
+        self.saving = build.build_frequency(config.saver, self.ranks, self.loader.steps_per_epoch)
         self.recovery = Recovery(config, self.ranks, self.loader.steps_per_epoch)
         self.first_step = self.recovery.load(self.actor).step
         self.recovery.restore(self.loader)
@@ -56,6 +57,8 @@ class SFTTrainer:
                 stats = self.stats.export()
                 logger.commit(step, stats)
                 self.tracing.commit(step, stats)
+                if self.saving.is_due(step):
+                    self.save(f"globalstep{step}")
                 self.recovery.save_when_due(step, step + 1, self.actor, self.loader)
                 if stop(step):
                     break

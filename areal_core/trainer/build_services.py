@@ -1,0 +1,66 @@
+"""The services that `stats_logger` asks for, beside the JSON lines that every run writes."""
+
+from pathlib import Path
+from typing import Any
+
+from areal_core.config import BaseExperimentConfig, config_to_dict
+from areal_core.telemetry import TensorBoardLogger, TrackioLogger, WandbLogger
+from areal_core.telemetry.loggers import Logger, without_none
+
+UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
+
+
+def build_services(config: BaseExperimentConfig, folder: Path) -> list[Logger]:
+    """One logger a service; local files go below `folder`.
+
+    Raises:
+        ConfigError: a service is asked for whose package is not installed.
+    """
+    options, built = config.stats_logger, list[Logger]()
+    if options.tensorboard.path:
+        built.append(TensorBoardLogger(options.tensorboard.path))
+    if options.wandb.mode != "disabled":
+        built.append(WandbLogger(dir=str(folder), **wandb_arguments(config)))
+    if options.trackio.mode != "disabled":
+        trackio = options.trackio
+        built.append(
+            TrackioLogger(
+                trackio.mode,
+                trackio.space_id,
+                project=trackio.project or config.experiment_name,
+                name=trackio.name or config.trial_name,
+                config=without_keys(config_to_dict(config)),
+            )
+        )
+    return built
+
+
+def wandb_arguments(config: BaseExperimentConfig) -> dict[str, Any]:
+    """Arguments of `wandb.init`. The id is that of experiment and trial, so that a run that continues is one run there, too."""
+    options = config.stats_logger.wandb
+    trial = f"{config.experiment_name}_{config.trial_name}"
+    account = without_none(
+        {"base_url": options.wandb_base_url or None, "api_key": options.wandb_api_key or None}
+    )
+    return {
+        "mode": options.mode,
+        "entity": options.entity,
+        "project": options.project or config.experiment_name,
+        "name": options.name or config.trial_name,
+        "id": "_".join([trial, *([options.id_suffix] if options.id_suffix else [])]).translate(UNSAFE_IN_ID),
+        "group": options.group or trial,
+        "job_type": options.job_type,
+        "notes": options.notes,
+        "tags": options.tags,
+        "config": without_keys(options.config or config_to_dict(config)),
+        "settings": account or None,
+    }
+
+
+def without_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """The options without the keys to services among them: what is sent is read by others."""
+    return {
+        name: without_keys(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if not name.endswith("api_key")
+    }
