@@ -1,6 +1,7 @@
 """The train engine: a sharded model that scores batches and learns from them.
 
-It knows nothing of reinforcement learning: a loss is a function of logprobs, entropies and one packed micro-batch. The objective is
+It knows nothing of reinforcement learning: a loss is a function of logprobs, entropies and one packed micro-batch (of a reward model: of
+scores and the micro-batch). The objective is
 the sum of that loss over all tokens of all ranks, divided by the sum of their weights, so it does not depend on how rows were divided.
 """
 
@@ -18,9 +19,11 @@ from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_
 from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.optimizer import clip_gradients
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.scores import is_score_model
 
-# (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens
-LossFunction = Callable[[Tensor, Tensor, Batch], Tensor]
+# (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
+# of a reward model: (scores [tokens], packed micro-batch)
+LossFunction = Callable[..., Tensor]
 
 
 def tell_nobody(event: str, **facts: object) -> None:
@@ -64,13 +67,14 @@ class TrainResult:
 
 @dataclass
 class FSDPEngine:
-    """A sharded causal language model with, for training, its optimizer and schedule.
+    """A sharded causal language model, or reward model, with, for training, its optimizer and schedule.
 
     Args:
         dtype: of compute and of the weights that `named_full_tensors` gives.
         temperature: logits are divided by it; it must be the one that sampled the tokens.
         max_tokens_per_mb: the most tokens of one micro-batch, None for no limit.
         min_micro_batches: the fewest micro-batches that a batch is divided into.
+        granularity: so many neighbouring rows stay in one micro-batch; 2 for pairs. It divides the rows of every batch.
     """
 
     model: PreTrainedModel
@@ -79,14 +83,17 @@ class FSDPEngine:
     temperature: float = 1.0
     max_tokens_per_mb: int | None = None
     min_micro_batches: int = 1
+    granularity: int = 1
     optimizer: Optimizer | None = None
     schedule: LRScheduler | None = None
     gradient_clipping: float = 1.0
 
     def divide(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch, as many micro-batches on every rank; a collective."""
-        lengths = sequence_lengths(batch).tolist()
-        return split_rows(lengths, self.max_tokens_per_mb, self.min_micro_batches, self.ranks.maximum)
+        size = self.granularity
+        lengths = sequence_lengths(batch).view(-1, size).sum(1).tolist()
+        groups = split_rows(lengths, self.max_tokens_per_mb, self.min_micro_batches, self.ranks.maximum)
+        return [[unit * size + row for unit in group for row in range(size)] for group in groups]
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """The logprobs of `score`; a collective."""
@@ -105,6 +112,16 @@ class FSDPEngine:
                 logprobs[rows, :width] = scatter_tokens(pairs[:, 0], part["attention_mask"])
                 entropy[rows, :width] = scatter_tokens(pairs[:, 1], part["attention_mask"])
         return logprobs, entropy
+
+    @torch.no_grad()
+    def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
+        """Give `loss_fn` what `train_batch` would, and learn nothing; a collective."""
+        self.model.eval()
+        for rows in self.divide(batch):
+            part = select_rows(batch, rows)
+            columns = self._forward(part)  # also without rows: other ranks may have some
+            if rows:
+                loss_fn(*columns.unbind(1), self._packed(part))
 
     def train_batch(
         self,
@@ -166,16 +183,22 @@ class FSDPEngine:
             observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=pairs.sum() * 0.0)
             (pairs.sum() * 0.0).backward()
             return MicroBatchResult([], 0, 0.0, 0.0)
-        flat = {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
-        loss = loss_fn(pairs[:, 0], pairs[:, 1], flat)
+        flat = self._packed(part)
+        loss = loss_fn(*pairs.unbind(1), flat)
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; times their number, that is a sum.
         (loss * (self.ranks.world_size / total_weight)).backward()
         num_tokens = int(part["attention_mask"].sum())
         return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
 
+    def _packed(self, part: Batch) -> Batch:
+        return {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
+
     def _forward(self, part: Batch) -> Tensor:
-        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]; 0 where nothing is trained."""
+        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]; 0 where nothing is trained.
+
+        Of a reward model the score of each position, float32 [tokens, 1].
+        """
         if part["attention_mask"].shape[0] == 0:
             part = {
                 name: torch.ones(1, 1, dtype=torch.int32)
@@ -186,20 +209,22 @@ class FSDPEngine:
         device = self.ranks.device
         flat = pack(part)
         input_ids = flat["input_ids"].to(device, torch.int64)
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        inputs = {
+            "input_ids": input_ids[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "sequence_lengths": lengths,
+        }
+        if is_score_model(self.model):
+            return self.model(**inputs)[0]
         scored = flat["loss_mask"].nonzero()[:, 0].to(device)  # most prompt tokens cost no logits
         if len(scored) == 0:
             scored = scored.new_zeros(1)
         head = self.model.get_output_embeddings()
         # The label of a sequence's last position is another sequence's first token; no mask trains on it.
         head.labels, head.temperature = input_ids.roll(-1)[scored], self.temperature
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=scored,
-            sequence_lengths=lengths,
-        )
+        output = self.model(**inputs, logits_to_keep=scored)
         head.labels = None
         pairs = output.logits[0]  # [scored, 2]
         return pairs.new_zeros(len(input_ids), 2).index_copy(0, scored, pairs)

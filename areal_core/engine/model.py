@@ -42,10 +42,13 @@ def load_model(
             return AutoModelForCausalLM.from_config(config, **options)
         return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     except (OSError, ValueError) as error:
-        where = (
-            "is not a folder here" if not Path(path).is_dir() else "holds no model that Transformers can read"
-        )
-        raise ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})") from error
+        raise load_failure(path, error) from error
+
+
+def load_failure(path: str, error: Exception) -> ModelError:
+    """What to tell of a model that Transformers could not read."""
+    where = "is not a folder here" if not Path(path).is_dir() else "holds no model that Transformers can read"
+    return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
 
 
 def without_dropout(config: PretrainedConfig) -> None:
@@ -74,7 +77,8 @@ def shard_model(
     Raises:
         ModelError: no module of the model has one of the class names.
     """
-    take_labels_in_output_layer(model)
+    if model.get_output_embeddings() is not None:  # a reward model has none
+        take_labels_in_output_layer(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=True)
