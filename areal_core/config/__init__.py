@@ -2,6 +2,7 @@
 
 from areal_core.config.checks import check_config
 from areal_core.config.engine import (
+    DPOEngineConfig,
     FSDPEngineConfig,
     FSDPWrapPolicy,
     MicroBatchSpec,
@@ -18,11 +19,13 @@ from areal_core.config.experiment import (
     ClusterSpecConfig,
     DatasetConfig,
     DebugConfig,
+    DPOConfig,
     EvaluatorConfig,
     GRPOConfig,
     LauncherConfig,
     PPOConfig,
     RecoverConfig,
+    RWConfig,
     SaverConfig,
     SFTConfig,
     StatsLoggerConfig,
@@ -42,6 +45,8 @@ __all__ = [
     "AgentConfig",
     "BaseExperimentConfig",
     "ClusterSpecConfig",
+    "DPOConfig",
+    "DPOEngineConfig",
     "DatasetConfig",
     "DebugConfig",
     "EvaluatorConfig",
@@ -58,6 +63,7 @@ __all__ = [
     "PPOActorConfig",
     "PPOConfig",
     "PPOCriticConfig",
+    "RWConfig",
     "RecoverConfig",
     "RejectionSamplingConfig",
     "SFTConfig",

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
-from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
+from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
 from areal_core.config.not_yet import not_yet
 from areal_core.errors import ConfigError
 
@@ -18,6 +18,7 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
     """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
     values = flat_values(config)
     couplings = COUPLINGS + (PPO_COUPLINGS if isinstance(config, PPOConfig) else ())
+    couplings += (dpo_compares_with_its_reference,) if isinstance(config, DPOConfig) else ()
     problems = [*wrong_choices(config), *not_yet(values, refused=True)]
     problems += [problem for coupling in couplings for problem in coupling(config)]
     if problems:
@@ -258,6 +259,16 @@ def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
     client, run = config.rollout.tokenizer_path, config.tokenizer_path
     if client and run and client != run:
         yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r}; they must be equal"
+
+
+def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
+    actor, ref = config.actor, config.ref
+    if actor.beta <= 0:
+        yield f"actor.beta is {actor.beta}; expected above 0"
+    if ref is not None and ref.temperature != actor.temperature:
+        yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
+    if actor.init_from_scratch:
+        yield "actor.init_from_scratch is True; the reference could not have the same weights: give a trained model"
 
 
 COUPLINGS = (

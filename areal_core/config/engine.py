@@ -196,6 +196,16 @@ class PPOCriticConfig(TrainEngineConfig):
 
 
 @dataclass
+class DPOEngineConfig(TrainEngineConfig):
+    """The policy that learns preferences directly."""
+
+    beta: float = option(0.1, "Strength of the pull towards the reference.")
+    loss_type: str = option(
+        "sigmoid", "Log-sigmoid of the margin, or its squared distance (IPO).", ("sigmoid", "ipo")
+    )
+
+
+@dataclass
 class TeacherConfig(TrainEngineConfig):
     """The model whose distribution is distilled."""
 

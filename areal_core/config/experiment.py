@@ -4,7 +4,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.config.engine import PPOActorConfig, PPOCriticConfig, TeacherConfig, TrainEngineConfig
+from areal_core.config.engine import (
+    DPOEngineConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TeacherConfig,
+    TrainEngineConfig,
+)
 from areal_core.config.generation import GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
 from areal_core.config.option import REQUIRED, option, section
 
@@ -351,3 +357,20 @@ class SFTConfig(BaseExperimentConfig):
     """Supervised fine-tuning."""
 
     actor: TrainEngineConfig = section(TrainEngineConfig, "The model.")
+
+
+@dataclass
+class RWConfig(BaseExperimentConfig):
+    """A reward model, trained on pairs of answers of which one was preferred."""
+
+    actor: TrainEngineConfig = section(
+        TrainEngineConfig, "The model; a language model gets a head of scores."
+    )
+
+
+@dataclass
+class DPOConfig(BaseExperimentConfig):
+    """Direct preference optimisation, on pairs of answers of which one was preferred."""
+
+    actor: DPOEngineConfig = section(DPOEngineConfig, "The policy.")
+    ref: TrainEngineConfig | None = option(None, "The reference; empty: the policy as it was at first.")

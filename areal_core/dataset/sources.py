@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_core.dataset.pairs import is_tie, pair_length, pair_row
 from areal_core.dataset.tokens import sft_row
 from areal_core.errors import DatasetError
 
@@ -28,11 +29,12 @@ def get_dataset(
     """All rows of one split, ready for a `PromptLoader`. Raises DatasetError.
 
     "rl" rows hold `messages`; those whose prompt is longer than `config.max_length` tokens are left out. "sft" rows hold
-    `input_ids` and `loss_mask` (lists of int), and longer ones are left out too. Both uses of lengths need `tokenizer`.
+    `input_ids` and `loss_mask` (lists of int), "rw" and "dpo" rows what `pair_row` says; longer ones are left out too, and pairs of
+    equal sides. All but "rl" rows without `max_length` need `tokenizer`.
     """
     split = split or config.split
     rows = read_rows(config.path, split, dict(config.dataset_kwargs))
-    if tokenizer is None and (config.type == "sft" or config.max_length is not None):
+    if tokenizer is None and (config.type != "rl" or config.max_length is not None):
         raise DatasetError(
             f"type {config.type!r} with max_length {config.max_length} needs a tokenizer; pass one"
         )
@@ -42,10 +44,12 @@ def get_dataset(
     elif config.type == "rl":
         rows = [rl_row(row, f"{config.path}, row {number}") for number, row in enumerate(rows)]
         lengths = [num_prompt_tokens(row, tokenizer) for row in rows] if config.max_length is not None else []
+    elif config.type in ("rw", "dpo"):
+        rows = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
+        rows = [row for row in rows if not is_tie(row)]
+        lengths = [pair_length(row) for row in rows]
     else:
-        raise DatasetError(
-            f"dataset type is {config.type!r}; expected 'rl' or 'sft' (reward models and DPO are not built)"
-        )
+        raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
     if config.max_length is not None:
         rows = [row for row, length in zip(rows, lengths, strict=True) if length <= config.max_length]
     if not rows:

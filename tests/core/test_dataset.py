@@ -104,9 +104,9 @@ def test_path_that_is_nothing_is_refused(tmp_path):
         get_dataset(DatasetConfig(path=str(tmp_path / "nothing"), type="rl"))
 
 
-def test_type_without_its_trainer_is_refused(questions):
-    with pytest.raises(DatasetError, match="dataset type is 'dpo'"):
-        get_dataset(DatasetConfig(path=str(questions), type="dpo"))
+def test_unknown_type_is_refused(questions, tokenizer):
+    with pytest.raises(DatasetError, match="dataset type is 'grpo'"):
+        get_dataset(DatasetConfig(path=str(questions), type="grpo"), tokenizer=tokenizer)
 
 
 def test_arithmetic_is_right_and_the_same_for_the_same_seed():

@@ -1,0 +1,106 @@
+"""Preference rows in every form that datasets have them, as tokens."""
+
+import json
+
+import pytest
+
+from areal_core.config import DatasetConfig
+from areal_core.dataset import get_dataset
+from areal_core.errors import DatasetError
+from areal_core.testing import make_tiny_tokenizer
+
+USER = {"role": "user", "content": "1+1="}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny_tokenizer()
+
+
+@pytest.fixture
+def rows_of(tmp_path, tokenizer):
+    """Rows of a file as the trainer gets them: `rows_of([{...}], max_length=8)`."""
+
+    def read(rows: list[dict], **options) -> list[dict]:
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        return list(get_dataset(DatasetConfig(path=str(file), type="dpo", **options), tokenizer=tokenizer))
+
+    return read
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "chosen", "rejected"),
+    [
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, "1+1=", "2<|end|>", "31<|end|>"),
+        ({"chosen": "1+1=2", "rejected": "1+1=31"}, "1+1=", "2<|end|>", "31<|end|>"),
+        ({"messages": [USER], "chosen": "2", "rejected": "31"}, None, "2<|end|>", "31<|end|>"),
+        (
+            {"prompt": "1+1=", "chosen": [assistant("2")], "rejected": [assistant("31")]},
+            None,
+            "2<|end|>",
+            "31<|end|>",
+        ),
+        (
+            {"prompt": "1+1=", "chosen": [USER, assistant("2")], "rejected": [USER, assistant("31")]},
+            None,
+            "2<|end|>",
+            "31<|end|>",
+        ),
+        (
+            {"prompt": [USER], "chosen": [assistant("2")], "rejected": [assistant("31")]},
+            None,
+            "2<|end|>",
+            "31<|end|>",
+        ),
+        (
+            {"chosen": [USER, assistant("2")], "rejected": [USER, assistant("31")]},
+            None,
+            "2<|end|>",
+            "31<|end|>",
+        ),
+    ],
+)
+def test_every_form_of_a_pair_learns_what_the_sides_do_not_share(
+    rows_of, tokenizer, row, prompt, chosen, rejected
+):
+    [pair] = rows_of([row])
+    prompt = prompt or "<|user|>1+1=<|end|><|assistant|>"
+    for side, text in (("chosen", chosen), ("rejected", rejected)):
+        ids, mask = pair[f"{side}_ids"], pair[f"{side}_loss_mask"]
+        assert tokenizer.decode(ids) == prompt + text
+        learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+        assert tokenizer.decode(learned) == text
+
+
+def test_a_side_that_ends_where_the_other_goes_on_learns_to_end(rows_of, tokenizer):
+    [pair] = rows_of([{"prompt": "a", "chosen": "b", "rejected": "bc"}])
+    assert pair["chosen_loss_mask"] == [0, 0, 1]
+    assert pair["rejected_loss_mask"] == [0, 0, 1, 1]
+    assert pair["chosen_ids"][2] == tokenizer.eos_token_id
+
+
+def test_ties_and_pairs_with_one_long_side_are_left_out(rows_of):
+    short = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = rows_of([short, short | {"rejected": "b"}, short | {"rejected": "cdef"}], max_length=5)
+    assert len(rows) == 1
+    with pytest.raises(DatasetError, match="no rows"):
+        rows_of([short | {"rejected": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "row 0 has prompt, chosen; expected chosen and rejected"),
+        ({"chosen": "b", "rejected": [assistant("b")]}, "both texts or both lists"),
+        ({"prompt": "a", "chosen": [], "rejected": []}, "row 0 has no text and no messages"),
+    ],
+)
+def test_row_that_is_no_pair_is_refused_with_its_place(rows_of, row, said):
+    with pytest.raises(DatasetError) as error:
+        rows_of([row])
+    assert said in str(error.value)
