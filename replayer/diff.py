@@ -33,7 +33,7 @@ ACTS_FROM = (
     ("actor.ppo_n_minibatches", "loss"),
     ("actor.sapo", "loss"),
     ("actor.use_sapo_loss", "loss"),
-    ("actor.m2_threshold", "loss"),
+    ("actor.m2_threshold", "advantages"),
     ("actor.kl_", "advantages"),
     ("actor.discount", "advantages"),
     ("actor.gae_lambda", "advantages"),

@@ -3,21 +3,46 @@
 import torch
 from torch import Tensor
 
+from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
+
+INFINITY_BITS = 0x7F800000  # of float32
+
 
 def second_moment_mask(
-    proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor, threshold: float
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    threshold: float,
+    *,
+    sum_over_ranks: SumOverRanks = on_one_rank,
 ) -> Tensor:
-    """The tokens that are kept: bool [tokens], a subset of `loss_mask`; inputs [tokens].
+    """The tokens that are kept: bool, a subset of `loss_mask`; all tensors have one shape, on the CPU.
 
     Second-Moment Trust Policy Optimization (arXiv 2510.01161): of the squared log-ratios the largest are dropped until
-    the mean of the others is below `threshold`. At least one token stays.
+    the mean of the others is below `threshold`. The smallest stays in any case; equal ones stay or go together, so the
+    result depends on the set of tokens only, not on the ranks that hold them. A collective of about 33 small sums.
     """
     mask = loss_mask.bool()
-    # On the CPU, because a sum that runs along floats has no deterministic kernel on CUDA.
-    squares = (proximal_logprobs - behaviour_logprobs).detach()[mask].cpu() ** 2  # [n]
-    ascending, order = squares.double().sort(stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)  # never falling
-    num_kept = (means < threshold).sum().clamp(min=1)
-    kept = torch.zeros_like(squares, dtype=torch.bool)
-    kept[order] = torch.arange(len(squares)) < num_kept
-    return torch.zeros_like(mask).masked_scatter(mask, kept.to(mask.device))
+    squares = (proximal_logprobs - behaviour_logprobs).detach().float() ** 2
+    squares = torch.where(squares.isfinite(), squares, torch.inf)
+    # Floats that are not negative have the order of their bits, so a cutoff between them is found by halving integers.
+    bits = squares.contiguous().view(torch.int32)
+    own_bits, own_squares = bits[mask], squares[mask].double()  # [n]
+
+    def count_and_mean(cutoff: int) -> tuple[float, float]:
+        chosen = own_squares[own_bits <= cutoff]
+        sums = sum_over_ranks(torch.stack([chosen.new_tensor(float(len(chosen))), chosen.sum()]))
+        count, total = sums.tolist()
+        return count, total / max(count, 1.0)
+
+    low, high = -1, INFINITY_BITS  # the mean up to `low` is small enough; it never falls as the cutoff rises
+    while low < high:
+        middle = (low + high + 1) // 2
+        count, mean = count_and_mean(middle)
+        if count == 0 or mean < threshold:
+            low = middle
+        else:
+            high = middle - 1
+    if count_and_mean(low)[0] == 0:
+        low += 1  # the smallest token's own bits
+    return mask & (bits <= low)

@@ -19,3 +19,15 @@ def overlong_penalty(
 def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0) -> Tensor:
     """`(rewards + bias) * scaling`, held within `[-clip, clip]`; [B] float32."""
     return torch.clamp((rewards.float() + bias) * scaling, min=-clip, max=clip)
+
+
+def groups_without_spread(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(all its rewards are equal, it has several samples) of each group: two bool [groups]; both inputs are [B].
+
+    A group of several samples without spread teaches nothing where rewards are compared within groups.
+    """
+    groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)[1:]
+    values = rewards.float()
+    lowest = values.new_full(counts.shape, torch.inf).scatter_reduce(0, groups, values, "amin")
+    highest = values.new_full(counts.shape, -torch.inf).scatter_reduce(0, groups, values, "amax")
+    return lowest == highest, counts > 1

@@ -244,6 +244,43 @@ def rejection_sampling_is_consistent(config: PPOConfig) -> Iterator[str]:
         yield f"{name}.lower is {rejection.lower} and {name}.upper is {rejection.upper}; expected lower < upper"
 
 
+def sapo_has_no_clip(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if not actor.use_sapo_loss:
+        return
+    wanted = {
+        "use_decoupled_loss": False,
+        "importance_sampling_level": "token",
+        "eps_clip_higher": None,
+        "c_clip": None,
+    }
+    for name, value in wanted.items():
+        if getattr(actor, name) != value:
+            yield (
+                f"actor.use_sapo_loss is True and actor.{name} is {getattr(actor, name)!r}; the gate of SAPO stands in place of "
+                f"the clip, on the ratio of each token to the policy that sampled it: set the second to {value!r}"
+            )
+
+
+def proximal_policy_is_there_to_compare(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if actor.prox_logp_method == "loglinear" and not actor.use_decoupled_loss:
+        yield (
+            "actor.prox_logp_method is 'loglinear' and actor.use_decoupled_loss is False; only the decoupled loss has a "
+            "proximal policy of its own: set the second to true"
+        )
+    if actor.m2_threshold is None:
+        return
+    if actor.m2_threshold <= 0:
+        yield f"actor.m2_threshold is {actor.m2_threshold}; expected above 0, or null for off"
+    if not actor.should_compute_prox_logp() or not actor.use_decoupled_loss:
+        yield (
+            f"actor.m2_threshold is {actor.m2_threshold}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
+            f"actor.prox_logp_method is {actor.prox_logp_method!r}; M2PO compares computed proximal logprobs with those of the "
+            "engine: set the second to true and the third to recompute"
+        )
+
+
 def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
     num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
     train = resolve_allocation(config).train
@@ -290,6 +327,8 @@ PPO_COUPLINGS = (
     overlong_penalty_is_complete,
     clip_bounds_are_ordered,
     rejection_sampling_is_consistent,
+    sapo_has_no_clip,
+    proximal_policy_is_there_to_compare,
     minibatches_have_rows,
     tokenizers_agree,
 )

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages
 from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.m2po import second_moment_mask
 from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
 from areal_core.algorithm.policy_loss import policy_loss
+from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
 from areal_core.algorithm.rejection import behaviour_weights
-from areal_core.algorithm.rewards import overlong_penalty, shape_rewards
+from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
+from areal_core.algorithm.sapo_loss import sapo_loss
 from areal_core.batch import Batch, sequence_lengths, split_rows
 from areal_core.config import PPOActorConfig
 from areal_core.config.engine import NormConfig
@@ -27,10 +30,14 @@ class PolicyObjective:
     sum_over_ranks: SumOverRanks
     stats: Stats
 
-    def learning_inputs(self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None) -> Batch:
+    def learning_inputs(
+        self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None, version: int
+    ) -> Batch:
         """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
 
-        With a reference also `ref_logp` [B, T], and `entropy` [B, T] where `prox_logp` was computed here.
+        With a reference also `ref_logp` [B, T], and `entropy` [B, T] where `prox_logp` was computed here; for M2PO
+        `trusted_mask` [B, T] int32, and where `prox_logp` is approximated in the loss `proximal_share` [B, T]. `version` is
+        that of the trainer's weights.
 
         A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
         """
@@ -72,6 +79,13 @@ class PolicyObjective:
         }
         if reference_logprobs is not None:
             inputs["ref_logp"] = reference_logprobs
+        if options.m2_threshold is not None:
+            # Of the whole batch on all ranks, so that it does not depend on how the batch is divided.
+            inputs["trusted_mask"] = second_moment_mask(
+                proximal, behaviour, mask, options.m2_threshold, sum_over_ranks=self.sum_over_ranks
+            ).int()
+        if approximates_proximal(options):
+            inputs["proximal_share"] = loglinear_share(aligned["versions"], version)
         return aligned | scored | inputs
 
     def _sequence_rewards(self, batch: Batch) -> Tensor:
@@ -97,48 +111,80 @@ class PolicyObjective:
 
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
         """The policy loss of one packed micro-batch, summed over its trained tokens; records its statistics."""
-        options = self.options
+        options, stats = self.options, self.stats
         mask, cu_seqlens = flat["loss_mask"].bool(), flat["cu_seqlens"]
+        proximal, behaviour = flat["prox_logp"], flat["logprobs"]
+        if approximates_proximal(options):
+            proximal = loglinear_proximal_logprobs(logprobs, behaviour, flat["proximal_share"])
         kept, weights = mask, None
+        if options.m2_threshold is not None:
+            kept = mask & flat["trusted_mask"].bool()
+        stats.denominator(n_valid_tokens=mask)
+        if options.m2_threshold is not None:
+            stats.stat("n_valid_tokens", Reduce.AVG, m2_filtered_fraction=(mask & ~kept).float())
         if (bounds := behaviour_bounds(options)) is not None:
-            kept, weights, filtered = behaviour_weights(
-                flat["prox_logp"], flat["logprobs"], mask, cu_seqlens, **bounds
+            kept, weights, filtered = behaviour_weights(proximal, behaviour, kept, cu_seqlens, **bounds)
+            stats.denominator(unclipped_behave_tokens=kept)
+            stats.stat(
+                "unclipped_behave_tokens",
+                behave_imp_weight=weights,
+                behave_approx_kl=proximal - behaviour,
             )
+            stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
+        surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
+        loss, details = surrogate(logprobs, proximal, kept, weights, flat)
+        stats.stat(
+            "n_valid_tokens",
+            importance_weight=details["importance_weight"],
+            approx_kl=details["approx_kl"],
+            new_logp=logprobs,
+            old_logp=behaviour,
+            entropy=entropy,
+            actor_loss=details["loss"],
+        )
+        return loss
+
+    def _clipped_loss(
+        self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`policy_loss`, with the statistics that only a clip has."""
+        options, stats = self.options, self.stats
         loss, details = policy_loss(
             logprobs,
-            flat["prox_logp"],
+            proximal,
             flat["advantages"],
             kept,
-            cu_seqlens,
+            flat["cu_seqlens"],
             eps_clip=options.eps_clip,
             eps_clip_higher=options.eps_clip_higher,
             c_clip=options.c_clip,
             level=options.importance_sampling_level,
             weights=weights,
         )
-        stats = self.stats
-        stats.denominator(n_valid_tokens=mask, clipped_tokens=details["clip_mask"])
+        stats.denominator(clipped_tokens=details["clip_mask"])
+        stats.stat("clipped_tokens", clipped_new_logp=logprobs, clipped_old_logp=flat["logprobs"])
         stats.stat(
             "n_valid_tokens",
-            importance_weight=details["importance_weight"],
-            approx_kl=details["approx_kl"],
-            new_logp=logprobs,
-            old_logp=flat["logprobs"],
-            entropy=entropy,
-            actor_loss=details["loss"],
             clip_ratio=details["clip_mask"].float(),
             dual_clip_ratio=details["dual_clip_mask"].float(),
         )
-        stats.stat("clipped_tokens", clipped_new_logp=logprobs, clipped_old_logp=flat["logprobs"])
-        if weights is not None:
-            stats.denominator(unclipped_behave_tokens=kept)
-            stats.stat(
-                "unclipped_behave_tokens",
-                behave_imp_weight=weights,
-                behave_approx_kl=flat["prox_logp"] - flat["logprobs"],
-            )
-            stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
-        return loss
+        return loss, details
+
+    def _gated_loss(
+        self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`sapo_loss`, with its own statistic. Weights are 1: the loss is not decoupled, which the config's checks hold."""
+        options = self.options
+        loss, details = sapo_loss(
+            logprobs,
+            proximal,
+            flat["advantages"],
+            kept,
+            tau_pos=options.sapo_tau_pos,
+            tau_neg=options.sapo_tau_neg,
+        )
+        self.stats.stat("n_valid_tokens", sapo_soft_gate=details["soft_gate"])
+        return loss, details
 
     def log_batch(self, batch: Batch, inputs: Batch) -> None:
         """What the step's batch looked like, under the names of the actor."""
@@ -147,8 +193,10 @@ class PolicyObjective:
         every = torch.ones_like(batch["rewards"], dtype=torch.bool)
         correct = batch["rewards"] > 0
         valid = inputs["loss_mask"].bool()
+        alike, several = groups_without_spread(batch["rewards"], batch["prompt_id"])
         stats.denominator(
             n_seqs=every,
+            n_groups=several,
             n_tokens=batch["attention_mask"],
             n_valid_tokens=valid,
             correct_n_seqs=correct,
@@ -161,6 +209,7 @@ class PolicyObjective:
             prompt_len=lengths - completion,
             seq_len=lengths,
         )
+        stats.stat("n_groups", Reduce.AVG, zero_variance_groups=alike.float())
         stats.stat("correct_n_seqs", correct_seq_len=lengths)
         stats.stat("incorrect_n_seqs", incorrect_seq_len=lengths)
         stats.stat(
@@ -169,6 +218,11 @@ class PolicyObjective:
             kl_rewards=inputs["kl_rewards"],
             final_reward=inputs["total_rewards"],
         )
+
+
+def approximates_proximal(options: PPOActorConfig) -> bool:
+    """Whether proximal logprobs lie between behaviour and current policy instead of being computed."""
+    return options.use_decoupled_loss and options.prox_logp_method == "loglinear"
 
 
 def behaviour_bounds(options: PPOActorConfig) -> dict[str, object] | None:

@@ -155,7 +155,7 @@ class PPOTrainer:
         self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
         with self.stats.scope("ppo_actor"):
             with timing("compute_advantage"):
-                inputs = self.objective.learning_inputs(batch, self.actor, self.reference)
+                inputs = self.objective.learning_inputs(batch, self.actor, self.reference, self.version)
                 self.objective.log_batch(batch, inputs)
             self._observe("advantages", step=step, inputs=inputs)
             with self.stats.scope("update"), timing("train_step"):

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from areal_core.algorithm.dpo_loss import dpo_loss
 from areal_core.algorithm.m2po import second_moment_mask
 from areal_core.algorithm.policy_loss import policy_loss
-from areal_core.algorithm.proximal import loglinear_proximal_logprobs
+from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
 from areal_core.algorithm.rejection import behaviour_weights
 from areal_core.algorithm.reward_model_loss import reward_model_loss
 from areal_core.algorithm.sapo_loss import sapo_loss
@@ -306,13 +308,48 @@ def test_m2po_drops_the_largest_until_the_mean_is_small():
     assert second_moment_mask(prox, zeros, zeros, 0.04).tolist() == [False] * 5
 
 
+def test_m2po_equals_numpy_however_the_tokens_are_held_by_ranks():
+    prox, behaviour, _, mask, _ = packed(5, [40, 60])
+    prox, behaviour = prox.astype(np.float32), behaviour.astype(np.float32)
+    squares = np.where(mask, (prox - behaviour) ** 2, np.inf).astype(np.float64)
+    for threshold in (0.001, 0.05, 0.2, 9.0):
+        order = np.argsort(squares)[: mask.sum()]
+        means = np.cumsum(squares[order]) / np.arange(1, mask.sum() + 1)
+        expected = np.zeros(100, dtype=bool)
+        expected[order[: max(1, (means < threshold).sum())]] = True
+        arguments = [torch.from_numpy(array) for array in (prox, behaviour, mask)]
+        assert second_moment_mask(*arguments, threshold).tolist() == expected.tolist()
+        assert masks_of_two_ranks(arguments, threshold, split=37) == expected.tolist()
+
+
+def masks_of_two_ranks(arguments: list[torch.Tensor], threshold: float, split: int) -> list[bool]:
+    """Two threads as ranks, which meet in each sum."""
+    barrier, sums = threading.Barrier(2), [torch.zeros(2), torch.zeros(2)]
+
+    def on_rank(rank: int) -> list[bool]:
+        def sum_over_ranks(own: torch.Tensor) -> torch.Tensor:
+            sums[rank] = own
+            barrier.wait()
+            total = sums[0] + sums[1]
+            barrier.wait()
+            return total
+
+        part = slice(0, split) if rank == 0 else slice(split, None)
+        held = [tensor[part] for tensor in arguments]
+        return second_moment_mask(*held, threshold, sum_over_ranks=sum_over_ranks).tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(on_rank, range(2))
+    return first + second
+
+
 def test_loglinear_proximal_lies_between_by_age():
     # current version 5, proximal 4: sampled at 3 -> half way, at 1 -> 3/4, at 4 -> behaviour, prompt -> behaviour
-    logprobs, behaviour = torch.full((4,), -2.0), torch.full((4,), -1.0)
-    got = loglinear_proximal_logprobs(logprobs, behaviour, torch.tensor([3, 1, 4, -1]), 5)
-    torch.testing.assert_close(got, torch.tensor([-1.5, -1.75, -1.0, -1.0]))
-    newer = loglinear_proximal_logprobs(logprobs, behaviour, torch.tensor([5, 6, 0, 0]), 5)
-    torch.testing.assert_close(newer, torch.tensor([-1.0, -1.0, -1.8, -1.8]))
+    got = loglinear_share(torch.tensor([3, 1, 4, -1]), 5)
+    torch.testing.assert_close(got, torch.tensor([0.5, 0.75, 0.0, 0.0]))
+    torch.testing.assert_close(loglinear_share(torch.tensor([5, 6, 0]), 5), torch.tensor([0.0, 0.0, 0.8]))
+    between = loglinear_proximal_logprobs(torch.full((4,), -2.0), torch.full((4,), -1.0), got)
+    torch.testing.assert_close(between, torch.tensor([-1.5, -1.75, -1.0, -1.0]))
 
 
 def test_dpo_by_hand():

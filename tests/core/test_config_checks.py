@@ -98,6 +98,13 @@ def test_sound_config_passes_without_notes():
         ({"async_training": False, "rollout.max_head_offpolicyness": 2}, ["async_training is False", "max_head_offpolicyness is 2"]),
         ({"actor.dynamic_sampling": True, "gconfig.n_samples": 1, "actor.reward_norm": None},
          ["actor.dynamic_sampling is True", "gconfig.n_samples is 1"]),
+        ({"actor.use_sapo_loss": True, "actor.use_decoupled_loss": True}, ["use_sapo_loss is True", "use_decoupled_loss is True"]),
+        ({"actor.use_sapo_loss": True, "actor.c_clip": 3.0}, ["actor.c_clip is 3.0", "gate of SAPO"]),
+        ({"actor.use_sapo_loss": True, "actor.importance_sampling_level": "sequence"}, ["importance_sampling_level is 'sequence'"]),
+        ({"actor.m2_threshold": 0.04}, ["actor.m2_threshold is 0.04", "actor.use_decoupled_loss is False"]),
+        ({"actor.m2_threshold": 0.04, "actor.use_decoupled_loss": True, "actor.prox_logp_method": "loglinear"}, ["is 'loglinear'"]),
+        ({"actor.m2_threshold": 0.0, "actor.use_decoupled_loss": True}, ["actor.m2_threshold is 0.0; expected above 0"]),
+        ({"actor.prox_logp_method": "loglinear"}, ["actor.prox_logp_method is 'loglinear'", "actor.use_decoupled_loss is False"]),
         ({"device": "tpu"}, ["device is 'tpu'", "'auto', 'cpu', 'cuda'"]),
     ],
 )  # fmt: skip
@@ -115,6 +122,9 @@ def test_disagreement_is_named_with_both_values(changes, names_and_values):
         {"gconfig.max_tokens": 96, "train_dataset.max_length": 64},
         {"allocation_mode": "", "rollout.backend": "embedded", "actor.backend": "fsdp:d2"},
         {"allocation_mode": "embedded|fsdp:d2", "sglang.context_length": 80},
+        {"actor.use_sapo_loss": True},
+        {"actor.m2_threshold": 0.04, "actor.use_decoupled_loss": True},
+        {"actor.prox_logp_method": "loglinear", "actor.use_decoupled_loss": True},
         {"actor.group_size": 4, "actor.rejection_sampling": RejectionSamplingConfig()},
     ],
 )
@@ -138,7 +148,7 @@ def test_all_disagreements_are_told_at_once():
             "actor.optimizer.type is 'adam_bf16', which is not available: use adam",
         ),
         ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
-        ({"actor.m2_threshold": 0.04}, "actor.m2_threshold is 0.04"),
+        ({"actor.prox_logp_method": "metrics"}, "actor.prox_logp_method is 'metrics'"),
         ({"dynamic_bs": True}, "dynamic_bs is True"),
         ({"train_dataset.drop_last": False}, "train_dataset.drop_last is False"),
         (

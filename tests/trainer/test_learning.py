@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,14 +47,14 @@ def objective(**options):
 
 def test_entropy_is_handed_on_where_logprobs_are_recomputed():
     options = objective(use_decoupled_loss=True)
-    inputs = options.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None)
+    inputs = options.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
     assert inputs["entropy"].tolist() == [[0.5, 0.5, 0.0]] * 4
     taken = objective(use_decoupled_loss=False, recompute_logprob=False)
-    assert "entropy" not in taken.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None)
+    assert "entropy" not in taken.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
 
 
 def test_grpo_advantages_by_hand_are_rewards_minus_their_group_mean_on_trained_positions():
-    inputs = objective().learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None)
+    inputs = objective().learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
     # Group means are 0.5 and 3. Position t speaks of token t + 1: the two trained tokens sit at positions 0 and 1.
     want = [[0.5, 0.5, 0.0], [-0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert inputs["advantages"].tolist() == want
@@ -70,7 +71,7 @@ def test_grpo_advantages_by_hand_are_rewards_minus_their_group_mean_on_trained_p
     ],
 )
 def test_whose_logprobs_are_behaviour_and_proximal(options, behaviour, proximal):
-    inputs = objective(**options).learning_inputs(batch(), FixedScorer(torch.full((4, 3), -0.25)), None)
+    inputs = objective(**options).learning_inputs(batch(), FixedScorer(torch.full((4, 3), -0.25)), None, 0)
     assert inputs["logprobs"][0, 0] == behaviour
     assert inputs["prox_logp"][0, 0] == proximal
     assert inputs["prox_logp"][0, 2] == 0.0  # nothing is trained there
@@ -79,7 +80,7 @@ def test_whose_logprobs_are_behaviour_and_proximal(options, behaviour, proximal)
 def test_kl_penalty_against_the_reference_by_hand():
     reference = FixedScorer(torch.full((4, 3), -1.5))
     inputs = objective(kl_ctl=0.1, reward_norm=None).learning_inputs(
-        batch(), FixedScorer(torch.zeros(4, 3)), reference
+        batch(), FixedScorer(torch.zeros(4, 3)), reference, 0
     )
     # k1: -0.1 * (logprob - reference) = -0.1 * 0.5 and -0.1 * -0.5; the reward 1 comes with the last trained token.
     torch.testing.assert_close(inputs["kl_rewards"][0], torch.tensor([-0.05, 0.05, 0.0]))
@@ -130,6 +131,96 @@ def test_tokens_beyond_the_bound_are_left_out_and_counted():
     assert rejecting.stats.export()["rs_filtered_fraction"] == pytest.approx(0.25)
 
 
+def test_sapo_by_hand_is_a_gate_on_the_ratio_to_the_policy_that_sampled():
+    subject = objective(use_sapo_loss=True, sapo_tau_pos=1.0, sapo_tau_neg=2.0)
+    logprobs = (-torch.ones(6)).requires_grad_()
+    loss = subject.loss(logprobs, torch.zeros(6), packed())
+    # At ratio 1 the gate is sigmoid(0) * 4 / tau: 2 for the two tokens of advantage 1, 1 for those of -1.
+    assert loss.item() == -2.0
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert gradient.tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0]
+    stats = subject.stats.export()
+    assert stats["sapo_soft_gate/avg"] == 1.5
+    assert stats["importance_weight/avg"] == 1.0
+    assert "clip_ratio/avg" not in stats
+
+
+def random_flat(seed=0):
+    """Three sequences of 5, 1 and 6 packed tokens."""
+    random = np.random.default_rng(seed)
+    flat = dict(zip(("prox_logp", "logprobs", "advantages"), random.normal(-1, 0.5, (3, 12)), strict=True))
+    flat["loss_mask"] = (random.random(12) < 0.7).astype(np.int32)
+    flat["cu_seqlens"] = np.array([0, 5, 6, 12], dtype=np.int32)
+    return flat, random.normal(-1, 0.5, 12)
+
+
+def loss_of(subject, flat, logprobs):
+    tensors = {name: torch.from_numpy(array) for name, array in flat.items()}
+    return subject.loss(torch.from_numpy(logprobs), torch.zeros(12), tensors).item()
+
+
+def test_sapo_equals_numpy():
+    flat, logprobs = random_flat()
+    mask, advantages = flat["loss_mask"] > 0, flat["advantages"]
+    ratio, tau = np.exp(logprobs - flat["prox_logp"]), np.where(advantages > 0, 0.7, 1.3)
+    want = (-advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1))))[mask].sum()
+    subject = objective(use_sapo_loss=True, sapo_tau_pos=0.7, sapo_tau_neg=1.3)
+    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-6)
+
+
+def clipped_by_numpy(ratio, weight, advantages, mask):
+    return (np.maximum(-advantages * ratio, -advantages * ratio.clip(0.8, 1.2)) * weight)[mask].sum()
+
+
+def test_m2po_trusts_tokens_until_the_mean_square_of_the_whole_batch_is_reached():
+    subject = objective(use_decoupled_loss=True, m2_threshold=0.05)
+    # Proximal minus behaviour: squares 0.01, 0.04, 0.01, 0.09, 0.01, 1.0, 0.01, 0.04. Without the 1 the mean is 0.03.
+    proximal = torch.tensor([[-0.9, -1.8], [-0.9, -1.7], [-0.9, -1.0], [-0.9, -1.8]])
+    scorer = FixedScorer(torch.nn.functional.pad(proximal, (0, 1)))
+    inputs = subject.learning_inputs(batch(), scorer, None, 0)
+    assert inputs["trusted_mask"].tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]]
+    assert inputs["loss_mask"].sum() == 8  # the loss is still divided by all trained tokens
+
+
+def test_m2po_equals_numpy_and_drops_what_is_not_trusted_before_the_weights():
+    flat, logprobs = random_flat(1)
+    flat["trusted_mask"] = np.tile([1, 1, 0], 4).astype(np.int32)
+    mask = (flat["loss_mask"] > 0) & (flat["trusted_mask"] > 0)
+    ratio, weight = np.exp(logprobs - flat["prox_logp"]), np.exp(flat["prox_logp"] - flat["logprobs"])
+    subject = objective(use_decoupled_loss=True, m2_threshold=0.05)
+    want = clipped_by_numpy(ratio, weight, flat["advantages"], mask)
+    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-5)
+    dropped = 1 - mask.sum() / flat["loss_mask"].sum()
+    assert subject.stats.export()["m2_filtered_fraction"] == pytest.approx(dropped)
+
+
+def test_loglinear_costs_no_forward_and_takes_the_share_from_the_age_of_each_token():
+    subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
+    rows = batch()
+    rows["versions"] = torch.tensor([[-1, 5, 4], [-1, 3, 1], [-1, 5, 5], [-1, 5, 5]], dtype=torch.int32)
+    inputs = subject.learning_inputs(rows, None, None, 5)  # there is no engine that could score
+    assert inputs["proximal_share"][:2].tolist() == [[0.0, 0.0, 0.0], [0.5, 0.75, 0.0]]
+
+
+def test_loglinear_equals_numpy_and_its_proximal_policy_has_no_gradient():
+    flat, logprobs = random_flat(2)
+    flat["proximal_share"] = np.linspace(0, 0.9, 12)
+    mask = flat["loss_mask"] > 0
+    proximal = flat["logprobs"] + flat["proximal_share"] * (logprobs - flat["logprobs"])
+    ratio, weight = np.exp(logprobs - proximal), np.exp(proximal - flat["logprobs"])
+    subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
+    want = clipped_by_numpy(ratio, weight, flat["advantages"], mask)
+    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-5)
+
+    tokens = torch.from_numpy(
+        flat["logprobs"]
+    ).requires_grad_()  # on policy: proximal is behaviour at any share
+    tensors = {name: torch.from_numpy(array) for name, array in flat.items()}
+    loss = subject.loss(tokens, torch.zeros(12), tensors | {"logprobs": tokens.detach()})
+    (gradient,) = torch.autograd.grad(loss, tokens)
+    np.testing.assert_allclose(gradient.numpy(), np.where(mask, -flat["advantages"], 0.0), rtol=1e-6)
+
+
 def test_older_cap_means_a_bound_on_the_ratio_and_without_decoupling_there_is_no_correction():
     assert behaviour_bounds(PPOActorConfig(use_decoupled_loss=True, behav_imp_weight_cap=3.0)) == {
         "upper": 3.0
@@ -146,7 +237,7 @@ def test_minibatches_share_the_rows_and_are_never_more_than_rows(ranks):
 def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
     subject, rows = objective(), batch()
     rows["finish_reason"][1] = 1
-    inputs = subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None)
+    inputs = subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0)
     with subject.stats.scope("ppo_actor"):
         subject.log_batch(rows, inputs)
     stats = subject.stats.export()
@@ -155,7 +246,17 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
         stats["ppo_actor/no_eos_ratios/avg"] == 0.25
     )  # from the finish reason, not from the width of the batch
     assert stats["ppo_actor/n_seqs"] == 4
+    assert stats["ppo_actor/zero_variance_groups"] == 0.5  # the rewards of prompt 1 are 3 and 3
     assert stats["ppo_actor/n_valid_tokens"] == 8
     assert stats["ppo_actor/correct_n_seqs"] == 3
     assert stats["ppo_actor/prompt_len/avg"] == 1
     assert stats["ppo_actor/seq_len/max"] == 3
+
+
+def test_a_prompt_with_one_sample_is_no_group_without_variance():
+    subject, rows = objective(reward_norm=None), batch()
+    rows["prompt_id"] = torch.tensor([0, 0, 1, 2])
+    subject.log_batch(rows, subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0))
+    stats = subject.stats.export()
+    assert stats["n_groups"] == 1
+    assert stats["zero_variance_groups"] == 0.0
