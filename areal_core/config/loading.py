@@ -15,7 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.checks import check_config
+from areal_core.config.experiment import PPOConfig
 from areal_core.config.option import REQUIRED
+from areal_core.config.presets import expand_preset, leaves, named, split_algorithm
 from areal_core.errors import ConfigError
 
 C = TypeVar("C")
@@ -33,16 +35,24 @@ ELSEWHERE = {  # names that upstream had, or has for what is not built here
 def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
     """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls`, check it, and return it with the file's path.
 
-    `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default. Raises ConfigError.
+    `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default; `algorithm` names a preset (presets.py).
+    Raises ConfigError.
     """
     arguments = list(argv[1:]) if argv and argv[0].endswith(".py") else list(argv)
     path, overrides = split_arguments(arguments)
     tree = read_yaml(path)
+    algorithm = tree.pop("algorithm", None) if issubclass(cls, PPOConfig) else None
     refuse_unknown_keys(tree, cls, path)
+    given = [name for name, _ in leaves(tree)]
+    if issubclass(cls, PPOConfig):
+        chosen, overrides = split_algorithm(overrides)
+        if chosen:
+            algorithm, given = chosen[-1], [named(override) for override in overrides]
+    notes = [expand_preset(tree, str(algorithm), given)] if algorithm else []
     for override in overrides:
         apply_override(tree, override, cls)
     config = config_from_dict(tree, cls, source=path)
-    notes = check_config(config)
+    notes += check_config(config)
     if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
         for note in notes:
             logger.warning("%s: %s", path, note)

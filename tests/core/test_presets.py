@@ -1,0 +1,137 @@
+"""A preset is some plain options: it sets these and no others, gives way to the user's own, and says so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_core.config import GRPOConfig, NormConfig, PPOActorConfig, SFTConfig, load_expr_config
+from areal_core.config.checks import flat_values
+from areal_core.config.presets import NOT_AVAILABLE, PRESETS, PUT_BACK, shown
+from areal_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/gsm8k_grpo.yaml"
+
+
+def load(*overrides, file=EXAMPLE):
+    return load_expr_config(["--config", str(file), *overrides], GRPOConfig)[0]
+
+
+def plain_values(config):
+    """Options that are no sections."""
+    return {name: value for name, value in flat_values(config).items() if not hasattr(value, "__dict__")}
+
+
+def resolved(option, value, config):
+    """What a preset's value means in a config."""
+    referred = re.fullmatch(r"\$\{(.*)\}", value) if isinstance(value, str) else None
+    return flat_values(config)[referred[1]] if referred else value
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_sets_exactly_its_options(name):
+    before, config = plain_values(load()), load(f"algorithm={name}")
+    after = flat_values(config)
+    for option, value in PRESETS[name].items():
+        assert after[option] == resolved(option, value, config), option
+    changed = {option for option, value in plain_values(config).items() if before.get(option) != value}
+    strange = {
+        option
+        for option in changed
+        if not any(f"{option}.".startswith(f"{own}.") for own in PRESETS[name])
+        and not option.startswith("ref.")  # a section that was not there before brings its defaults
+    }
+    assert strange == set()
+
+
+def test_presets_by_hand():
+    assert load("algorithm=rloo").actor.reward_norm == NormConfig(
+        "group", mean_leave1out=True, std_level=None, group_size=4
+    )
+    assert load("algorithm=reinforce_pp").actor.reward_norm is None
+    assert load("algorithm=reinforce_pp").ref.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert load("algorithm=reinforce_pp_baseline").actor.kl_estimator == "k2"
+    assert load("algorithm=dapo").actor.eps_clip_higher == 0.28
+    assert load("algorithm=sapo").actor.use_decoupled_loss is False
+    assert load("algorithm=m2po").actor.m2_threshold == 0.04
+    assert load("algorithm=decoupled_ppo").actor.rejection_sampling.upper == 5.0
+
+
+def test_other_overrides_win_and_it_is_told(caplog):
+    config = load("algorithm=dapo", "actor.eps_clip_higher=0.3", "~actor.kl_ctl", "actor.kl_ctl=0.0")
+    assert config.actor.eps_clip_higher == 0.3
+    assert config.actor.eps_clip == 0.2
+    (line,) = caplog.messages
+    assert line.startswith(f"{EXAMPLE}: algorithm=dapo sets ")
+    assert "actor.eps_clip=0.2" in line
+    assert "actor.dynamic_sampling=true" in line
+    assert "actor.eps_clip_higher=" not in line
+    assert line.endswith("; your own actor.kl_ctl, actor.eps_clip_higher stay")
+
+
+def test_a_section_of_the_command_line_replaces_that_of_the_preset():
+    norm = load(
+        "algorithm=dr_grpo", "actor.reward_norm={mean_level: batch, std_level: batch}"
+    ).actor.reward_norm
+    assert norm == NormConfig("batch", std_level="batch")
+    assert load("algorithm=dr_grpo", "actor.reward_norm=null").actor.reward_norm is None
+
+
+def test_in_a_file_the_options_of_the_file_win(tmp_path, caplog):
+    file = tmp_path / "own.yaml"
+    file.write_text("algorithm: dapo\n" + EXAMPLE.read_text())
+    config = load(file=file)
+    assert config.actor.eps_clip == 0.4  # of the file
+    assert config.actor.eps_clip_higher == 0.28  # of the preset
+    assert "your own actor.reward_norm.mean_level, " in caplog.text
+    gspo = load("algorithm=gspo", file=file)  # the command line goes before the file
+    assert gspo.actor.importance_sampling_level == "sequence"
+    assert gspo.actor.eps_clip_higher is None
+    assert load("~algorithm", file=file).actor.eps_clip_higher is None
+
+
+def test_nothing_is_left_over_from_the_algorithm_that_a_file_was_written_for(tmp_path, caplog):
+    file = tmp_path / "own.yaml"
+    sapo = "actor:\n  use_sapo_loss: true\n  m2_threshold: null\n"
+    text = EXAMPLE.read_text().replace("use_decoupled_loss: true", "use_decoupled_loss: false")
+    file.write_text(text.replace("actor:\n", sapo))
+    assert load(file=file).actor.use_sapo_loss
+    assert load("algorithm=gspo", file=file).actor.use_sapo_loss is False
+    assert "actor.use_sapo_loss=false" in caplog.text
+    actor = PPOActorConfig(reward_norm=NormConfig(), adv_norm=NormConfig())
+    defaults = flat_values(GRPOConfig(actor=actor))
+    assert {option: defaults[option] for option in PUT_BACK} == PUT_BACK
+
+
+def test_a_reference_that_is_there_is_not_touched(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(EXAMPLE.read_text() + "\nref: {path: other/model, dtype: float32}\n")
+    config = load("algorithm=reinforce_pp", file=file)
+    assert (config.ref.path, config.ref.dtype) == ("other/model", "float32")
+
+
+@pytest.mark.parametrize("name", NOT_AVAILABLE)
+def test_what_is_not_built_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"algorithm is '{name}', which is not available: "):
+        load(f"algorithm={name}")
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"algorithm is 'gropo'; expected one of grpo, dr_grpo, rloo, "):
+        load("algorithm=gropo")
+
+
+def test_other_methods_have_no_algorithm(tmp_path):
+    (tmp_path / "sft.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match="unknown option 'algorithm'"):
+        load_expr_config(["--config", str(tmp_path / "sft.yaml"), "algorithm=grpo"], SFTConfig)
+
+
+def test_the_document_has_the_table_of_the_presets():
+    document = (ROOT / "docs/algorithms.md").read_text()
+    for name, options in PRESETS.items():
+        listed = ", ".join(f"`{option}={shown(value)}`" for option, value in options.items())
+        assert f"| `{name}` | {listed} |" in document, f"| `{name}` | {listed} |"
+    for name in NOT_AVAILABLE:
+        assert f"`{name}`" in document
