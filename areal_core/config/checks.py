@@ -11,7 +11,7 @@ from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
 from areal_core.config.not_yet import not_yet
-from areal_core.errors import ConfigError
+from areal_core.errors import AllocationError, ConfigError
 
 
 def check_config(config: BaseExperimentConfig) -> list[str]:
@@ -20,7 +20,10 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
     couplings = COUPLINGS + (PPO_COUPLINGS if isinstance(config, PPOConfig) else ())
     couplings += (dpo_compares_with_its_reference,) if isinstance(config, DPOConfig) else ()
     problems = [*wrong_choices(config), *not_yet(values, refused=True)]
-    problems += [problem for coupling in couplings for problem in coupling(config)]
+    try:
+        problems += [problem for coupling in couplings for problem in coupling(config)]
+    except AllocationError as error:  # the other couplings that ask for it would say the same
+        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return list(not_yet(values, refused=False))

@@ -1,13 +1,17 @@
 """`areal-debug train`: a training script on all its ranks and servers, recorded or replayed on request."""
 
+import logging
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.render import errors_as_sentences, fail
+from areal_debug.render import console, errors_as_sentences, fail, print_json
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
 @click.option(
     "--watch", is_flag=True, help="Stand beside the run, and say why it hangs before anything kills it."
 )
+@click.option(
+    "--dry-run", is_flag=True, help="Say what the run would do and need; start nothing, download nothing."
+)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: the same facts as JSON.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @errors_as_sentences
 def command(
@@ -41,6 +49,8 @@ def command(
     replay_rollout: str | None,
     debug_env: list[str],
     watch: bool,
+    dry_run: bool,
+    as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Run SCRIPT (a file, or the name of an example) on its ranks and servers.
@@ -62,6 +72,10 @@ def command(
     if replay_rollout is not None:
         flags += flag_overrides("--replay-rollout", replay_rollout)
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *flags, *overrides]
+    if dry_run:
+        raise SystemExit(tell_plan(path, arguments, as_json))
+    if as_json:
+        fail("--json goes with --dry-run")
     config = read_config(arguments)
     replays = config.debug.replay_rollout_data
     allocation = resolve_allocation(config)
@@ -91,6 +105,44 @@ def command(
     if code == 0 and replays:
         code = replay_exit_code(read_report(report))
     raise SystemExit(code)
+
+
+def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
+    """Print what the run would do; 2 for a config that it would refuse."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
+    from dataclasses import asdict
+
+    from areal_core.config.checks import check_config
+    from areal_debug.dry_run import plan_run
+    from areal_debug.dry_run_output import print_dry_run
+
+    try:
+        with without_notes():
+            config = read_config(arguments)
+        run = plan_run(script, arguments[1], config, check_config(config))
+        check_record(config)
+    except ValueError as error:
+        if not as_json:
+            raise
+        print_json({"would_run": False, "problems": str(error).splitlines()})
+        return 2
+    if as_json:
+        print_json({"would_run": True, **asdict(run)})
+    else:
+        print_dry_run(console(), run)
+    return 0
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Keeps what loading a config has to say about it from standard error, because a plan says it."""
+    logger = logging.getLogger("areal_core.config")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:

@@ -1,0 +1,223 @@
+"""What a run would do, worked out from its options and from files that lie here: no network, no device, no process.
+
+The parts of a real run are asked, not copied: the same allocation, placement, count of steps and periods answer here.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_core.allocation import Allocation, resolve_allocation
+from areal_core.config.experiment import DatasetConfig, TimerConfig
+from areal_core.dataset.sources import get_dataset, jsonl_of_split, read_rows
+from areal_core.errors import ConfigError
+from areal_core.launch.job import Job
+from areal_core.launch.placement import Placement, place
+from areal_core.paths import run_folder
+from areal_core.trainer.build import count_steps, load_tokenizer
+from areal_core.trainer.frequency import Frequency
+from areal_debug.dry_run_memory import Memory, estimate_memory
+from areal_debug.dry_run_step import AnyConfig, Stage, plan_step, plan_upkeep
+
+METHODS = {
+    "rl": "policy optimisation",
+    "sft": "supervised fine-tuning",
+    "rw": "reward model",
+    "dpo": "direct preference optimisation",
+}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Some processes of one kind: how many, with how many devices each, and where."""
+
+    what: str
+    count: int
+    devices_each: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows of the dataset and steps of the run.
+
+    Where the rows cannot be counted here, `rows` says why, and `total` is at most what the config allows.
+    """
+
+    num_rows: int | None
+    rows: str
+    per_epoch: int | None
+    total: int | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that is known of a run before it starts."""
+
+    script: str
+    config_file: str
+    method: str
+    model: str
+    allocation: str
+    processes: tuple[Processes, ...]
+    steps: Steps | None  # None: the allocation has no training part
+    memory: Memory
+    step: tuple[Stage, ...]
+    upkeep: tuple[Stage, ...]
+    logs: str
+    notes: tuple[str, ...]
+
+
+def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]) -> DryRun:
+    """The plan of a run whose config has been checked; `notes` are what `check_config` said of it.
+
+    Raises:
+        ConfigError: the job cannot be placed, has no step to train, or asks for a package that is not installed.
+        DatasetError: the dataset is here and cannot be read.
+    """
+    allocation = resolve_allocation(config)
+    refuse_missing_packages(config)
+    steps = count(config) if allocation.train is not None else None
+    return DryRun(
+        script=str(script),
+        config_file=config_file,
+        method=METHODS[config.train_dataset.type],
+        model=config.actor.path,
+        allocation=str(allocation),
+        processes=tuple(place_processes(config, allocation)),
+        steps=steps,
+        memory=estimate_memory(config, allocation),
+        step=tuple(plan_step(config, allocation)) if steps is not None else (),
+        upkeep=tuple(plan_upkeep(config, lambda timer: say_period(timer, steps)))
+        if steps is not None
+        else (),
+        logs=str(run_folder(config, "logs")),
+        notes=(*notes, *look_at_devices(config, allocation)),
+    )
+
+
+def refuse_missing_packages(config: AnyConfig) -> None:
+    """Raise ConfigError for a package that an option needs and that is not installed, before a rank finds out."""
+    needed = {
+        "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode not in ("disabled",)),
+        "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode not in ("disabled",)),
+        "scheduler.type": ("ray", config.scheduler.type == "ray"),
+    }
+    for option, (package, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{option} needs the package {package}, which is not installed here: install it"
+            )
+
+
+def count(config: AnyConfig) -> Steps:
+    """Rows, steps of an epoch, and steps of the run, as far as files here tell.
+
+    Raises:
+        ConfigError: the run would have no step.
+    """
+    data = config.train_dataset
+    if config.debug.replay_rollout_data:
+        return Steps(None, "a replay has the steps of its record", None, None)
+    num_rows, said = count_rows(config, data)
+    if num_rows is None:
+        return Steps(None, said, None, config.total_train_steps)
+    total = count_steps(config, num_rows)
+    if total == 0:
+        raise ConfigError(
+            f"the run would have 0 steps: the dataset has {num_rows} rows and train_dataset.batch_size is {data.batch_size}"
+        )
+    return Steps(num_rows, said, num_rows // data.batch_size, total)
+
+
+def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:
+    """Rows that `get_dataset` would give, and where they lie; None and the reason where that cannot be known here."""
+    path = Path(data.path)
+    if data.path != "arithmetic" and not path.exists():
+        return None, f"{data.path} is not a file or folder here"
+    if path.is_dir() and jsonl_of_split(path, data.split) is None:
+        return None, f"{data.path} holds no JSONL files"
+    if data.max_length is None:
+        return len(read_rows(data.path, data.split, dict(data.dataset_kwargs))), data.path
+    if not Path(config.tokenizer_path or config.actor.path).is_dir():
+        return None, f"rows of more than {data.max_length} tokens are left out, and the tokenizer is not here"
+    rows = get_dataset(data, tokenizer=load_tokenizer(config))
+    return len(rows), f"{data.path}, prompts of at most {data.max_length} tokens"
+
+
+def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes]:
+    """Servers and ranks, with their devices or machines. Raises ConfigError when they do not fit."""
+    with_servers = not config.debug.replay_rollout_data
+    job = Job((), config, allocation, {}, run_folder(config, "logs"), with_servers)
+    found, is_local = [], config.scheduler.type in (None, "local")
+    placement = None if is_local else place(job)
+    num_taken = 0
+    if job.num_servers:
+        assert allocation.rollout is not None
+        num_taken = allocation.rollout.world_size
+        where = (
+            on_this_machine(config, 0, num_taken)
+            if placement is None
+            else on_machines(placement.server_nodes, placement)
+        )
+        found.append(Processes("SGLang server", job.num_servers, num_taken // job.num_servers, where))
+    if allocation.train is not None:
+        world = allocation.train.world_size
+        where = (
+            on_this_machine(config, num_taken, world)
+            if placement is None
+            else on_machines(range(placement.num_trainer_nodes), placement)
+        )
+        kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
+        found.append(Processes(kind, world, 1, where))
+    return found
+
+
+def on_this_machine(config: AnyConfig, first: int, count: int) -> str:
+    """The devices that the local launcher gives: servers take the first ones."""
+    if config.device == "cpu":
+        return "CPU of this machine"
+    return f"GPU {numbers(range(first, first + count))} of the machine where it is started"
+
+
+def on_machines(nodes: Sequence[int], placement: Placement) -> str:
+    """The machines of a scheduler's job, the trainer's first."""
+    return f"machine {numbers(nodes)} (of {placement.num_nodes}, from 0)"
+
+
+def numbers(found: Sequence[int]) -> str:
+    """`0-3`, or `2`."""
+    low, high = min(found), max(found)
+    return f"{low}" if low == high else f"{low}-{high}"
+
+
+def look_at_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
+    """A note where one machine is asked for more devices than its description has."""
+    sides = [side for side in (allocation.rollout, allocation.train) if side is not None]
+    num_devices = max if allocation.kind == "colocated" else sum
+    needed, per_node = num_devices(side.world_size for side in sides), config.cluster.n_gpus_per_node
+    if config.device == "cpu" or config.scheduler.type in ("ray", "slurm") or needed <= per_node:
+        return []
+    return [
+        f"the allocation {allocation} needs {needed} devices on one machine and cluster.n_gpus_per_node is {per_node}: "
+        "for several machines set scheduler.type to ray or slurm"
+    ]
+
+
+def say_period(timer: TimerConfig, steps: Steps | None) -> str:
+    """`every 2 epochs or 600 seconds: 5 times, first after step 57`; empty if never. Steps count from 0."""
+    periods = {"epoch": timer.freq_epochs, "step": timer.freq_steps, "second": timer.freq_secs}
+    given = [unit if period == 1 else f"{period} {unit}s" for unit, period in periods.items() if period]
+    if not given:
+        return ""
+    said = f"every {' or '.join(given)}"
+    if steps is None or steps.total is None or steps.per_epoch is None:
+        return said
+    frequency = Frequency(timer.freq_epochs, timer.freq_steps, None, max(steps.per_epoch, 1))
+    due = [step for step in range(steps.total) if frequency.is_due(step)]
+    if not due:
+        return f"{said}: not once in {steps.total} steps" if not timer.freq_secs else said
+    at_least = "at least " if timer.freq_secs else ""
+    times = "once" if len(due) == 1 else f"{len(due)} times"
+    return f"{said}: {at_least}{times}, first after step {due[0]}"

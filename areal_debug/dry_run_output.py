@@ -1,0 +1,77 @@
+"""What `areal-debug train --dry-run` prints."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_debug.dry_run import DryRun, Processes, Steps
+from areal_debug.dry_run_memory import Part
+from areal_debug.render import escaped, format_bytes
+
+
+def print_dry_run(out: Console, run: DryRun) -> None:
+    """Verdict, then who runs where, how long, in how much memory, and what a step does."""
+    out.print(
+        f"[bold green]Would run:[/bold green] {escaped(run.script)} with {escaped(run.config_file)}; nothing was started."
+    )
+    out.print(f"{run.method} of {escaped(run.model)} on {escaped(run.allocation)}; options agree")
+    out.print()
+    out.print(table("Who runs where", [(say_count(item), item.where) for item in run.processes]))
+    if run.steps is not None:
+        out.print(table("How long", say_steps(run.steps)))
+    print_memory(out, run)
+    if run.step:
+        out.print(table("A step", [(stage.name, stage.does) for stage in run.step]))
+        out.print(table("Between steps", [(stage.name, stage.does) for stage in run.upkeep]))
+    out.print(f"logs: {escaped(run.logs)}")
+    if run.notes:
+        out.print()
+        out.print("[yellow]Has no effect, or wants a look:[/yellow]")
+        for note in run.notes:
+            out.print(f"  {escaped(note)}")
+
+
+def print_memory(out: Console, run: DryRun) -> None:
+    """Parts and their sums; what is not known with its reason."""
+    for title, parts in (
+        ("Memory of a rank", run.memory.rank),
+        ("Memory of a server's device", run.memory.server),
+    ):
+        if parts:
+            out.print(table(title, memory_rows(parts)))
+    for reason in run.memory.unknown:
+        out.print(f"memory not estimated: {escaped(reason)}")
+
+
+def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    total = sum(part.size_bytes for part in parts)
+    rows = [(part.name, f"{format_bytes(part.size_bytes):>9}  {part.how}") for part in parts]
+    return [*rows, ("together", f"{format_bytes(total):>9}")]
+
+
+def say_count(item: Processes) -> str:
+    """`4 SGLang servers of 2 devices`."""
+    noun, _, rest = item.what.partition(" with ")
+    plural = f"{item.count} {noun}{'s' * (item.count != 1)}{f' with {rest}' * bool(rest)}"
+    return f"{plural} of {item.devices_each} devices" if item.devices_each > 1 else plural
+
+
+def say_steps(steps: Steps) -> list[tuple[str, str]]:
+    if steps.num_rows is None:
+        limit = [("steps", f"at most {steps.total:,}")] if steps.total is not None else []
+        return [("rows", f"not counted: {steps.rows}"), *limit]
+    return [
+        ("rows", f"{steps.num_rows:,} ({steps.rows})"),
+        ("steps", f"{steps.total:,} in all, {steps.per_epoch:,} an epoch"),
+    ]
+
+
+def table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """Two columns under a title."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    made.add_column(min_width=20)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(escaped(name), escaped(value))
+    return made

@@ -1,0 +1,156 @@
+"""What one step would do, in the order in which it does it, and what happens between steps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from areal_core.allocation import Allocation
+from areal_core.config import PPOConfig, SFTConfig
+from areal_core.config.experiment import TimerConfig
+from areal_core.paths import record_folder, run_folder
+
+AnyConfig = PPOConfig | SFTConfig  # whatever trains has an `actor`
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing that is done, and how."""
+
+    name: str
+    does: str
+
+
+def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
+    """The stages of a step; the allocation has a training part."""
+    if isinstance(config, PPOConfig):
+        yield from plan_rollout(config, allocation)
+        yield from plan_scores(config)
+    yield plan_update(config, allocation)
+    if isinstance(config, PPOConfig) and allocation.rollout is not None:
+        yield plan_push(config, allocation)
+
+
+def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
+    """Where the batch comes from, and how old it may be."""
+    num_prompts, num_samples = config.train_dataset.batch_size, config.gconfig.n_samples
+    batch = f"{num_prompts} prompts x {num_samples} samples = {num_prompts * num_samples:,} sequences"
+    if config.debug.replay_rollout_data:
+        yield Stage("batch", f"replayed from {record_folder(config)}")
+        return
+    if allocation.rollout is None:
+        yield Stage(
+            "batch", "the allocation has no engine: the script must give the trainer a source of batches"
+        )
+        return
+    at_once = config.rollout.max_concurrent_rollouts or num_prompts
+    tokens = (
+        f"at most {config.gconfig.max_new_tokens} new tokens each, temperature {config.gconfig.temperature}"
+    )
+    yield Stage("rollout", f"{batch}, {tokens}; {at_once} prompts at once")
+    behind = config.rollout.max_head_offpolicyness
+    ahead = f"samples up to {behind} versions old; generation runs while training does"
+    yield Stage("staleness", ahead if behind else "none: each sample is of the version that trains on it")
+    if config.actor.dynamic_sampling:
+        yield Stage("filter", "groups whose rewards are all equal are dropped and sampled anew")
+
+
+def plan_scores(config: PPOConfig) -> Iterator[Stage]:
+    """The forward passes before the update."""
+    actor = config.actor
+    if config.critic is not None:
+        yield Stage("values", f"one forward pass of {config.critic.path}")
+    if config.ref is not None and actor.kl_ctl > 0:
+        yield Stage("reference", f"one forward pass of {config.ref.path}; KL weight {actor.kl_ctl}")
+    if config.teacher is not None:
+        yield Stage("teacher", f"one forward pass of {config.teacher.path}")
+    if actor.should_compute_prox_logp():
+        yield Stage(
+            "proximal", "one forward pass of the actor, for the logprobs that the ratio is clipped around"
+        )
+    norms = {"rewards": actor.reward_norm, "advantages": actor.adv_norm}
+    said = [
+        f"{name}: mean of {norm.mean_level}, standard deviation of {norm.std_level}"
+        for name, norm in norms.items()
+        if norm is not None
+    ]
+    yield Stage("advantages", "; ".join(said) or "not normalised")
+
+
+def plan_update(config: AnyConfig, allocation: Allocation) -> Stage:
+    """Rows, minibatches and micro-batches of a rank."""
+    assert allocation.train is not None
+    limit, num_ranks = config.actor.mb_spec.max_tokens_per_mb, allocation.train.data
+    rows, minibatches = config.train_dataset.batch_size // num_ranks, 1
+    if isinstance(config, PPOConfig):
+        rows, minibatches = rows * config.gconfig.n_samples, config.actor.ppo_n_minibatches
+    micro = (
+        f"micro-batches of at most {limit:,} tokens"
+        if limit
+        else f"{config.actor.mb_spec.n_mbs} micro-batches"
+    )
+    checkpointing = ", activations recomputed" if config.actor.gradient_checkpointing else ""
+    times = "1 optimiser step" if minibatches == 1 else f"{minibatches} optimiser steps"
+    return Stage("update", f"{times} over {rows:,} sequences a rank, in {micro}{checkpointing}")
+
+
+def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
+    """How the engine gets the new weights."""
+    if allocation.rollout_backend == "embedded":
+        return Stage("push", "weights are copied into each rank's own replica")
+    assert allocation.rollout is not None
+    ways = {"xccl": "broadcast to", "disk": "written to disk and read by"}
+    check = config.rollout.verify_weights_every
+    checked = f"; compared with the trainer's after the first and every {check} pushes" if check else ""
+    servers = f"{allocation.rollout.data} server{'s' * (allocation.rollout.data != 1)}"
+    return Stage("push", f"weights are {ways[config.actor.weight_update_mode]} {servers}{checked}")
+
+
+def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> Iterator[Stage]:
+    """Checkpoints, evaluation, recovery, records and loggers."""
+    checkpoints = run_folder(config, "checkpoints")
+    saved = say_period(config.saver)
+    yield Stage(
+        "save",
+        f"{saved}; into {checkpoints / 'default'}"
+        if saved
+        else "no checkpoint to use: saver.freq_* are empty",
+    )
+    recover, mode = say_period(config.recover), config.recover.mode
+    off = mode in ("disabled", "off") or not recover
+    yield Stage(
+        "recover",
+        f"no: recover.mode is {mode}" if off else f"{mode}, {recover}; into {checkpoints / 'recover'}",
+    )
+    yield Stage("evaluate", plan_evaluation(config, say_period))
+    if config.debug.dump_rollout_data:
+        every = config.debug.dump_every
+        steps = f"every {every} steps" if every > 1 else "every step"
+        yield Stage("record", f"{steps}, scope {config.debug.dump_scope}, into {record_folder(config)}")
+    yield Stage("log", ", ".join(loggers(config)))
+
+
+def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> str:
+    """When validation runs."""
+    period = say_period(config.evaluator)
+    when = [
+        *(["before the first step"] if config.evaluator.eval_before_train else []),
+        *([period] if period else []),
+    ]
+    if not isinstance(config, PPOConfig):
+        return "by the script only, as this trainer has no evaluator"
+    if not when:
+        return "never: evaluator.freq_* are empty"
+    if config.valid_dataset is None:
+        return f"{'; '.join(when)}; valid_dataset is empty, so the script must give the rows"
+    return f"{'; '.join(when)}; on {config.valid_dataset.path}"
+
+
+def loggers(config: AnyConfig) -> Iterator[str]:
+    """Where statistics go."""
+    options = config.stats_logger
+    yield "stats.jsonl"
+    if options.tensorboard.path:
+        yield f"TensorBoard in {options.tensorboard.path}"
+    if options.wandb.mode != "disabled":
+        yield f"Weights & Biases ({options.wandb.mode})"
+    if options.trackio.mode != "disabled":
+        yield f"Trackio ({options.trackio.mode})"

@@ -1,0 +1,237 @@
+"""`areal-debug train --dry-run`: what a run would do and need, from its options and the files that lie here."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import OptimizerConfig, PPOConfig, TrainEngineConfig, load_expr_config
+from areal_debug.cli.train import command
+from areal_debug.dry_run_memory import estimate_memory, parse_shape, read_shape, state_parts
+
+HERE = Path(__file__).parent
+UPSTREAM = HERE / "upstream"
+SCRIPT, TINY = HERE.parent / "debug/train_tiny.py", HERE.parent / "debug/tiny.yaml"
+
+
+@pytest.fixture
+def dry_run(monkeypatch, tmp_path):
+    """Call the verb in this process: `dry_run(config, "seed=2")` gives exit code and output; every connection is an error."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a dry run has opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the verb sets, and a test takes back
+
+    def call(config: Path, *arguments: object, as_json: bool = True):
+        options = ["--dry-run", *(["--json"] if as_json else [])]
+        argv = [str(SCRIPT), "--config", str(config), *options, *map(str, arguments)]
+        done = CliRunner().invoke(command, argv)
+        return done.exit_code, json.loads(done.stdout) if as_json else done.output
+
+    return call
+
+
+def stages(run: dict) -> dict[str, str]:
+    return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
+
+
+def test_a_tiny_run_is_told_whole_and_leaves_nothing_behind(dry_run, tiny_model, tmp_path):
+    code, run = dry_run(
+        TINY,
+        *(f"cluster.fileroot={tmp_path}/files", f"actor.path={tiny_model}", "total_train_epochs=2"),
+        *(
+            "total_train_steps=null",
+            "saver.freq_epochs=1",
+            "evaluator.freq_secs=60",
+            "evaluator.freq_steps=8",
+        ),
+        *(
+            "recover.mode=auto",
+            "recover.freq_steps=40",
+            "train_dataset.max_length=16",
+            "gconfig.max_tokens=24",
+        ),
+    )
+    assert (code, run["would_run"]) == (0, True)
+    assert run["allocation"] == "embedded|fsdp:d1"
+    assert run["processes"] == [
+        {
+            "what": "FSDP rank with the embedded engine",
+            "count": 1,
+            "devices_each": 1,
+            "where": "CPU of this machine",
+        }
+    ]
+    assert run["steps"]["num_rows"] == 64
+    assert (run["steps"]["per_epoch"], run["steps"]["total"]) == (16, 32)
+    does = stages(run)
+    assert does["rollout"].startswith("4 prompts x 4 samples = 16 sequences, at most 8 new tokens each")
+    assert (
+        does["update"] == "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens"
+    )
+    assert does["save"].startswith("every epoch: 2 times, first after step 15; into ")
+    assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")
+    assert does["recover"].startswith("auto, every 40 steps: not once in 32 steps")
+    cache = next(part for part in run["memory"]["rank"] if part["name"] == "key-value cache")
+    # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 16 + 8 tokens.
+    assert cache["size_bytes"] == 16 * 24 * 512
+    assert not (tmp_path / "files").exists()
+
+
+def test_the_output_for_people_has_the_same_facts(dry_run, tiny_model, tmp_path):
+    code, text = dry_run(TINY, f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", as_json=False)
+    assert code == 0
+    assert text.startswith(f"Would run: {SCRIPT} with {TINY}; nothing was started.\n")
+    for fact in (
+        "3 in all, 16 an epoch",
+        "129,920 parameters over 1 ranks",
+        "weights are copied into each rank",
+    ):
+        assert fact in text
+
+
+def test_upstream_0_3_file_plans_an_asynchronous_run_with_servers(dry_run):
+    code, run = dry_run(UPSTREAM / "grpo_0_3.yaml")
+    assert code == 0
+    assert [(item["what"], item["count"]) for item in run["processes"]] == [
+        ("SGLang server", 2),
+        ("FSDP rank", 2),
+    ]
+    assert run["processes"][1]["where"].startswith("GPU 2-3 of the machine")
+    assert run["steps"]["total"] == 30
+    assert run["memory"]["unknown"] == ["not/on-this-machine has no config.json here"]
+    does = stages(run)
+    assert does["staleness"].startswith("samples up to 4 versions old")
+    assert does["push"].startswith("weights are broadcast to 2 servers")
+    assert does["save"].startswith("every epoch: 3 times, first after step 9;")
+    assert does["evaluate"].startswith("every 4 steps: 7 times, first after step 3; on arithmetic")
+
+
+def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned(dry_run):
+    code, run = dry_run(UPSTREAM / "sft_0_5.yaml", "total_train_steps=7")
+    assert (code, run["method"]) == (0, "supervised fine-tuning")
+    assert (run["steps"]["num_rows"], run["steps"]["total"]) == (None, 7)
+    assert run["steps"]["rows"] == "some/answers is not a file or folder here"
+    assert "16 sequences a rank, in micro-batches of at most 4,096 tokens" in stages(run)["update"]
+
+
+def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
+    code, run = dry_run(UPSTREAM / "gspo_1_0.yaml")
+    assert code == 0
+    assert [(item["count"], item["devices_each"], item["where"]) for item in run["processes"]] == [
+        (2, 2, "machine 1 (of 2, from 0)"),
+        (4, 1, "machine 0 (of 2, from 0)"),
+    ]
+    assert stages(run)["push"].startswith("weights are written to disk and read by 2 servers")
+    assert [note.partition(" is ")[0] for note in run["notes"] if note.startswith("vllm")] == ["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("refused_megatron.yaml", "there is no Megatron engine; use fsdp"),
+        ("refused_megatron_section.yaml", "there is no Megatron engine; remove the section"),
+        ("refused_vllm.yaml", "there is no vLLM client; use sglang"),
+        ("refused_npu.yaml", "device is 'npu'"),
+    ],
+)
+def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, said):
+    code, refused = dry_run(UPSTREAM / file)
+    assert (code, refused["would_run"]) == (2, False)
+    assert said in " ".join(refused["problems"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["rollout.consumer_batch_size=7"],
+            "rollout.consumer_batch_size is 7 and train_dataset.batch_size is 8",
+        ),
+        (["train_dataset.dataset_kwargs.num_rows=5"], "the run would have 0 steps: the dataset has 5 rows"),
+        (["cluster.n_gpus_per_node=2", "cluster.n_nodes=1", "scheduler.type=slurm"], "cluster.n_nodes = 1"),
+        (["stats_logger.trackio.mode=local"], "stats_logger.trackio.mode needs the package trackio"),
+        (["enable_offload=true", "total_train_steps=0"], "total_train_steps is 0"),
+    ],
+)
+def test_what_the_run_would_refuse_the_dry_run_refuses_with_code_2(dry_run, monkeypatch, overrides, said):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None
+    )  # as where no optional package is installed
+    code, refused = dry_run(UPSTREAM / "grpo_0_3.yaml", *overrides)
+    assert code == 2
+    assert said in " ".join(refused["problems"])
+
+
+def test_a_refusal_for_people_is_a_sentence_and_code_2(dry_run):
+    code, text = dry_run(UPSTREAM / "refused_vllm.yaml", as_json=False)
+    assert code == 2
+    assert text.startswith("Error: ")
+    assert "there is no vLLM client" in text
+
+
+def test_one_machine_that_is_too_small_is_noted(dry_run):
+    _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "cluster.n_gpus_per_node=3")
+    assert any(
+        "needs 4 devices on one machine and cluster.n_gpus_per_node is 3" in note for note in run["notes"]
+    )
+
+
+def test_states_are_reckoned_to_the_byte(tiny_model):
+    from areal_core.engine.model import load_model
+
+    options = TrainEngineConfig(path=str(tiny_model), optimizer=OptimizerConfig())
+    model = load_model(str(tiny_model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    tensors = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    real = [
+        sum(tensor.nbytes for tensor in group)
+        for group in (
+            list(model.parameters()),
+            tensors,
+            [parameter.grad for parameter in model.parameters()],
+        )
+    ]
+    shape = read_shape(options)
+    assert [part.size_bytes for part in state_parts("actor", shape, options, 1, True)] == real
+    halves = [part.size_bytes for part in state_parts("actor", shape, options, 2, True)]
+    assert halves == [size // 2 for size in real]
+
+
+def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
+    config, _ = load_expr_config(
+        ["--config", str(UPSTREAM / "gspo_1_0.yaml"), f"actor.path={tiny_model}"], PPOConfig
+    )
+    memory = estimate_memory(config, parse_allocation("sglang:d2t2+fsdp:d4"))
+    weights, cache = memory.server
+    assert weights.size_bytes == memory.num_parameters * 2 // 2  # bfloat16 over two devices
+    # 32 prompts x 8 samples over 2 servers, 1,024 tokens each; 256 bytes a token in bfloat16, half of them a device.
+    assert cache.size_bytes == 128 * 1024 * 128
+    assert not any(part.name.startswith("reference") for part in memory.rank)  # kl_ctl is 0: it is not loaded
+
+
+def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():
+    facts = {
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+        "intermediate_size": 256,
+    }
+    experts = {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    assert parse_shape(facts, 1000, [300, 300]).intermediate == 256
+    shape = parse_shape(facts | experts, 1000, [300, 300])
+    assert (shape.intermediate, shape.outside_layers, shape.cache_per_token) == (96, 400, 2 * 2 * 2 * 32)
