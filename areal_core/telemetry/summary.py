@@ -5,12 +5,18 @@ from areal_core.telemetry.loggers import Stats
 # Column, names under which the trainers record it (the first that exists is shown), format.
 COLUMNS = (
     ("reward", ("ppo_actor/task_reward/avg", "rollout/reward"), "{:.3f}"),
-    ("loss", ("ppo_actor/update/actor_loss/avg", "sft/loss/avg", "sft/loss"), "{:.4f}"),
-    ("grad_norm", ("ppo_actor/update/grad_norm", "sft/grad_norm"), "{:.3f}"),
-    ("lr", ("ppo_actor/update/lr", "sft/lr"), "{:.2e}"),
+    (
+        "loss",
+        ("ppo_actor/update/actor_loss/avg", "sft/loss/avg", "sft/loss", "dpo/loss/avg", "rw/loss/avg"),
+        "{:.4f}",
+    ),
+    ("accuracy", ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"), "{:.3f}"),
+    ("held-out", ("eval-dpo/reward_accuracy/avg", "eval-rw/correct_ratio/avg"), "{:.3f}"),
+    ("grad_norm", ("ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"), "{:.3f}"),
+    ("lr", ("ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"), "{:.2e}"),
     ("seq_len", ("ppo_actor/seq_len/avg", "sft/seq_len/avg"), "{:.0f}"),
 )
-NUM_TOKENS = ("ppo_actor/n_tokens", "sft/n_tokens")
+NUM_TOKENS = ("ppo_actor/n_tokens", "sft/n_tokens", "dpo/n_tokens", "rw/n_tokens")
 
 
 def step_summary(

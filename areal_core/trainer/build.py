@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict
@@ -60,13 +61,18 @@ def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
     return min(steps, config.total_train_steps or steps)
 
 
-def build_engine(options: TrainEngineConfig, ranks: Ranks, total_steps: int) -> FSDPEngine:
-    """A sharded model; with `options.optimizer`, one that trains."""
+def build_engine(
+    options: TrainEngineConfig,
+    ranks: Ranks,
+    total_steps: int,
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> FSDPEngine:
+    """A sharded model, read by `load`; with `options.optimizer`, one that trains."""
     dtype = getattr(torch, options.dtype)
     policy = options.fsdp.wrap_policy
     layers = policy.transformer_layer_cls_to_wrap if policy else None
     model = shard_model(
-        load_model(
+        load(
             options.path,
             init_from_scratch=options.init_from_scratch,
             disable_dropout=options.disable_dropout,

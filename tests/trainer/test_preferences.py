@@ -1,0 +1,203 @@
+"""Training on pairs: held-out preferences come out right, pairs stay together, and what was saved is what was trained."""
+
+import math
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from areal_core.config import DPOConfig, RWConfig, check_config
+from areal_core.config.engine import OptimizerConfig, TrainEngineConfig
+from areal_core.dataset.pairs import pair_row
+from areal_core.engine.errors import ModelError
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.scores import load_score_model
+from areal_core.errors import ConfigError
+from areal_core.testing import make_tiny_tokenizer
+from areal_core.trainer import build, dpo, reward_model
+from areal_core.trainer.dpo import DPOTrainer
+from areal_core.trainer.pairs import deal, pairs_to_batch
+from areal_core.trainer.reward_model import RWTrainer
+
+ACCURACY = {"dpo": "reward_accuracy/avg", "rw": "correct_ratio/avg"}
+
+
+def larger_number_pairs() -> tuple[list[dict], list[dict]]:
+    """Pairs that prefer the larger of two numbers below 100: (training, held-out), no two numbers in both."""
+    tokenizer, numbers = make_tiny_tokenizer(), random.Random(0)
+    questions = [(a, b) for a in range(10, 100) for b in range(10, a)]
+    rows = []
+    for large, small in numbers.sample(questions, 1152):
+        shown = numbers.sample([large, small], 2)
+        row = {"prompt": f"{shown[0]} {shown[1]}:", "chosen": str(large), "rejected": str(small)}
+        rows.append(pair_row(row, tokenizer, "here"))
+    return rows[:1024], rows[1024:]
+
+
+TRAINING, HELD_OUT = larger_number_pairs()
+
+
+def make_config(method: str, folder, trial: str = "t"):
+    """Batches of 32 pairs, float32, 3 epochs."""
+    config = {"dpo": DPOConfig, "rw": RWConfig}[method](experiment_name="e", trial_name=trial)
+    config.cluster.fileroot, config.allocation_mode = str(folder), "fsdp:d1"
+    config.actor.path, config.actor.dtype = "model", "float32"
+    config.actor.optimizer = OptimizerConfig(
+        lr=3e-3, weight_decay=0.0, lr_scheduler_type="linear", warmup_steps_proportion=0.1
+    )
+    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", method, 32
+    config.total_train_epochs = 3
+    return config
+
+
+@pytest.fixture
+def trainer(tiny_model, ranks, tmp_path, monkeypatch):
+    """A trainer in this process: `trainer(method, change, trial=...)`; `change` is told the config."""
+    monkeypatch.setattr(build, "start_process", lambda config: ranks)
+    monkeypatch.setattr(dpo, "leave_ranks", lambda: None)
+    monkeypatch.setattr(reward_model, "leave_ranks", lambda: None)
+
+    def make(method: str, change=lambda config: None, trial: str = "t", valid=HELD_OUT):
+        config = make_config(method, tmp_path, trial)
+        config.actor.path = str(tiny_model)
+        change(config)
+        return {"dpo": DPOTrainer, "rw": RWTrainer}[method](config, TRAINING, valid)
+
+    return make
+
+
+def held_out(trainer) -> dict[str, float]:
+    trainer.evaluate("held-out")
+    return trainer.stats.export()
+
+
+def weights(trainer) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in trainer.actor.named_full_tensors()}
+
+
+@pytest.mark.parametrize(
+    ("method", "loss_type", "first_loss"),
+    [("dpo", "sigmoid", math.log(2)), ("dpo", "ipo", 25.0), ("rw", "", math.log(2))],
+)
+def test_held_out_preferences_are_learned(trainer, method, loss_type, first_loss):
+    def change(config):
+        if loss_type:
+            config.actor.loss_type = loss_type
+            config.total_train_steps = 64 if loss_type == "ipo" else None
+
+    with trainer(method, change) as run:
+        before = held_out(run)
+        run.train()
+        after = held_out(run)
+    assert before["held-out/loss/avg"] == pytest.approx(first_loss)  # 1 / (2 beta) squared is 25
+    assert before["held-out/n_pairs"] == after["held-out/n_pairs"] == 128
+    assert before[f"held-out/{ACCURACY[method]}"] == 0.0  # all pairs are ties, which are not right
+    assert after[f"held-out/{ACCURACY[method]}"] > 0.85
+    assert after["held-out/loss/avg"] < 0.5 * first_loss
+
+
+@pytest.mark.parametrize("method", ["dpo", "rw"])
+def test_micro_batches_hold_whole_pairs_and_leave_no_trace(trainer, method, tmp_path):
+    def few_tokens(config):
+        config.actor.mb_spec.max_tokens_per_mb = 40
+
+    divided, learned = [], []
+    for trial, change in (("whole", lambda config: None), ("split", few_tokens)):
+        with trainer(method, change, trial) as run:
+            divided.append(run.actor.divide(pairs_to_batch(TRAINING[:32])))
+            run.train(stop=lambda step: step == 2)
+            learned.append({name: tensor.clone() for name, tensor in run.actor.named_full_tensors()})
+    assert divided[0] == [list(range(64))]
+    assert len(divided[1]) > 8
+    assert all(rows[1::2] == [row + 1 for row in rows[::2]] and rows[0] % 2 == 0 for rows in divided[1])
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(learned[1][name], tensor, rtol=0, atol=1e-4)
+
+
+def test_saved_reward_model_scores_as_it_did_for_anyone_and_when_trained_on(trainer, tmp_path):
+    with trainer("rw") as run:
+        run.train(stop=lambda step: step == 9)
+        ours = held_out(run)
+    [folder] = tmp_path.glob("checkpoints/*/e/t/default/final")
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    again = trainer("rw", lambda config: setattr(config.actor, "path", str(folder)), "again")
+    with again as run:
+        assert held_out(run)["held-out/loss/avg"] == pytest.approx(ours["held-out/loss/avg"])
+        with torch.no_grad():
+            for pair in HELD_OUT[:4]:
+                expected = theirs(torch.tensor([pair["chosen_ids"]])).logits.item()
+                mine = []
+                run.actor.eval_batch(
+                    pairs_to_batch([pair]),
+                    lambda scores, flat, mine=mine: mine.append(
+                        float(scores[int(flat["cu_seqlens"][1]) - 1])
+                    ),
+                )
+                assert mine == [pytest.approx(expected, abs=1e-5)]
+
+
+@pytest.mark.parametrize("method", ["dpo", "rw"])
+def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(trainer, method):
+    def short(mode):
+        def change(config):
+            config.total_train_steps, config.recover.mode, config.recover.freq_steps = 4, mode, 2
+
+        return change
+
+    with trainer(method, short("disabled"), "whole") as run:
+        run.train()
+        whole = weights(run)
+    with trainer(method, short("auto")) as run:
+        run.train(stop=lambda step: step == 2)  # its only checkpoint is the one before step 2
+    with trainer(method, short("auto")) as run:
+        assert run.first_step == 2
+        run.train()
+        assert weights(run) == whole
+
+
+def test_each_held_out_pair_is_dealt_to_one_rank_in_as_many_batches_on_each():
+    pairs = [{"chosen_ids": [i]} for i in range(5)]
+    dealt = [deal(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)]
+    assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[0]] == [[0, 2], [4]]
+    assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[1]] == [[1, 3], []]
+    assert pairs_to_batch(dealt[1][1])["input_ids"].shape[0] == 0
+
+
+def test_validation_without_pairs_is_refused(trainer):
+    with pytest.raises(ConfigError, match="evaluator asks for validation and valid_dataset is None"):
+        trainer("rw", lambda config: setattr(config.evaluator, "freq_steps", 1), valid=None)
+
+
+@pytest.mark.parametrize("method", ["dpo", "rw"])
+def test_validation_is_logged_when_it_is_due(trainer, method, capsys):
+    def change(config):
+        config.evaluator.freq_steps, config.evaluator.eval_before_train = 2, True
+        config.total_train_steps = 2
+
+    with trainer(method, change) as run:
+        run.train()
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert "held-out" not in first
+    assert "held-out" in second
+
+
+def test_options_of_dpo_that_contradict_each_other_are_named(tmp_path):
+    config = make_config("dpo", tmp_path)
+    assert check_config(config) == []
+    config.actor.beta, config.actor.init_from_scratch = 0.0, True
+    config.ref = TrainEngineConfig(temperature=0.5)
+    with pytest.raises(ConfigError) as error:
+        check_config(config)
+    for said in (
+        "actor.beta is 0.0",
+        "ref.path is empty",
+        "ref.temperature is 0.5",
+        "actor.init_from_scratch",
+    ):
+        assert said in str(error.value)
+
+
+def test_what_is_no_reward_model_is_told(tmp_path):
+    with pytest.raises(ModelError, match="is not a folder here"):
+        load_score_model(str(tmp_path / "nothing"))
