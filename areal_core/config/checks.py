@@ -267,9 +267,9 @@ def sapo_has_no_clip(config: PPOConfig) -> Iterator[str]:
 
 def proximal_policy_is_there_to_compare(config: PPOConfig) -> Iterator[str]:
     actor = config.actor
-    if actor.prox_logp_method == "loglinear" and not actor.use_decoupled_loss:
+    if actor.prox_logp_method != "recompute" and not actor.use_decoupled_loss:
         yield (
-            "actor.prox_logp_method is 'loglinear' and actor.use_decoupled_loss is False; only the decoupled loss has a "
+            f"actor.prox_logp_method is {actor.prox_logp_method!r} and actor.use_decoupled_loss is False; only the decoupled loss has a "
             "proximal policy of its own: set the second to true"
         )
     if actor.m2_threshold is None:

@@ -43,7 +43,6 @@ NOT_YET = (
     NotYet("*.mb_spec.packing_algorithm", ("ffd",), "use ffd"),
     NotYet("*.mb_spec.granularity", (1,), "sequences are packed one by one: use 1"),
     NotYet("*.mb_spec.n_mbs_divisor", (1,), "use 1"),
-    NotYet("actor.prox_logp_method", ("recompute", "loglinear"), "use recompute or loglinear"),
     NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
     NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
     NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),

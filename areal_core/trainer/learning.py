@@ -20,6 +20,7 @@ from areal_core.config.engine import NormConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks
 from areal_core.telemetry import Reduce, Stats
+from areal_core.trainer.proximal_stats import log_approximations
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PolicyObjective:
         """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
 
         With a reference also `ref_logp` [B, T], and `entropy` [B, T] where `prox_logp` was computed here; for M2PO
-        `trusted_mask` [B, T] int32, and where `prox_logp` is approximated in the loss `proximal_share` [B, T]. `version` is
+        `trusted_mask` [B, T] int32, and where `prox_logp` is approximated `proximal_share` [B, T]. `version` is
         that of the trainer's weights.
 
         A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
@@ -84,7 +85,7 @@ class PolicyObjective:
             inputs["trusted_mask"] = second_moment_mask(
                 proximal, behaviour, mask, options.m2_threshold, sum_over_ranks=self.sum_over_ranks
             ).int()
-        if approximates_proximal(options):
+        if uses_proximal_share(options):
             inputs["proximal_share"] = loglinear_share(aligned["versions"], version)
         return aligned | scored | inputs
 
@@ -114,12 +115,14 @@ class PolicyObjective:
         options, stats = self.options, self.stats
         mask, cu_seqlens = flat["loss_mask"].bool(), flat["cu_seqlens"]
         proximal, behaviour = flat["prox_logp"], flat["logprobs"]
-        if approximates_proximal(options):
+        if uses_proximal_share(options) and options.prox_logp_method == "loglinear":
             proximal = loglinear_proximal_logprobs(logprobs, behaviour, flat["proximal_share"])
         kept, weights = mask, None
         if options.m2_threshold is not None:
             kept = mask & flat["trusted_mask"].bool()
         stats.denominator(n_valid_tokens=mask)
+        if uses_proximal_share(options) and options.prox_logp_method == "metrics":
+            log_approximations(stats, logprobs, proximal, behaviour, flat["proximal_share"])
         if options.m2_threshold is not None:
             stats.stat("n_valid_tokens", Reduce.AVG, m2_filtered_fraction=(mask & ~kept).float())
         if (bounds := behaviour_bounds(options)) is not None:
@@ -220,9 +223,9 @@ class PolicyObjective:
         )
 
 
-def approximates_proximal(options: PPOActorConfig) -> bool:
-    """Whether proximal logprobs lie between behaviour and current policy instead of being computed."""
-    return options.use_decoupled_loss and options.prox_logp_method == "loglinear"
+def uses_proximal_share(options: PPOActorConfig) -> bool:
+    """Whether proximal logprobs are approximated, in place of the computed ones or beside them."""
+    return options.use_decoupled_loss and options.prox_logp_method != "recompute"
 
 
 def behaviour_bounds(options: PPOActorConfig) -> dict[str, object] | None:

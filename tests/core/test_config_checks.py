@@ -104,6 +104,7 @@ def test_sound_config_passes_without_notes():
         ({"actor.m2_threshold": 0.04}, ["actor.m2_threshold is 0.04", "actor.use_decoupled_loss is False"]),
         ({"actor.m2_threshold": 0.04, "actor.use_decoupled_loss": True, "actor.prox_logp_method": "loglinear"}, ["is 'loglinear'"]),
         ({"actor.m2_threshold": 0.0, "actor.use_decoupled_loss": True}, ["actor.m2_threshold is 0.0; expected above 0"]),
+        ({"actor.prox_logp_method": "metrics"}, ["actor.prox_logp_method is 'metrics'", "actor.use_decoupled_loss is False"]),
         ({"actor.prox_logp_method": "loglinear"}, ["actor.prox_logp_method is 'loglinear'", "actor.use_decoupled_loss is False"]),
         ({"device": "tpu"}, ["device is 'tpu'", "'auto', 'cpu', 'cuda'"]),
     ],
@@ -148,7 +149,6 @@ def test_all_disagreements_are_told_at_once():
             "actor.optimizer.type is 'adam_bf16', which is not available: use adam",
         ),
         ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
-        ({"actor.prox_logp_method": "metrics"}, "actor.prox_logp_method is 'metrics'"),
         ({"dynamic_bs": True}, "dynamic_bs is True"),
         ({"train_dataset.drop_last": False}, "train_dataset.drop_last is False"),
         (

@@ -221,6 +221,27 @@ def test_loglinear_equals_numpy_and_its_proximal_policy_has_no_gradient():
     np.testing.assert_allclose(gradient.numpy(), np.where(mask, -flat["advantages"], 0.0), rtol=1e-6)
 
 
+def test_metrics_learn_from_the_computed_policy_and_say_how_far_the_approximations_are():
+    flat, logprobs = random_flat(3)
+    flat["proximal_share"] = np.full(12, 0.5)
+    mask = flat["loss_mask"] > 0
+    computed, behaviour = flat["prox_logp"], flat["logprobs"]
+    subject = objective(use_decoupled_loss=True, prox_logp_method="metrics")
+    want = loss_of(objective(use_decoupled_loss=True), flat, logprobs)
+    assert loss_of(subject, flat, logprobs) == want
+    stats = subject.stats.export()
+    between = (behaviour + logprobs) / 2
+    of_probabilities = np.log((np.exp(behaviour) + np.exp(logprobs)) / 2)
+    for name, approximate in {"loglinear": between, "linear": of_probabilities, "rollout": behaviour}.items():
+        error = np.abs(approximate - computed)[mask]
+        assert stats[f"compute_logp/{name}/abs_error/avg"] == pytest.approx(error.mean())
+        assert stats[f"compute_logp/{name}/squared_error/max"] == pytest.approx((error**2).max())
+        weights = np.exp(approximate - behaviour)[mask]
+        assert stats[f"compute_logp/{name}/behave_imp_weight/avg"] == pytest.approx(weights.mean())
+    assert stats["compute_logp/prox_logp_gt/avg"] == pytest.approx(computed[mask].mean())
+    assert stats["compute_logp/rollout/behave_imp_weight/max"] == 1.0
+
+
 def test_older_cap_means_a_bound_on_the_ratio_and_without_decoupling_there_is_no_correction():
     assert behaviour_bounds(PPOActorConfig(use_decoupled_loss=True, behav_imp_weight_cap=3.0)) == {
         "upper": 3.0

@@ -1,0 +1,45 @@
+"""How far cheap proximal logprobs are from the computed ones: what `prox_logp_method: metrics` logs before one trusts `loglinear`."""
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.proximal import loglinear_proximal_logprobs
+from areal_core.telemetry import Stats
+
+
+def log_approximations(
+    stats: Stats, logprobs: Tensor, computed: Tensor, behaviour_logprobs: Tensor, share: Tensor
+) -> None:
+    """Errors of each approximation under `compute_logp/`, over the denominator `n_valid_tokens`; all tensors are [tokens].
+
+    Args:
+        computed: proximal logprobs of a forward pass.
+        share: `loglinear_share` of each token.
+    """
+    logprobs = logprobs.detach()
+    weights = (computed - behaviour_logprobs).exp()
+    with stats.scope("compute_logp"):
+        stats.stat("n_valid_tokens", prox_logp_gt=computed)
+        for name, approximate in approximations(logprobs, behaviour_logprobs, share).items():
+            error = (approximate - computed).abs()
+            approximate_weights = (approximate - behaviour_logprobs).exp()
+            with stats.scope(name):
+                stats.stat(
+                    "n_valid_tokens",
+                    approx_logp=approximate,
+                    abs_error=error,
+                    rel_error=error / computed.abs().clamp(min=1e-8),
+                    squared_error=error**2,
+                    importance_weight=(logprobs - approximate).exp(),
+                    behave_imp_weight=approximate_weights,
+                    behave_imp_weight_abs_error=(approximate_weights - weights).abs(),
+                )
+
+
+def approximations(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """On the line between logprobs, on that between probabilities, and the engine's own."""
+    return {
+        "loglinear": loglinear_proximal_logprobs(logprobs, behaviour_logprobs, share),
+        "linear": torch.logaddexp(behaviour_logprobs + (1 - share).log(), logprobs + share.log()),
+        "rollout": behaviour_logprobs,
+    }
