@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_core.allocation import Allocation
-from areal_core.config import PPOConfig, TrainEngineConfig
+from areal_core.config import DPOConfig, PPOConfig, RWConfig, TrainEngineConfig
 from areal_debug.dry_run_step import AnyConfig
 
 FP32 = 4
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-ADAM_STATES = {"adam": 2, "sgd": 0, "adam_bf16": 2}
+OPTIMISER_STATES = {"adam": 2, "sgd": 0, "adam_bf16": 2}
 # Elements that the backward of one layer keeps for a token, in hidden and intermediate widths, of a layer as Llama has it:
 # two norms in float32 with their outputs, queries twice, keys and values, attention, residual; gate, up, activation, product.
 KEPT_HIDDEN, KEPT_INTERMEDIATE = 12, 4
@@ -52,72 +52,91 @@ class Memory:
     unknown: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Model:
+    """A model that each rank holds a shard of; `has_scores` says that its head gives one number instead of logits."""
+
+    name: str
+    options: TrainEngineConfig
+    trains: bool = False
+    has_scores: bool = False
+
+
 def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
-    """What fits or does not, before anything is started."""
-    shape = read_shape(config.actor)
+    """What a rank, and a device of a server, would hold."""
+    models = models_of(config)
+    shape = read_shape(models[0])
     if shape is None:
         return Memory(None, (), (), (f"{config.actor.path} has no config.json here",))
     rank: list[Part] = []
-    server: list[Part] = []
     unknown: list[str] = []
     if allocation.train is not None:
-        num_ranks = allocation.train.world_size
-        for name, options, trains in models_of(config):
-            other = shape if options.path == config.actor.path else read_shape(options)
+        for model in models:
+            other = shape if model is models[0] else read_shape(model)
             if other is None:
-                unknown.append(f"{name}: {options.path} has no config.json here")
-                continue
-            rank += state_parts(name, other, options, num_ranks, trains)
-        rank += working_parts(config, shape, unknown)
-        if allocation.rollout_backend == "embedded" and isinstance(config, PPOConfig):
-            size = SIZES[config.actor.dtype]
-            rank.append(Part("replica", shape.num_parameters * size, "the embedded engine's own weights"))
-            rank.append(cache_part(config, shape, size, 1, num_ranks))
-    replays = config.debug.replay_rollout_data
-    if allocation.rollout_backend == "sglang" and isinstance(config, PPOConfig) and not replays:
-        assert allocation.rollout is not None
-        tensor, size = allocation.rollout.tensor, SIZES[config.sglang.dtype]
-        server.append(
-            Part(
-                "weights",
-                shape.num_parameters * size // tensor,
-                f"{config.sglang.dtype} over {tensor} devices",
-            )
-        )
-        cached = 1 if "fp8" in config.sglang.kv_cache_dtype else size
-        server.append(cache_part(config, shape, cached, tensor, allocation.rollout.data))
+                unknown.append(f"{model.name}: {model.options.path} has no config.json here")
+            else:
+                rank += state_parts(model, other, allocation.train.world_size)
+        rank += working_parts(config, shape, allocation.train.data, unknown)
+    server: list[Part] = []
+    if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
+        engine = engine_parts(config, allocation, shape)
+        if allocation.rollout_backend == "embedded":
+            rank += engine
+        else:
+            server += engine
     return Memory(shape.num_parameters, tuple(rank), tuple(server), tuple(unknown))
 
 
-def models_of(config: AnyConfig) -> list[tuple[str, TrainEngineConfig, bool]]:
-    """Every model of a rank: its name, its options, and whether it is trained."""
-    models: list[tuple[str, TrainEngineConfig, bool]] = [("actor", config.actor, True)]
+def models_of(config: AnyConfig) -> list[Model]:
+    """Every model of a rank, the trained one first."""
+    models = [Model("actor", config.actor, trains=True, has_scores=isinstance(config, RWConfig))]
+    if isinstance(config, DPOConfig):
+        models.append(Model("reference", config.ref or config.actor))
     if isinstance(config, PPOConfig):
         if config.critic is not None:
-            models.append(("critic", config.critic, True))
+            models.append(Model("critic", config.critic, trains=True, has_scores=True))
         if config.ref is not None and config.actor.kl_ctl > 0:
-            models.append(("reference", config.ref, False))
+            models.append(Model("reference", config.ref))
         if config.teacher is not None:
-            models.append(("teacher", config.teacher, False))
+            models.append(Model("teacher", config.teacher))
     return models
 
 
-def state_parts(
-    name: str, shape: Shape, options: TrainEngineConfig, num_ranks: int, trains: bool
-) -> list[Part]:
+def state_parts(model: Model, shape: Shape, num_ranks: int) -> list[Part]:
     """What lives as long as the run, in shards of equal size."""
     shard = -(-shape.num_parameters // num_ranks)
-    over = f"{shape.num_parameters:,} parameters over {num_ranks} ranks"
-    parts = [Part(f"{name}: masters", FP32 * shard, f"float32, {over}")]
-    if trains:
-        kind = options.optimizer.type if options.optimizer is not None else "adam"
-        states = ADAM_STATES[kind]
-        parts.append(Part(f"{name}: optimiser", states * FP32 * shard, f"{states} float32 states of {kind}"))
-        parts.append(Part(f"{name}: gradients", FP32 * shard, "float32, sharded"))
+    over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
+    parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}")]
+    if model.trains:
+        kind = model.options.optimizer.type if model.options.optimizer is not None else "adam"
+        states = OPTIMISER_STATES[kind]
+        parts.append(
+            Part(f"{model.name}: optimiser", states * FP32 * shard, f"{states} float32 states of {kind}")
+        )
+        parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded"))
     return parts
 
 
-def working_parts(config: AnyConfig, shape: Shape, unknown: list[str]) -> list[Part]:
+def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
+    """Weights and cache of the engine: on a rank if it is embedded, else on each device of a server."""
+    if allocation.rollout is None:
+        return []
+    num_engines, tensor = allocation.rollout.data, allocation.rollout.tensor
+    is_embedded = allocation.rollout_backend == "embedded"
+    dtype = config.actor.dtype if is_embedded else config.sglang.dtype
+    size = cached = SIZES[dtype]
+    if not is_embedded and "fp8" in config.sglang.kv_cache_dtype:
+        cached = 1
+    weights = shape.num_parameters * size // tensor
+    split = f" over {tensor} devices" if tensor > 1 else ""
+    return [
+        Part("engine's weights", weights, f"{dtype}{split}"),
+        cache_part(config, shape, cached, tensor, num_engines),
+    ]
+
+
+def working_parts(config: AnyConfig, shape: Shape, num_ranks: int, unknown: list[str]) -> list[Part]:
     """What comes and goes within a step, at its peak."""
     from areal_core.engine.logprobs import LOGITS_AT_A_TIME, TOKENS_PER_WEIGHT_GRADIENT
 
@@ -130,7 +149,7 @@ def working_parts(config: AnyConfig, shape: Shape, unknown: list[str]) -> list[P
             f"{config.actor.dtype}: all outside of layers, {LAYERS_AT_HAND} layers, gradients of one",
         )
     ]
-    tokens = tokens_of_micro_batch(config)
+    tokens = tokens_of_micro_batch(config, num_ranks)
     if tokens is None:
         unknown.append(
             "activations: neither actor.mb_spec.max_tokens_per_mb nor train_dataset.max_length is given"
@@ -153,14 +172,16 @@ def working_parts(config: AnyConfig, shape: Shape, unknown: list[str]) -> list[P
     ]
 
 
-def tokens_of_micro_batch(config: AnyConfig) -> int | None:
+def tokens_of_micro_batch(config: AnyConfig, num_ranks: int) -> int | None:
     """Most tokens that go through the model at a time; None if nothing bounds them."""
     spec, data = config.actor.mb_spec, config.train_dataset
     if spec.max_tokens_per_mb:
         return spec.max_tokens_per_mb
+    rows = data.batch_size // num_ranks
     if not isinstance(config, PPOConfig):
-        return data.max_length and data.max_length * data.batch_size // (spec.n_mbs or 1)
-    sequences = data.batch_size * config.gconfig.n_samples // config.actor.ppo_n_minibatches
+        rows *= 2 if isinstance(config, RWConfig | DPOConfig) else 1  # a pair is two sequences
+        return data.max_length and data.max_length * rows // (spec.n_mbs or 1)
+    sequences = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
     return longest_sequence(config) * max(1, sequences // (spec.n_mbs or 1))
 
 
@@ -181,23 +202,26 @@ def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engi
     return Part("key-value cache", tokens * per_token, how)
 
 
-def read_shape(options: TrainEngineConfig) -> Shape | None:
-    """Sizes of the model at `options.path`, from a folder or what the hub's cache holds; None where there is no config."""
+def read_shape(model: Model) -> Shape | None:
+    """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    head = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(options.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(model.options.path, local_files_only=True)
+        if model.has_scores:
+            config.num_labels = 1
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            built = head.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError):  # no such folder, or a model that Transformers does not know
         return None
-    policy = options.fsdp.wrap_policy
+    policy = model.options.fsdp.wrap_policy
     named = policy.transformer_layer_cls_to_wrap if policy else None
-    classes = tuple(named or model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in classes]
+    classes = tuple(named or built._no_split_modules or ())
+    layers = [module for module in built.modules() if type(module).__name__ in classes]
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(parameter.numel() for parameter in built.parameters())
     return parse_shape(config.get_text_config().to_dict(), total, sizes)
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from areal_core.allocation import Allocation
-from areal_core.config import PPOConfig, SFTConfig
+from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_core.config.experiment import TimerConfig
 from areal_core.paths import record_folder, run_folder
 
-AnyConfig = PPOConfig | SFTConfig  # whatever trains has an `actor`
+AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # whatever trains has an `actor`
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
     if isinstance(config, PPOConfig):
         yield from plan_rollout(config, allocation)
         yield from plan_scores(config)
+    if isinstance(config, DPOConfig):
+        yield Stage("reference", f"one forward pass of {(config.ref or config.actor).path}")
     yield plan_update(config, allocation)
     if isinstance(config, PPOConfig) and allocation.rollout is not None:
         yield plan_push(config, allocation)
@@ -88,8 +90,9 @@ def plan_update(config: AnyConfig, allocation: Allocation) -> Stage:
         else f"{config.actor.mb_spec.n_mbs} micro-batches"
     )
     checkpointing = ", activations recomputed" if config.actor.gradient_checkpointing else ""
+    unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"
     times = "1 optimiser step" if minibatches == 1 else f"{minibatches} optimiser steps"
-    return Stage("update", f"{times} over {rows:,} sequences a rank, in {micro}{checkpointing}")
+    return Stage("update", f"{times} over {rows:,} {unit} a rank, in {micro}{checkpointing}")
 
 
 def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
@@ -135,8 +138,8 @@ def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str])
         *(["before the first step"] if config.evaluator.eval_before_train else []),
         *([period] if period else []),
     ]
-    if not isinstance(config, PPOConfig):
-        return "by the script only, as this trainer has no evaluator"
+    if isinstance(config, SFTConfig):
+        return "never: supervised fine-tuning does not read evaluator"
     if not when:
         return "never: evaluator.freq_* are empty"
     if config.valid_dataset is None:

@@ -33,10 +33,24 @@ ELSEWHERE = {  # names that upstream had, or has for what is not built here
 
 
 def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
-    """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls`, check it, and return it with the file's path.
+    """Read a config as `load_with_notes` does, log its notes, and return it with the file's path. Raises ConfigError."""
+    config, path, notes = load_with_notes(argv, cls)
+    if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
+        for note in notes:
+            logger.warning("%s: %s", path, note)
+    return config, path
+
+
+def load_with_notes(argv: Sequence[str], cls: type[C]) -> tuple[C, str, list[str]]:
+    """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls` and check it.
 
     `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default; `algorithm` names a preset (presets.py).
-    Raises ConfigError.
+
+    Returns:
+        The config, the file's path, and notes on what a preset has set and on options that have no effect here.
+
+    Raises:
+        ConfigError: an option that does not exist, values that do not agree, or a feature that is not built.
     """
     arguments = list(argv[1:]) if argv and argv[0].endswith(".py") else list(argv)
     path, overrides = split_arguments(arguments)
@@ -52,11 +66,7 @@ def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
     for override in overrides:
         apply_override(tree, override, cls)
     config = config_from_dict(tree, cls, source=path)
-    notes += check_config(config)
-    if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
-        for note in notes:
-            logger.warning("%s: %s", path, note)
-    return config, path
+    return config, path, [*notes, *check_config(config)]
 
 
 def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config") -> C:

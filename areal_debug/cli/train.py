@@ -1,11 +1,8 @@
 """`areal-debug train`: a training script on all its ranks and servers, recorded or replayed on request."""
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,14 +109,13 @@ def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
     from dataclasses import asdict
 
-    from areal_core.config.checks import check_config
+    from areal_core.config.loading import load_with_notes
     from areal_debug.dry_run import plan_run
     from areal_debug.dry_run_output import print_dry_run
 
     try:
-        with without_notes():
-            config = read_config(arguments)
-        run = plan_run(script, arguments[1], config, check_config(config))
+        config, config_file, notes = load_with_notes(arguments, config_class(arguments))
+        run = plan_run(script, config_file, config, notes)
         check_record(config)
     except ValueError as error:
         if not as_json:
@@ -131,18 +127,6 @@ def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     else:
         print_dry_run(console(), run)
     return 0
-
-
-@contextmanager
-def without_notes() -> Iterator[None]:
-    """Keeps what loading a config has to say about it from standard error, because a plan says it."""
-    logger = logging.getLogger("areal_core.config")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:
@@ -182,13 +166,21 @@ def find_script(name: str) -> Path:
 
 
 def read_config(arguments: list[str]) -> "PPOConfig":
-    """The config as the script will read it: of reinforcement learning, or of supervised fine-tuning by its dataset's type."""
-    from areal_core.config import PPOConfig, SFTConfig, load_expr_config
+    """The config as the script will read it."""
+    from areal_core.config import load_expr_config
+
+    return load_expr_config(arguments, config_class(arguments))[0]
+
+
+def config_class(arguments: list[str]) -> type["PPOConfig"]:
+    """The options that the script's method has, by the type of its rows."""
+    from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
     from areal_core.config.loading import read_yaml, split_arguments
 
-    tree = read_yaml(split_arguments(arguments)[0])
-    is_sft = isinstance(data := tree.get("train_dataset"), dict) and data.get("type") == "sft"
-    return load_expr_config(arguments, SFTConfig if is_sft else PPOConfig)[0]  # type: ignore[return-value]
+    data = read_yaml(split_arguments(arguments)[0]).get("train_dataset")
+    kind = str(data.get("type")) if isinstance(data, dict) else ""
+    methods = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
+    return methods.get(kind, PPOConfig)
 
 
 def check_record(config: "PPOConfig") -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from areal_core.allocation import parse_allocation
 from areal_core.config import OptimizerConfig, PPOConfig, TrainEngineConfig, load_expr_config
 from areal_debug.cli.train import command
-from areal_debug.dry_run_memory import estimate_memory, parse_shape, read_shape, state_parts
+from areal_debug.dry_run_memory import Model, estimate_memory, parse_shape, read_shape, state_parts
 
 HERE = Path(__file__).parent
 UPSTREAM = HERE / "upstream"
@@ -90,7 +90,7 @@ def test_the_output_for_people_has_the_same_facts(dry_run, tiny_model, tmp_path)
     assert text.startswith(f"Would run: {SCRIPT} with {TINY}; nothing was started.\n")
     for fact in (
         "3 in all, 16 an epoch",
-        "129,920 parameters over 1 ranks",
+        "129,920 parameters over 1 rank",
         "weights are copied into each rank",
     ):
         assert fact in text
@@ -186,7 +186,7 @@ def test_one_machine_that_is_too_small_is_noted(dry_run):
 def test_states_are_reckoned_to_the_byte(tiny_model):
     from areal_core.engine.model import load_model
 
-    options = TrainEngineConfig(path=str(tiny_model), optimizer=OptimizerConfig())
+    actor = Model("actor", TrainEngineConfig(path=str(tiny_model), optimizer=OptimizerConfig()), trains=True)
     model = load_model(str(tiny_model))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
@@ -200,9 +200,9 @@ def test_states_are_reckoned_to_the_byte(tiny_model):
             [parameter.grad for parameter in model.parameters()],
         )
     ]
-    shape = read_shape(options)
-    assert [part.size_bytes for part in state_parts("actor", shape, options, 1, True)] == real
-    halves = [part.size_bytes for part in state_parts("actor", shape, options, 2, True)]
+    shape = read_shape(actor)
+    assert [part.size_bytes for part in state_parts(actor, shape, 1)] == real
+    halves = [part.size_bytes for part in state_parts(actor, shape, 2)]
     assert halves == [size // 2 for size in real]
 
 
@@ -216,6 +216,28 @@ def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
     # 32 prompts x 8 samples over 2 servers, 1,024 tokens each; 256 bytes a token in bfloat16, half of them a device.
     assert cache.size_bytes == 128 * 1024 * 128
     assert not any(part.name.startswith("reference") for part in memory.rank)  # kl_ctl is 0: it is not loaded
+
+
+def test_a_reward_model_has_a_head_of_one_number(tiny_model):
+    options = TrainEngineConfig(path=str(tiny_model))
+    language, scores = (read_shape(Model("actor", options, has_scores=scores)) for scores in (False, True))
+    assert scores.num_parameters - language.num_parameters == 64  # whose output layer is its embedding
+
+
+def test_pairs_are_planned_with_their_reference(dry_run, tiny_model):
+    pairs = ("allocation_mode=fsdp:d2", "train_dataset.type=dpo", f"actor.path={tiny_model}")
+    code, run = dry_run(UPSTREAM / "dpo_1_0.yaml", *pairs)
+    assert (code, run["method"]) == (0, "direct preference optimisation")
+    assert stages(run)["reference"] == f"one forward pass of {tiny_model}"
+    assert stages(run)["update"].startswith("1 optimiser step over 4 pairs a rank, in 1 micro-batches")
+    parts = {part["name"]: part for part in run["memory"]["rank"]}
+    assert parts["reference: masters"]["size_bytes"] == 4 * run["memory"]["num_parameters"] // 2
+    assert "512 tokens through 2 layers" in parts["activations"]["how"]  # 4 pairs of 2 x 64 tokens
+
+
+def test_what_a_preset_sets_stands_in_the_plan(dry_run):
+    _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "algorithm=rloo")
+    assert any("rloo" in note and "actor.reward_norm.mean_leave1out" in note for note in run["notes"])
 
 
 def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():

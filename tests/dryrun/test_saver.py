@@ -1,0 +1,67 @@
+"""A real training loop: when checkpoints are written, and what a service is told meanwhile."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from areal_core.config import SFTConfig
+from areal_core.config.engine import OptimizerConfig
+from areal_core.trainer import build, sft
+from areal_core.trainer.sft import SFTTrainer
+
+ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(6)]
+
+
+@pytest.fixture
+def config(tiny_model, ranks, tmp_path, monkeypatch) -> SFTConfig:
+    """Two epochs of three steps, in this process."""
+    monkeypatch.setattr(build, "start_process", lambda config: ranks)
+    monkeypatch.setattr(sft, "leave_ranks", lambda: None)
+    config = SFTConfig(experiment_name="e", trial_name="t", allocation_mode="fsdp:d1", total_train_epochs=2)
+    config.cluster.fileroot = str(tmp_path)
+    config.actor.path, config.actor.dtype = str(tiny_model), "float32"
+    config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
+    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", "sft", 2
+    return config
+
+
+def saved(tmp_path) -> set[str]:
+    return {folder.name for folder in tmp_path.glob("checkpoints/*/e/t/default/*")}
+
+
+@pytest.mark.parametrize(
+    ("periods", "steps"),
+    [
+        ({"freq_epochs": 1}, {2, 5}),
+        ({"freq_epochs": 1, "freq_steps": 2}, {1, 2, 3, 5}),
+        ({"freq_secs": 100}, {1, 3, 5}),
+        ({}, set()),
+    ],
+)
+def test_checkpoints_are_written_whenever_a_period_ends(config, tmp_path, monkeypatch, periods, steps):
+    for name, value in periods.items():
+        setattr(config.saver, name, value)
+    with SFTTrainer(config, ROWS) as trainer:
+        hours = iter(range(0, 10_000, 60))  # a clock by which each step takes a minute
+        trainer.saving.clock = lambda: float(next(hours))
+        trainer.saving.__post_init__()
+        monkeypatch.setattr(trainer, "save", lambda name: (tmp_path / name).mkdir())
+        trainer.train()
+    assert {path.name for path in tmp_path.glob("globalstep*")} == {f"globalstep{step}" for step in steps}
+
+
+def test_a_run_tells_weights_and_biases_every_step_and_saves_an_epoch(config, tmp_path, monkeypatch):
+    told = {}
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **options: SimpleNamespace(
+        log=lambda stats, step: told.update({step: stats["sft/loss/avg"]}),
+        finish=lambda: told.update(ended=True),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config.stats_logger.wandb.mode, config.saver.freq_epochs = "offline", 2
+    with SFTTrainer(config, ROWS) as trainer:
+        trainer.train()
+    assert [*told] == [0, 1, 2, 3, 4, 5, "ended"]
+    assert told[5] < told[0]
+    assert saved(tmp_path) == {"globalstep5", "final"}
