@@ -190,7 +190,9 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     argv = script(
         "import pathlib, os, sys, time; pathlib.Path(sys.argv[1], str(os.getpid()) + '.pid').touch(); time.sleep(60)"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *argv])
+    # A shell starts background jobs with SIGINT ignored, and the launcher leaves it so.
+    defaults = ["env", "--default-signal=INT", "--default-signal=HUP"]
+    launcher = subprocess.Popen([*defaults, sys.executable, "-c", LAUNCHER, *argv])
     while not (started := list(tmp_path.glob("*.pid"))):
         assert launcher.poll() is None
         time.sleep(0.05)
