@@ -11,6 +11,7 @@ from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
 from areal_core.config.not_yet import not_yet
+from areal_core.config.presets import shown
 from areal_core.errors import AllocationError, ConfigError
 
 
@@ -113,7 +114,11 @@ def consistency_has_logprobs_to_compare(config: PPOConfig) -> Iterator[str]:
         yield (
             f"consistency.every_k_steps is {every}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
             f"actor.recompute_logprob is {actor.recompute_logprob}; without the trainer's own logprobs nothing can be compared: "
-            "set actor.recompute_logprob to true"
+            + (
+                "set actor.prox_logp_method to metrics"
+                if actor.use_decoupled_loss
+                else "set actor.recompute_logprob to true"
+            )
         )
 
 
@@ -261,7 +266,7 @@ def sapo_has_no_clip(config: PPOConfig) -> Iterator[str]:
         if getattr(actor, name) != value:
             yield (
                 f"actor.use_sapo_loss is True and actor.{name} is {getattr(actor, name)!r}; the gate of SAPO stands in place of "
-                f"the clip, on the ratio of each token to the policy that sampled it: set the second to {value!r}"
+                f"the clip, on the ratio of each token to the policy that sampled it: set the second to {shown(value)}"
             )
 
 
