@@ -70,7 +70,7 @@ class DryRun:
 
 
 def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]) -> DryRun:
-    """The plan of a run whose config has been checked; `notes` are what `check_config` said of it.
+    """The plan of a run whose config has been checked; `notes` are what `load_with_notes` said of it.
 
     Raises:
         ConfigError: the job cannot be placed, has no step to train, or asks for a package that is not installed.
@@ -78,7 +78,9 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
     """
     allocation = resolve_allocation(config)
     refuse_missing_packages(config)
-    steps = count(config) if allocation.train is not None else None
+    steps = plan_length(config) if allocation.train is not None else None
+    step = plan_step(config, allocation) if steps is not None else ()
+    upkeep = plan_upkeep(config, lambda timer: say_period(timer, steps)) if steps is not None else ()
     return DryRun(
         script=str(script),
         config_file=config_file,
@@ -88,10 +90,8 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         processes=tuple(place_processes(config, allocation)),
         steps=steps,
         memory=estimate_memory(config, allocation),
-        step=tuple(plan_step(config, allocation)) if steps is not None else (),
-        upkeep=tuple(plan_upkeep(config, lambda timer: say_period(timer, steps)))
-        if steps is not None
-        else (),
+        step=tuple(step),
+        upkeep=tuple(upkeep),
         logs=str(run_folder(config, "logs")),
         notes=(*notes, *look_at_devices(config, allocation)),
     )
@@ -100,8 +100,8 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
 def refuse_missing_packages(config: AnyConfig) -> None:
     """Raise ConfigError for a package that an option needs and that is not installed, before a rank finds out."""
     needed = {
-        "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode not in ("disabled",)),
-        "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode not in ("disabled",)),
+        "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode != "disabled"),
+        "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode != "disabled"),
         "scheduler.type": ("ray", config.scheduler.type == "ray"),
     }
     for option, (package, is_needed) in needed.items():
@@ -111,7 +111,7 @@ def refuse_missing_packages(config: AnyConfig) -> None:
             )
 
 
-def count(config: AnyConfig) -> Steps:
+def plan_length(config: AnyConfig) -> Steps:
     """Rows, steps of an epoch, and steps of the run, as far as files here tell.
 
     Raises:

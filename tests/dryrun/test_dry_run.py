@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from areal_core.allocation import parse_allocation
-from areal_core.config import OptimizerConfig, PPOConfig, TrainEngineConfig, load_expr_config
+from areal_core.config import OptimizerConfig, PPOConfig, SFTConfig, TrainEngineConfig, load_expr_config
 from areal_debug.cli.train import command
 from areal_debug.dry_run_memory import Model, estimate_memory, parse_shape, read_shape, state_parts
 
@@ -204,6 +204,37 @@ def test_states_are_reckoned_to_the_byte(tiny_model):
     assert [part.size_bytes for part in state_parts(actor, shape, 1)] == real
     halves = [part.size_bytes for part in state_parts(actor, shape, 2)]
     assert halves == [size // 2 for size in real]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_near_what_autograd_keeps(tmp_path, dtype):
+    from transformers import Qwen2Config, Qwen2Model
+
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    qwen = Qwen2Config(**sizes, **heads, use_cache=False, attn_implementation="sdpa")
+    model = Qwen2Model(qwen).to(getattr(torch, dtype))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=torch.arange(512)[None] % 100)
+    real = sum(size for address, (size, _) in kept.items() if address not in weights)
+    assert output.last_hidden_state.shape == (1, 512, 128)
+
+    qwen.save_pretrained(tmp_path)
+    overrides = (f"actor.path={tmp_path}", f"actor.dtype={dtype}", "actor.mb_spec.max_tokens_per_mb=512")
+    config, _ = load_expr_config(
+        ["--config", str(UPSTREAM / "sft_0_5.yaml"), *overrides, "actor.gradient_checkpointing=false"],
+        SFTConfig,
+    )
+    parts = {part.name: part.size_bytes for part in estimate_memory(config, parse_allocation("fsdp:d4")).rank}
+    assert abs(parts["activations"] / real - 1) < 0.2
 
 
 def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
