@@ -27,12 +27,13 @@ def second_moment_mask(
     squares = torch.where(squares.isfinite(), squares, torch.inf)
     # Floats that are not negative have the order of their bits, so a cutoff between them is found by halving integers.
     bits = squares.contiguous().view(torch.int32)
-    own_bits, own_squares = bits[mask], squares[mask].double()  # [n]
+    own_bits = bits[mask].sort().values  # [n]
+    totals = own_bits.view(torch.float32).double().cumsum(0)  # [n]
 
     def count_and_mean(cutoff: int) -> tuple[float, float]:
-        chosen = own_squares[own_bits <= cutoff]
-        sums = sum_over_ranks(torch.stack([chosen.new_tensor(float(len(chosen))), chosen.sum()]))
-        count, total = sums.tolist()
+        own_count = int(torch.searchsorted(own_bits, cutoff, right=True))
+        own_total = float(totals[own_count - 1]) if own_count else 0.0
+        count, total = sum_over_ranks(torch.tensor([own_count, own_total], dtype=torch.float64)).tolist()
         return count, total / max(count, 1.0)
 
     low, high = -1, INFINITY_BITS  # the mean up to `low` is small enough; it never falls as the cutoff rises
