@@ -9,8 +9,9 @@ from typing import Any
 
 from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
-from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
+from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areal_core.config.not_yet import not_yet
+from areal_core.config.pair_checks import DPO_COUPLINGS, PAIR_COUPLINGS
 from areal_core.config.presets import shown
 from areal_core.errors import AllocationError, ConfigError
 
@@ -19,7 +20,8 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
     """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
     values = flat_values(config)
     couplings = COUPLINGS + (PPO_COUPLINGS if isinstance(config, PPOConfig) else ())
-    couplings += (dpo_compares_with_its_reference,) if isinstance(config, DPOConfig) else ()
+    couplings += PAIR_COUPLINGS if isinstance(config, DPOConfig | RWConfig) else ()
+    couplings += DPO_COUPLINGS if isinstance(config, DPOConfig) else ()
     problems = [*wrong_choices(config), *not_yet(values, refused=True)]
     try:
         problems += [problem for coupling in couplings for problem in coupling(config)]
@@ -306,16 +308,18 @@ def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
         yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r}; they must be equal"
 
 
-def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
-    actor, ref = config.actor, config.ref
-    if actor.beta <= 0:
-        yield f"actor.beta is {actor.beta}; expected above 0"
-    if ref is not None and not ref.path:
-        yield "ref.path is empty; give a model folder, or no ref section for the policy as it was at first"
-    if ref is not None and ref.temperature != actor.temperature:
-        yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
-    if actor.init_from_scratch:
-        yield "actor.init_from_scratch is True; the reference could not have the same weights: give a trained model"
+def only_a_reward_model_has_scores(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, value in flat_values(config).items():
+        may_be = name == "actor.is_critic" and isinstance(config, RWConfig)
+        if name.endswith(".is_critic") and value and not may_be:
+            yield f"{name} is True, which is not available: value models are not built: set it to false"
+
+
+def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
+    has_pairs = isinstance(config, DPOConfig | RWConfig)
+    for name, value in flat_values(config).items():
+        if name.endswith(".granularity") and value not in ((1, 2) if has_pairs else (1,)):
+            yield f"{name} is {value}; DPO and reward models keep 2 sequences together, others 1: use 1 for both"
 
 
 COUPLINGS = (
@@ -325,6 +329,8 @@ COUPLINGS = (
     debug_either_records_or_replays,
     recording_limits_are_positive,
     batch_divides_over_ranks,
+    only_a_reward_model_has_scores,
+    only_pairs_stay_together,
 )
 PPO_COUPLINGS = (
     rollout_limits_let_something_run,

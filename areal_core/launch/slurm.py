@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from areal_core.allocation import parse_allocation
-from areal_core.config import PPOConfig, SFTConfig, config_from_dict, config_to_dict
+from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, config_from_dict, config_to_dict
 from areal_core.errors import ConfigError
 from areal_core.launch.follow import following
 from areal_core.launch.job import Job
@@ -28,6 +28,8 @@ from areal_core.launch.placement import Placement, place
 from areal_core.launch.processes import start
 from areal_core.launch.slurm_steps import run_steps
 from areal_core.launch.torchrun import ended_on_signals
+
+METHODS = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig, "ppo": PPOConfig}
 
 
 def launch(job: Job) -> int:
@@ -109,7 +111,7 @@ def job_to_json(job: Job) -> dict[str, object]:
     """A job in JSON types."""
     return {
         "script_argv": list(job.script_argv),
-        "method": "sft" if isinstance(job.config, SFTConfig) else "ppo",
+        "method": next(name for name, kind in METHODS.items() if isinstance(job.config, kind)),
         "config": config_to_dict(job.config),
         "allocation": str(job.allocation),
         "env": dict(job.env),
@@ -121,7 +123,7 @@ def job_to_json(job: Job) -> dict[str, object]:
 def read_job(file: Path) -> Job:
     """The inverse of `job_to_json`."""
     content = json.loads(file.read_text())
-    config_class = {"sft": SFTConfig, "ppo": PPOConfig}[content["method"]]
+    config_class = METHODS[content["method"]]
     return Job(
         tuple(content["script_argv"]),
         config_from_dict(content["config"], config_class, source=str(file)),

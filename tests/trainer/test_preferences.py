@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_core.config import DPOConfig, RWConfig, check_config
+from areal_core.config import DPOConfig, RWConfig, SFTConfig, check_config
 from areal_core.config.engine import OptimizerConfig, TrainEngineConfig
 from areal_core.dataset.pairs import pair_row
 from areal_core.engine.errors import ModelError
@@ -196,6 +196,22 @@ def test_options_of_dpo_that_contradict_each_other_are_named(tmp_path):
         "actor.init_from_scratch",
     ):
         assert said in str(error.value)
+
+
+def test_options_of_pairs_are_those_of_their_trainers(tmp_path):
+    config = make_config("rw", tmp_path)
+    config.actor.is_critic, config.actor.mb_spec.granularity = True, 2
+    config.train_dataset.max_length = config.actor.mb_spec.max_tokens_per_mb = 64
+    with pytest.raises(
+        ConfigError, match=r"^actor.mb_spec.max_tokens_per_mb is 64 .* at least twice the second$"
+    ):
+        check_config(config)
+    config.actor.mb_spec.max_tokens_per_mb = 128
+    assert check_config(config) == []
+    other = SFTConfig(experiment_name="e", trial_name="t", allocation_mode="fsdp:d1", actor=config.actor)
+    other.train_dataset = config.train_dataset
+    with pytest.raises(ConfigError, match=r"actor.is_critic is True.*\n.*actor.mb_spec.granularity is 2"):
+        check_config(other)
 
 
 def test_what_is_no_reward_model_is_told(tmp_path):

@@ -1,0 +1,25 @@
+"""Direct preference optimisation: the policy learns from pairs of answers of which one was preferred, without a reward model.
+
+    areal-debug train examples/dpo.py --config examples/dpo.yaml
+
+Any JSONL file with `chosen` and `rejected`, and `prompt` or `messages` before them, can stand in place of the dataset.
+"""
+
+import sys
+
+from transformers import AutoTokenizer
+
+from areal_core.config import DPOConfig, load_expr_config
+from areal_core.dataset import get_dataset
+from areal_core.trainer.dpo import DPOTrainer
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, DPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    with DPOTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,25 @@
+"""A reward model: pairs of answers of which one was preferred become a model that scores an answer.
+
+    areal-debug train examples/reward_model.py --config examples/reward_model.yaml
+
+Any JSONL file with `chosen` and `rejected`, and `prompt` or `messages` before them, can stand in place of the dataset.
+"""
+
+import sys
+
+from transformers import AutoTokenizer
+
+from areal_core.config import RWConfig, load_expr_config
+from areal_core.dataset import get_dataset
+from areal_core.trainer.reward_model import RWTrainer
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, RWConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    with RWTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
