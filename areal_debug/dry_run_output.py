@@ -33,21 +33,22 @@ def print_dry_run(out: Console, run: DryRun) -> None:
 
 
 def print_memory(out: Console, run: DryRun) -> None:
-    """Parts and their sums; what is not known with its reason."""
-    for title, parts in (
-        ("Memory of a rank", run.memory.rank),
-        ("Memory of a server's device", run.memory.server),
-    ):
-        if parts:
-            out.print(table(title, memory_rows(parts)))
-    for reason in run.memory.unknown:
+    """Parts, and the sum of a rank's; what is not known with its reason.
+
+    A server's parts have no sum: its cache is as large as its device allows, and requests that do not fit wait.
+    """
+    memory = run.memory
+    if memory.rank:
+        total = format_bytes(sum(part.size_bytes for part in memory.rank))
+        out.print(table("Memory of a rank", [*memory_rows(memory.rank), ("together", f"{total:>9}")]))
+    if memory.server:
+        out.print(table("Memory of a server's device", memory_rows(memory.server)))
+    for reason in memory.unknown:
         out.print(f"memory not estimated: {escaped(reason)}")
 
 
 def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    total = sum(part.size_bytes for part in parts)
-    rows = [(part.name, f"{format_bytes(part.size_bytes):>9}  {part.how}") for part in parts]
-    return [*rows, ("together", f"{format_bytes(total):>9}")]
+    return [(part.name, f"{format_bytes(part.size_bytes):>9}  {part.how}") for part in parts]
 
 
 def say_count(item: Processes) -> str:

@@ -3,6 +3,7 @@
 Rows of type "rl" have `messages` (the conversation so far) and whatever the reward function needs, `answer` above all.
 """
 
+import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,11 @@ def get_dataset(
 def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
     """Rows as they are stored. `arguments` go to the generator or to `datasets.load_dataset`. Raises DatasetError."""
     if path == "arithmetic":
+        known = inspect.signature(arithmetic_rows).parameters
+        if unknown := sorted(set(arguments) - set(known)):
+            raise DatasetError(
+                f"dataset_kwargs has {', '.join(unknown)}; 'arithmetic' takes {', '.join(known)}"
+            )
         return arithmetic_rows(**arguments)
     local = Path(path)
     if local.is_file():

@@ -155,6 +155,7 @@ def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, said):
             "rollout.consumer_batch_size is 7 and train_dataset.batch_size is 8",
         ),
         (["train_dataset.dataset_kwargs.num_rows=5"], "the run would have 0 steps: the dataset has 5 rows"),
+        (["train_dataset.dataset_kwargs.name=main"], "dataset_kwargs has name; 'arithmetic' takes num_rows"),
         (["cluster.n_gpus_per_node=2", "cluster.n_nodes=1", "scheduler.type=slurm"], "cluster.n_nodes = 1"),
         (["stats_logger.trackio.mode=local"], "stats_logger.trackio.mode needs the package trackio"),
         (["enable_offload=true", "total_train_steps=0"], "total_train_steps is 0"),
