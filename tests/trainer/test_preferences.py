@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,3 +218,12 @@ def test_options_of_pairs_are_those_of_their_trainers(tmp_path):
 def test_what_is_no_reward_model_is_told(tmp_path):
     with pytest.raises(ModelError, match="is not a folder here"):
         load_score_model(str(tmp_path / "nothing"))
+
+
+@pytest.mark.long
+def test_two_ranks_learn_and_measure_what_one_does(torchrun, tiny_model, tmp_path):
+    program = Path(__file__).with_name("preferences_program.py")
+    one, two = (torchrun(program, count, "dpo", tiny_model, tmp_path / str(count)) for count in (1, 2))
+    assert len(one) == 12
+    assert two == pytest.approx(one, rel=1e-4)
+    assert one[-1] < 0.9 * one[0]
