@@ -37,7 +37,7 @@ from areal_core.config.generation import (
     InferenceEngineConfig,
     SGLangConfig,
 )
-from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config
+from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, without_keys
 from areal_core.config.not_yet import NOT_YET, NotYet
 
 __all__ = [
@@ -77,4 +77,5 @@ __all__ = [
     "config_from_dict",
     "config_to_dict",
     "load_expr_config",
+    "without_keys",
 ]

@@ -88,6 +88,15 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def without_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """The options without the keys to services among them: what is written down or sent is read by others."""
+    return {
+        name: without_keys(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if not name.endswith("api_key")
+    }
+
+
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     """`--config` and its value, wherever they stand, and the overrides."""
     path, overrides, rest = "", [], iter(arguments)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict
+from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict, without_keys
 from areal_core.config.experiment import PerfTracerConfig, TimerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
@@ -167,7 +167,8 @@ def build_loggers(
         return StatsLogger(rank=ranks.rank)
     folder = run_folder(config, "logs")
     loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder)]
-    (folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=2, default=str))
+    shown = without_keys(config_to_dict(config))
+    (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
     return StatsLogger(loggers, printers=[partial(print_summary, total_steps)] if print_steps else [])
 
 

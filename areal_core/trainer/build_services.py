@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import BaseExperimentConfig, config_to_dict
+from areal_core.config import BaseExperimentConfig, config_to_dict, without_keys
 from areal_core.telemetry import TensorBoardLogger, TrackioLogger, WandbLogger
 from areal_core.telemetry.loggers import Logger, without_none
 
@@ -54,13 +54,4 @@ def wandb_arguments(config: BaseExperimentConfig) -> dict[str, Any]:
         "tags": options.tags,
         "config": without_keys(options.config or config_to_dict(config)),
         "settings": account or None,
-    }
-
-
-def without_keys(tree: dict[str, Any]) -> dict[str, Any]:
-    """The options without the keys to services among them: what is sent is read by others."""
-    return {
-        name: without_keys(value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if not name.endswith("api_key")
     }

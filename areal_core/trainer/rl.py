@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from areal_core.batch import Batch, select_rows
-from areal_core.config import PPOConfig, config_to_dict
+from areal_core.config import PPOConfig, config_to_dict, without_keys
 from areal_core.dataset import get_dataset
 from areal_core.engine.checkpoint import save_checkpoint, save_hf
 from areal_core.engine.determinism import rng_state
@@ -267,7 +267,7 @@ class PPOTrainer:
     def _observe_start(self) -> None:
         self._observe(
             "start",
-            config=config_to_dict(self.config),
+            config=without_keys(config_to_dict(self.config)),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             data_parallel_rank=self.ranks.rank,

@@ -19,6 +19,7 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
         *("actor.kl_ctl=0.05", f"ref.path={tiny_model}", "ref.dtype=float32"),
         f"stats_logger.tensorboard.path={tmp_path}/tensorboard",
         "allocation_mode=embedded|fsdp:d2",
+        "stats_logger.wandb.wandb_api_key=secret",
         OBSERVE_ON_RANK="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -26,7 +27,9 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
     assert done.stdout.count("observed checksums of 20 parameters") == 3
     (stats_file,) = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
     stats = read_stats(stats_file)
-    assert json.loads((stats_file.parent / "config.json").read_text())["actor"]["kl_ctl"] == 0.05
+    written = (stats_file.parent / "config.json").read_text()
+    assert json.loads(written)["actor"]["kl_ctl"] == 0.05
+    assert "secret" not in written
     assert [line["step"] for line in stats] == [0, 1, 2]
     # The policy starts as the reference, and moves away from it.
     assert abs(stats[0]["ppo_actor/kl_rewards/avg"]) < 1e-6
