@@ -115,7 +115,9 @@ def tensors_of(file: bytes) -> tuple[dict[str, object], bytes]:
     return header, file[8 + size :]
 
 
-def assert_killed_and_undisturbed_runs_agree(model: Path, tmp_path: Path, *options: str, **environment: str) -> None:
+def assert_killed_and_undisturbed_runs_agree(
+    model: Path, tmp_path: Path, *options: str, **environment: str
+) -> None:
     killed = train(model, tmp_path / "killed", "recover.mode=auto", *options, KILL_IN_STEP="2", **environment)
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "ended with exit code 137; starting again in 1 s, 1 of at most 3 times" in killed.stderr
