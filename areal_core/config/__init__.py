@@ -16,19 +16,16 @@ from areal_core.config.engine import (
 )
 from areal_core.config.experiment import (
     BaseExperimentConfig,
-    ClusterSpecConfig,
     DatasetConfig,
     DebugConfig,
     DPOConfig,
     EvaluatorConfig,
     GRPOConfig,
-    LauncherConfig,
     PPOConfig,
     RecoverConfig,
     RWConfig,
     SaverConfig,
     SFTConfig,
-    StatsLoggerConfig,
     ValidDatasetConfig,
 )
 from areal_core.config.generation import (
@@ -39,6 +36,7 @@ from areal_core.config.generation import (
 )
 from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, without_keys
 from areal_core.config.not_yet import NOT_YET, NotYet
+from areal_core.config.services import ClusterSpecConfig, LauncherConfig, StatsLoggerConfig
 
 __all__ = [
     "NOT_YET",

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from areal_core.config.experiment import SlurmLauncherConfig
+from areal_core.config.services import SlurmLauncherConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.errors import ServerFailed
 from areal_core.launch.job import Job, run_job

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict, without_keys
-from areal_core.config.experiment import PerfTracerConfig, TimerConfig
+from areal_core.config.experiment import TimerConfig
+from areal_core.config.services import PerfTracerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError

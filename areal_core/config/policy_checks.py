@@ -1,0 +1,210 @@
+"""Options of policy optimisation that must agree; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from areal_core.allocation import resolve_allocation
+from areal_core.config.engine import NormConfig
+from areal_core.config.experiment import PPOConfig
+from areal_core.config.presets import shown
+
+
+def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
+    rollout = config.rollout
+    for name in ("max_head_offpolicyness", "max_failures"):
+        if getattr(rollout, name) < 0:
+            yield f"rollout.{name} is {getattr(rollout, name)}; expected 0 or more"
+    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts < 1:
+        yield f"rollout.max_concurrent_rollouts is {rollout.max_concurrent_rollouts}; expected at least 1"
+    if not config.async_training and rollout.max_head_offpolicyness > 0:
+        yield (
+            f"async_training is False and rollout.max_head_offpolicyness is {rollout.max_head_offpolicyness}; "
+            "synchronous training takes samples of its own version only: set the second to 0"
+        )
+    if config.actor.dynamic_sampling and config.gconfig.n_samples == 1:
+        yield (
+            "actor.dynamic_sampling is True and gconfig.n_samples is 1; the rewards of a group of one never differ, "
+            "so every prompt would be dropped: use 2 or more"
+        )
+
+
+def consistency_has_logprobs_to_compare(config: PPOConfig) -> Iterator[str]:
+    every, actor = config.consistency.every_k_steps, config.actor
+    if every < 0:
+        yield f"consistency.every_k_steps is {every}; expected at least 0"
+    if every > 0 and not actor.should_compute_prox_logp():
+        yield (
+            f"consistency.every_k_steps is {every}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
+            f"actor.recompute_logprob is {actor.recompute_logprob}; without the trainer's own logprobs nothing can be compared: "
+            + (
+                "set actor.prox_logp_method to metrics"
+                if actor.use_decoupled_loss
+                else "set actor.recompute_logprob to true"
+            )
+        )
+
+
+def consumer_batch_is_the_train_batch(config: PPOConfig) -> Iterator[str]:
+    consumer, batch_size = config.rollout.consumer_batch_size, config.train_dataset.batch_size
+    if consumer != batch_size:
+        yield f"rollout.consumer_batch_size is {consumer} and train_dataset.batch_size is {batch_size}; they must be equal"
+    queue_size = config.rollout.queue_size
+    if queue_size is not None and queue_size < batch_size:
+        yield f"rollout.queue_size is {queue_size} and train_dataset.batch_size is {batch_size}; the queue must hold a batch"
+
+
+def groups_have_n_samples(config: PPOConfig) -> Iterator[str]:
+    n_samples = config.gconfig.n_samples
+    for name in ("reward_norm", "adv_norm"):
+        norm: NormConfig | None = getattr(config.actor, name)
+        if norm is None or "group" not in (norm.mean_level, norm.std_level):
+            continue
+        if norm.group_size != n_samples:
+            yield f"actor.{name}.group_size is {norm.group_size} and gconfig.n_samples is {n_samples}; they must be equal"
+        elif n_samples == 1:
+            yield f"actor.{name} works per group and gconfig.n_samples is 1; a group of one has nothing to compare: use 2 or more"
+    if config.actor.group_size not in (1, n_samples):
+        yield f"actor.group_size is {config.actor.group_size} and gconfig.n_samples is {n_samples}; they must be equal"
+
+
+def temperatures_agree(config: PPOConfig) -> Iterator[str]:
+    trained, sampled = config.actor.temperature, config.gconfig.temperature
+    if trained != sampled or sampled <= 0:
+        yield f"actor.temperature is {trained} and gconfig.temperature is {sampled}; they must be equal and above 0"
+
+
+def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
+    if config.actor.kl_ctl > 0 and config.ref is None:
+        yield f"actor.kl_ctl is {config.actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
+    elif config.actor.kl_ctl > 0 and config.ref.temperature != config.actor.temperature:
+        yield (
+            f"ref.temperature is {config.ref.temperature} and actor.temperature is {config.actor.temperature}; "
+            "the KL penalty compares the two: they must be equal"
+        )
+    if config.actor.kl_ctl < 0:
+        yield f"actor.kl_ctl is {config.actor.kl_ctl}; expected 0 or more"
+
+
+def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
+    gconfig, max_length = config.gconfig, config.train_dataset.max_length
+    longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
+    parts = f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    limits = {"actor.mb_spec.max_tokens_per_mb": config.actor.mb_spec.max_tokens_per_mb}
+    if resolve_allocation(config).rollout_backend == "sglang":
+        limits["sglang.context_length"] = config.sglang.context_length
+    for name, limit in limits.items():
+        if limit is not None and limit < longest:
+            yield f"{name} is {limit}; {parts}: a sequence of {longest} tokens would not fit"
+    if gconfig.min_new_tokens > gconfig.max_new_tokens:
+        yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+
+
+def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
+    actor, max_new_tokens = config.actor, config.gconfig.max_new_tokens
+    if not actor.overlong_reward_penalty:
+        return
+    if actor.overlong_tokens is None or actor.overlong_penalty_factor is None:
+        yield (
+            f"actor.overlong_reward_penalty is True, actor.overlong_tokens is {actor.overlong_tokens} and "
+            f"actor.overlong_penalty_factor is {actor.overlong_penalty_factor}; both must be given"
+        )
+    elif not 0 < actor.overlong_tokens <= max_new_tokens:
+        yield f"actor.overlong_tokens is {actor.overlong_tokens} and gconfig.max_new_tokens is {max_new_tokens}; expected 1 to the second"
+    if actor.max_new_tokens != max_new_tokens:
+        yield f"actor.max_new_tokens is {actor.max_new_tokens} and gconfig.max_new_tokens is {max_new_tokens}; they must be equal"
+
+
+def clip_bounds_are_ordered(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if actor.eps_clip < 0 or (actor.eps_clip_higher is not None and actor.eps_clip_higher < 0):
+        yield f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_higher is {actor.eps_clip_higher}; expected 0 or more"
+    if actor.c_clip is not None and actor.c_clip <= 1:
+        yield f"actor.c_clip is {actor.c_clip}; expected above 1, or null for off"
+    if actor.reward_clip <= 0:
+        yield f"actor.reward_clip is {actor.reward_clip}; expected above 0"
+
+
+def rejection_sampling_is_consistent(config: PPOConfig) -> Iterator[str]:
+    rejection, cap = config.actor.rejection_sampling, config.actor.behav_imp_weight_cap
+    if rejection is None:
+        return
+    name = "actor.rejection_sampling"
+    if cap is not None:
+        yield f"{name} is given and actor.behav_imp_weight_cap is {cap}; keep the first, whose upper is the cap"
+    if rejection.action == "clamp" and rejection.metric != "ratio":
+        yield f"{name}.action is 'clamp' and {name}.metric is {rejection.metric!r}; only a ratio can be clamped"
+    if rejection.metric == "ratio" and rejection.upper <= 1:
+        yield f"{name}.metric is 'ratio' and {name}.upper is {rejection.upper}; expected above 1"
+    if rejection.lower is not None and rejection.lower >= rejection.upper:
+        yield f"{name}.lower is {rejection.lower} and {name}.upper is {rejection.upper}; expected lower < upper"
+
+
+def sapo_has_no_clip(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if not actor.use_sapo_loss:
+        return
+    wanted = {
+        "use_decoupled_loss": False,
+        "importance_sampling_level": "token",
+        "eps_clip_higher": None,
+        "c_clip": None,
+    }
+    for name, value in wanted.items():
+        if getattr(actor, name) != value:
+            yield (
+                f"actor.use_sapo_loss is True and actor.{name} is {getattr(actor, name)!r}; the gate of SAPO stands in place of "
+                f"the clip, on the ratio of each token to the policy that sampled it: set the second to {shown(value)}"
+            )
+
+
+def proximal_policy_is_there_to_compare(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if actor.prox_logp_method != "recompute" and not actor.use_decoupled_loss:
+        yield (
+            f"actor.prox_logp_method is {actor.prox_logp_method!r} and actor.use_decoupled_loss is False; only the decoupled loss has a "
+            "proximal policy of its own: set the second to true"
+        )
+    if actor.m2_threshold is None:
+        return
+    if actor.m2_threshold <= 0:
+        yield f"actor.m2_threshold is {actor.m2_threshold}; expected above 0, or null for off"
+    if not actor.should_compute_prox_logp() or not actor.use_decoupled_loss:
+        yield (
+            f"actor.m2_threshold is {actor.m2_threshold}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
+            f"actor.prox_logp_method is {actor.prox_logp_method!r}; M2PO compares computed proximal logprobs with those of the "
+            "engine: set the second to true and the third to recompute"
+        )
+
+
+def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
+    num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
+    train = resolve_allocation(config).train
+    per_rank = num_rows // train.data if train is not None else num_rows
+    if not 1 <= config.actor.ppo_n_minibatches <= max(per_rank, 1):
+        yield (
+            f"actor.ppo_n_minibatches is {config.actor.ppo_n_minibatches} and each rank has {per_rank} sequences "
+            "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
+        )
+
+
+def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
+    client, run = config.rollout.tokenizer_path, config.tokenizer_path
+    if client and run and client != run:
+        yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r}; they must be equal"
+
+
+PPO_COUPLINGS = (
+    rollout_limits_let_something_run,
+    consistency_has_logprobs_to_compare,
+    consumer_batch_is_the_train_batch,
+    groups_have_n_samples,
+    temperatures_agree,
+    kl_penalty_has_a_reference,
+    longest_sequence_fits,
+    overlong_penalty_is_complete,
+    clip_bounds_are_ordered,
+    rejection_sampling_is_consistent,
+    sapo_has_no_clip,
+    proximal_policy_is_there_to_compare,
+    minibatches_have_rows,
+    tokenizers_agree,
+)

@@ -1,0 +1,166 @@
+# ruff: noqa: RUF009  (option() and section() return dataclass fields)
+"""What a run stands on: loggers, names, machines, launchers, traces."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_core.config.option import option, section
+
+
+@dataclass
+class WandBConfig:
+    """Weights & Biases."""
+
+    mode: str = option("disabled", "Whether runs are sent.", ("disabled", "online", "offline", "shared"))
+    wandb_base_url: str = option("", "Server.")
+    wandb_api_key: str = option("", "Key; the environment is the better place for it.")
+    entity: str | None = option(None, "Entity.")
+    project: str | None = option(None, "Project.")
+    name: str | None = option(None, "Run.")
+    job_type: str | None = option(None, "Kind of run.")
+    group: str | None = option(None, "Group.")
+    notes: str | None = option(None, "Notes.")
+    tags: list[str] | None = option(None, "Tags.")
+    config: Any = option(None, "Options to send.")
+    id_suffix: str | None = option("train", "Suffix of the run's id.")
+
+
+@dataclass
+class SwanlabConfig:
+    """SwanLab."""
+
+    mode: str | None = option(
+        "disabled", "Whether runs are sent.", ("disabled", "online", "cloud", "local", "offline", None)
+    )
+    project: str | None = option(None, "Project.")
+    name: str | None = option(None, "Run.")
+    config: Any = option(None, "Options to send.")
+    logdir: str | None = option(None, "Folder of local runs.")
+    api_key: str | None = option(None, "Key; the environment is the better place for it.")
+
+
+@dataclass
+class TrackioConfig:
+    """Trackio."""
+
+    mode: str = option("disabled", "Whether runs are written.", ("disabled", "online", "local"))
+    project: str | None = option(None, "Project.")
+    name: str | None = option(None, "Run.")
+    space_id: str | None = option(None, "Hugging Face space.")
+
+
+@dataclass
+class TensorBoardConfig:
+    """TensorBoard."""
+
+    path: str | None = option(None, "Folder of event files; empty: off.")
+
+
+@dataclass
+class StatsLoggerConfig:
+    """Where statistics go. The JSONL file is always written."""
+
+    experiment_name: str = option("", "Empty: the experiment's.")
+    trial_name: str = option("", "Empty: the experiment's.")
+    fileroot: str = option("", "Empty: cluster.fileroot.")
+    wandb: WandBConfig = section(WandBConfig, "Weights & Biases.")
+    swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
+    tensorboard: TensorBoardConfig = section(TensorBoardConfig, "TensorBoard.")
+    trackio: TrackioConfig = section(TrackioConfig, "Trackio.")
+
+
+@dataclass
+class NameResolveConfig:
+    """How processes find each other."""
+
+    type: str = option("nfs", "Kind of store.", ("nfs", "etcd3", "ray"))
+    nfs_record_root: str = option("/tmp/areal/name_resolve", "Folder that all processes see.")
+    etcd3_addr: str = option("localhost:2379", "Address of etcd.")
+    ray_actor_name: str = option("ray_kv_store", "Name of the Ray actor.")
+
+
+@dataclass
+class ClusterSpecConfig:
+    """The machines."""
+
+    name_resolve: NameResolveConfig = section(NameResolveConfig, "How processes find each other.")
+    cluster_name: str = option("local", "Name of the cluster.")
+    fileroot: str = option("/tmp/areal/", "Where logs, checkpoints and records go; seen by all machines.")
+    n_nodes: int = option(32, "Machines.")
+    n_gpus_per_node: int = option(8, "GPUs on each.")
+
+
+@dataclass
+class SlurmLauncherConfig:
+    """SLURM and the container that jobs run in."""
+
+    srun_additional_args: str = option("--mpi=pmi2 -K --chdir $PWD", "More arguments of srun.")
+    additional_bash_cmds: list[str] | None = option(None, "Commands before the job.")
+    container_type: str = option("apptainer", "Container runtime.", ("apptainer", "none"))
+    mount: str = option("/storage:/storage", "Folders seen inside.")
+    trainer_image: str | None = option(None, "Image of the trainer.")
+    inference_server_image: str | None = option(None, "Image of the servers.")
+
+
+@dataclass
+class RayLauncherConfig:
+    """Ray."""
+
+    address: str | None = option(
+        None, "Address of the cluster; empty: RAY_ADDRESS, a cluster on this machine, or a new one."
+    )
+    placement_timeout_s: float = option(300.0, "Longest wait for the machines that the run needs.")
+
+
+@dataclass
+class LauncherConfig:
+    """What the launcher gives each process."""
+
+    inference_server_cpus_per_gpu: int = option(4, "Cores per GPU of a server; 0: not asked for.")
+    inference_server_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a server; 0: not asked for.")
+    trainer_cpus_per_gpu: int = option(4, "Cores per GPU of a trainer; 0: not asked for.")
+    trainer_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a trainer; 0: not asked for.")
+    inference_server_env_vars: str = option("", "Environment of the servers, 'A=1,B=2'.")
+    trainer_env_vars: str = option("", "Environment of the trainers, 'A=1,B=2'.")
+    slurm: SlurmLauncherConfig = section(SlurmLauncherConfig, "SLURM.")
+    ray: RayLauncherConfig = section(RayLauncherConfig, "Ray.")
+
+
+@dataclass
+class SchedulerConfig:
+    """What starts the processes of a run."""
+
+    type: str | None = option(
+        None,
+        "Where processes are started: on this machine, or by Ray or SLURM.",
+        (None, "local", "ray", "slurm"),
+    )
+    endpoint: str = option("", "Its address.")
+    deploy_mode: str = option("", "How it is deployed.")
+    functioncall_service_domain: str = option("", "Service that runs reward functions.")
+    reward_functioncall_config: dict[str, Any] = section(dict, "Options of that service.")
+    reward_model_path: str = option("", "Reward model.")
+    reward_model_service_url: str = option("", "Service of the reward model.")
+
+
+@dataclass
+class SessionTracerConfig:
+    """One line an episode, beside the trace: how long it took, and where."""
+
+    enabled: bool = option(False, "Write them, if the run is traced.")
+    flush_threshold: int = option(256, "Episodes held in memory.")
+
+
+@dataclass
+class PerfTracerConfig:
+    """A trace of the run, `trace/trace.json` beside its logs: episodes, generation, reward, pushes, stages, staleness."""
+
+    experiment_name: str = option("", "Empty: the experiment's.")
+    trial_name: str = option("", "Empty: the experiment's.")
+    fileroot: str = option("", "Empty: cluster.fileroot.")
+    enabled: bool = option(False, "Write it.")
+    save_interval: int = option(1, "Steps between two writes.")
+    profile_steps: list[int] | None = option(
+        None, "Steps whose training part torch.profiler watches, if the run is traced."
+    )
+    session_tracer: SessionTracerConfig | None = option(None, "One line an episode.")
