@@ -1,6 +1,7 @@
-"""The same tokens scored otherwise: by another checkpoint, in another dtype, quantised, with BOS added to the prompt or taken from it."""
+"""The same tokens scored otherwise: by another checkpoint or parts of it, in another dtype, quantised, with BOS or without."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,71 @@ def checkpoint_alternative(
 ) -> Alternative:
     """Another model's scores; `cause` is what it means if they are the engine's (R24 stale, R32 adapter, R38 dtype)."""
     return Alternative(cause, name, score(scorer, sequences, temperature=temperature, top_k=1).logprob)
+
+
+def partial_alternatives(
+    scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float
+) -> list[Alternative]:
+    """By the model with one part of its weights, and no other, from the previous checkpoint."""
+    names = [name for name, _ in scorer.model.named_parameters()]
+    old = dict(previous.model.named_parameters())
+    found = []
+    for part in dict.fromkeys(part_of(name) for name in names):
+        model = copy.deepcopy(scorer.model)
+        for name, parameter in model.named_parameters():
+            if part_of(name) == part:
+                parameter.data = old[name].data.to(parameter.dtype)
+        found.append(checkpoint_alternative(scorer_of(model), sequences, "R25", part, temperature))
+    return found
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: a layer by its number, or the module outside of layers."""
+    inside = LAYER.search(name)
+    return f"layer {inside[1]}" if inside else name.removeprefix("model.").removesuffix(".weight")
+
+
+def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
+    """By the model with a detail computed as other model families compute it."""
+    return [
+        checkpoint_alternative(changed(scorer, change), sequences, "R54", name, temperature)
+        for name, change in DETAILS.items()
+    ]
+
+
+def changed(scorer: Scorer, change: Callable[[torch.nn.Module], None]) -> Scorer:
+    """A copy of the model, changed in every module."""
+    model = copy.deepcopy(scorer.model)
+    for module in model.modules():
+        change(module)
+    return scorer_of(model)
+
+
+def shift_norm(module: torch.nn.Module, by: float) -> None:
+    """Adds to the weight of a norm: Gemma scales by 1 + weight, most others by the weight."""
+    if is_norm(module):
+        module.get_parameter("weight").data += by
+
+
+def set_epsilon(module: torch.nn.Module, epsilon: float) -> None:
+    """Sets what a norm adds to the variance, under either of the names that Transformers gives it."""
+    for name in ("variance_epsilon", "eps"):
+        if is_norm(module) and name in vars(module):
+            setattr(module, name, epsilon)
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether the module is a norm with a weight."""
+    return type(module).__name__.endswith("Norm") and "weight" in dict(module.named_parameters(recurse=False))
+
+
+LAYER = re.compile(r"layers\.(\d+)\.")
+DETAILS: dict[str, Callable[[torch.nn.Module], None]] = {
+    "norms scaled by 1 + weight": partial(shift_norm, by=1.0),
+    "norms scaled by weight - 1": partial(shift_norm, by=-1.0),
+    "norms with epsilon 1e-5": partial(set_epsilon, epsilon=1e-5),
+    "norms with epsilon 1e-6": partial(set_epsilon, epsilon=1e-6),
+}
 
 
 def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:

@@ -68,6 +68,9 @@ class Setting:
     vocabulary_size: int = 0
     model_version: int | None = None
     noise: Noise = NOISE["bfloat16"]
+    added_token_ids: frozenset[int] = frozenset()
+    has_linear_attention: bool = False
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)

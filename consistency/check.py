@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from consistency.case import Setting
-from consistency.classes import KINDS, kinds_of
+from consistency.classes import KINDS, added_tokens, kinds_of
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.engine.reply import Top
 from consistency.errors import EngineError, OtherTokenizer
@@ -71,6 +71,7 @@ def check(
     )
     sequences = concatenate(list(sampled.parts.values()))
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
+    setting = replace(setting, added_token_ids=frozenset(added_tokens(request.model)))
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
     rows = select_rows(sequences, replays.rows)
     rescoring: Rescoring | None = None

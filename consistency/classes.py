@@ -21,6 +21,15 @@ EOS, BOS, SPECIAL, ADDED, DIGITS, WHITESPACE, BYTES, PUNCTUATION, WORDS = KINDS 
 )
 
 
+def added_tokens(model: str) -> dict[int, bool]:
+    """Ids that were added to the tokenizer's own vocabulary, and whether each is special; none where the folder holds no tokenizer."""
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    entries = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+    return {entry["id"]: entry["special"] for entry in entries}
+
+
 def kinds_of(token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None) -> Ints | None:
     """The index into KINDS of each id, int64 [n]; None where the model's folder holds no `tokenizer.json`."""
     file = Path(model) / "tokenizer.json"
@@ -29,10 +38,7 @@ def kinds_of(token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
-    added = {
-        entry["id"]: entry["special"]
-        for entry in json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
-    }
+    added = added_tokens(model)
 
     @functools.cache
     def kind(token: int) -> int:

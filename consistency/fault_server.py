@@ -144,7 +144,13 @@ def sglang_routes(model: OneModel) -> dict[str, Any]:
     return {"/server_info": SGLANG, "/model_info": {"model_path": NAME}, "/generate": generate}
 
 
-SGLANG = {"version": "0.5.23", "dtype": "auto", "quantization": None, "enable_lora": False}
+SGLANG = {
+    "version": "0.5.23",
+    "dtype": "auto",
+    "quantization": None,
+    "enable_lora": False,
+    "kv_cache_dtype": "auto",
+}
 
 
 def row_routes(sequences: Sequences) -> dict[str, Any]:

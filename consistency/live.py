@@ -100,6 +100,7 @@ def sampled_of(conversation: Conversation, trainer_dtype: str) -> Sampled:
         greedy=law.temperature == 0.0,
         trainer_dtype=trainer_dtype,
         engine_dtype=min(dtypes),
+        kv_cache_dtype=next((i.kv_cache_dtype for i in identities if i.kv_cache_dtype), None),
     )
     versions = {reply.version for reply in conversation.replies}
     version = versions.pop() if len(versions) == 1 else None

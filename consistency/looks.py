@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from consistency.alternatives import bos_alternatives, checkpoint_alternative, quantized_alternatives
+from consistency.alternatives import (
+    architecture_alternatives,
+    bos_alternatives,
+    checkpoint_alternative,
+    partial_alternatives,
+    quantized_alternatives,
+)
 from consistency.case import Alternative, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.noise import noise_of_model
@@ -82,4 +88,21 @@ def other_checkpoints(
     ]
 
 
-LOOKS = (other_dtype, other_prompts, other_checkpoints, quantised_weights)
+def partly_stale(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
+) -> list[Alternative]:
+    """By parts of the previous checkpoint, if it was given."""
+    if request.previous is None:
+        return []
+    previous = load_scorer(request.previous, DTYPES[dtype], request.device)
+    return partial_alternatives(scorer, previous, rows, setting.temperature)
+
+
+def other_details(
+    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
+) -> list[Alternative]:
+    """As other model families would compute it."""
+    return architecture_alternatives(scorer, rows, setting.temperature)
+
+
+LOOKS = (other_dtype, other_prompts, other_checkpoints, quantised_weights, other_details, partly_stale)

@@ -29,6 +29,7 @@ class Sampling:
     greedy: bool
     trainer_dtype: str
     engine_dtype: str
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,4 +183,6 @@ def setting_of(
         vocabulary_size=text.vocab_size,
         model_version=version,
         noise=published_noise((dtype, sampling.engine_dtype), has_experts),
+        has_linear_attention="linear_attention" in (getattr(text, "layer_types", None) or ()),
+        kv_cache_dtype=sampling.kv_cache_dtype,
     )

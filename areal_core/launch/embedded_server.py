@@ -154,6 +154,7 @@ class EmbeddedServer:
             "context_length": self.identity.context_length,
             "dtype": self.identity.dtype,
             "quantization": None,
+            "kv_cache_dtype": "auto",
             "enable_lora": False,
             "device": "cpu",
             "tp_size": 1,

@@ -82,4 +82,19 @@ def positions_differ(case: Case) -> Finding | None:
     )
 
 
-CAUSES = (soft_cap, padding_rows, window_differs, positions_differ)
+def detail_differs(case: Case) -> Finding | None:
+    """R54: one side computes a detail of the model as another family does."""
+    found = explained(case, "R54")
+    if found is None:
+        return None
+    return Finding(
+        "R54",
+        f"the engine computes another model: {found.prediction.name}",
+        confidence(found),
+        f"the model with {found.prediction.name} explains the engine's logprobs: {replayed(found)}",
+        "dump the first layer's input and output on both sides: they must be identical up to the norm",
+        "compare architectures and rms_norm_eps in both configs; serve the class that the checkpoint was trained with",
+    )
+
+
+CAUSES = (soft_cap, padding_rows, window_differs, positions_differ, detail_differs)

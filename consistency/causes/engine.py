@@ -1,6 +1,6 @@
 """What asking engine, model and trainer again tells: who disagrees with itself, and who with the two others."""
 
-from consistency.case import Case, Finding
+from consistency.case import Case, Finding, Setting
 
 # Both sides of a comparison round, so noise reaches twice a side's own before it is anything else.
 MUCH = 2.0
@@ -14,14 +14,36 @@ def decoding_differs(case: Case) -> Finding | None:
     floor = MUCH * max(case.level, rescoring.engine_repeat)
     if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / MUCH:
         return None
+    cause, why, fix = decoding_fault(case.setting)
     return Finding(
-        "R40",
-        "the engine's decoding differs from its own prefill",
+        cause,
+        f"the engine's decoding differs from its own prefill{why}",
         0.9,
         f"told when sampled against scored again: mean |A - B| {rescoring.decode:.2g}; scored again against the model: "
         f"|B - C| {rescoring.prefill:.2g}; the engine's repeat: {rescoring.engine_repeat:.2g}",
         "start the engine without CUDA graphs and with a bf16 KV cache: |A - B| must fall",
-        "look at the decode path: SGLang --disable-cuda-graph, --kv-cache-dtype auto; vLLM --enforce-eager, calibrated KV scales",
+        fix,
+    )
+
+
+def decoding_fault(setting: Setting) -> tuple[str, str, str]:
+    """Cause, what there is to suspect, and fix, by what is known of engine and model."""
+    if setting.kv_cache_dtype is not None and "8" in setting.kv_cache_dtype:
+        return (
+            "R43",
+            f": its KV cache is {setting.kv_cache_dtype}",
+            "a bf16 KV cache (SGLang --kv-cache-dtype auto), or calibrated scales",
+        )
+    if setting.has_linear_attention:
+        return (
+            "R48",
+            ": chunked and recurrent linear attention",
+            "the same kernel of linear attention for prefill and decode",
+        )
+    return (
+        "R40",
+        "",
+        "look at the decode path: SGLang --disable-cuda-graph, --kv-cache-dtype auto; vLLM --enforce-eager",
     )
 
 

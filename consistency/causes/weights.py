@@ -24,6 +24,21 @@ def stale_weights(case: Case) -> Finding | None:
     )
 
 
+def partly_stale(case: Case) -> Finding | None:
+    """R25: one part of the engine's weights is still that of the previous checkpoint."""
+    found = explained(case, "R25")
+    if found is None:
+        return None
+    return Finding(
+        "R25",
+        f"{found.prediction.name} was not updated in the engine",
+        confidence(found),
+        f"the model with {found.prediction.name} of the previous checkpoint explains the engine's logprobs: {replayed(found)}",
+        "compare checksums tensor by tensor (rollout.verify_weights_every: 1): those of this part must differ",
+        "look for names that the engine's loader skips; load strictly and count the tensors that arrived",
+    )
+
+
 def adapter_not_loaded(case: Case) -> Finding | None:
     """R32: the engine answers with the base model."""
     found = explained(case, "R32")
@@ -52,9 +67,14 @@ def token_bias(case: Case) -> Finding | None:
     in_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
     few = 0 < len(bad) <= 0.1 * len(names) and in_bad > 0.6
     listed = ", ".join(map(str, bad[:8].tolist()))
+    added = few and set(bad.tolist()) <= case.setting.added_token_ids
     return Finding(
-        "R26" if few else "R27",
-        "some rows of embedding or output layer differ" if few else "output bias missing on one side",
+        "R55" if added else "R26" if few else "R27",
+        "rows of added tokens differ"
+        if added
+        else "some rows of embedding or output layer differ"
+        if few
+        else "output bias missing on one side",
         0.8,
         f"the token id alone explains {explains:.0%} of the variance of D"
         + (f"; {len(bad)} ids stand out: {listed}" if few else ""),
@@ -178,6 +198,7 @@ def policy_moved(case: Case) -> Finding | None:
 
 CAUSES = (
     stale_weights,
+    partly_stale,
     adapter_not_loaded,
     policy_moved,
     cache_kept_over_update,

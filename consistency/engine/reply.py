@@ -38,6 +38,7 @@ class Identity:
     dtype: str | None = None
     quantization: str | None = None
     has_adapter: bool = False
+    kv_cache_dtype: str | None = None
 
     def describe(self) -> str:
         """One line."""

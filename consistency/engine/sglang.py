@@ -56,6 +56,7 @@ def parse_identity(address: str, info: Any, model: Any) -> Identity:
             dtype=None if info["dtype"] == "auto" else str(info["dtype"]),
             quantization=info["quantization"],
             has_adapter=bool(info["enable_lora"]),
+            kv_cache_dtype=None if info["kv_cache_dtype"] == "auto" else str(info["kv_cache_dtype"]),
         )
     except (KeyError, TypeError) as error:
         raise EngineError(

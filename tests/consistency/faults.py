@@ -11,7 +11,15 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import laws
-from consistency.alternatives import SCHEMES, quantized, quantized_alternatives
+from consistency.alternatives import (
+    DETAILS,
+    SCHEMES,
+    architecture_alternatives,
+    changed,
+    partial_alternatives,
+    quantized,
+    quantized_alternatives,
+)
 from consistency.case import NOISE, Alternative, Setting
 from consistency.score import Scorer, score, scorer_of
 from consistency.testing import FaultyEngine, draw, report, sample_rows, sequences_of
@@ -276,6 +284,26 @@ def in_bfloat16(world: World) -> Given:
     return Given(sequences, alternatives=[Alternative("R38", "bfloat16", score(other, sequences).logprob)])
 
 
+def one_stale_layer(world: World) -> Given:
+    previous = moved(world.trainer, world.seed)
+    model = copy.deepcopy(world.trainer.model)
+    model.model.layers[1].load_state_dict(previous.model.model.layers[1].state_dict())
+    sequences = world.sample(scorer_of(model))
+    return Given(sequences, alternatives=partial_alternatives(world.trainer, previous, sequences, 1.0))
+
+
+def other_norms(world: World) -> Given:
+    engine = changed(world.trainer, DETAILS["norms scaled by 1 + weight"])
+    sequences = world.sample(engine)
+    return Given(sequences, alternatives=architecture_alternatives(world.trainer, sequences, 1.0))
+
+
+def added_tokens(world: World) -> Given:
+    given = output_bias(8)(world)
+    ids = world.random().permutation(VOCABULARY_SIZE)[:8]
+    return replace(given, setting=replace(SETTING, added_token_ids=frozenset(ids.tolist())))
+
+
 def in_integers(world: World) -> Given:
     engine = quantized(world.trainer, SCHEMES["int4"])
     sequences = sample_rows(replace(world.engine(engine), noise=0.001), world.prompts, NUM_TOKENS, world.seed)
@@ -357,7 +385,9 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "tool output in the mask": ("R18", told(zero_spans)),
     "stale weights": ("R24", with_other("R24", "previous checkpoint")),
     "barely stale weights": ("R24", with_other("R24", "previous checkpoint", 0.05)),
+    "one stale layer": ("R25", one_stale_layer),
     "rows of the output layer": ("R26", output_bias(8)),
+    "added tokens": ("R55", added_tokens),
     "output bias": ("R27", output_bias(VOCABULARY_SIZE)),
     "cache kept": ("R29", stitched(lambda row, place: row % 2 == 0, cached_tokens=per_row)),
     "update in flight": ("R30", stitched(lambda row, place: place < 10 + row, versions=versions)),
@@ -371,6 +401,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "few tokens far off": ("R42", told(few_far_off)),
     "every third token": ("R45", told(every_third)),
     "other rotary base": ("R49", other_rope),
+    "norms of another family": ("R54", other_norms),
     "soft cap": ("R50", by_law(**both(laws.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
     "vocabulary padding": ("R53", by_law(**both(laws.padded_vocabulary, num_padding=64.0))),

@@ -93,6 +93,15 @@ def test_engine_that_decodes_otherwise_than_it_scores_is_told_apart_from_the_mod
     assert found["rescoring"]["prefill"] < 0.01
 
 
+def test_decoding_that_differs_is_laid_to_what_is_known_of_cache_and_model():
+    from consistency.case import Setting
+    from consistency.causes.engine import decoding_fault
+
+    assert decoding_fault(Setting(kv_cache_dtype="fp8_e5m2"))[0] == "R43"
+    assert decoding_fault(Setting(has_linear_attention=True))[0] == "R48"
+    assert decoding_fault(Setting())[0] == "R40"
+
+
 def test_engine_that_does_not_repeat_itself_sets_the_floor(scorer, model, prompts):
     with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--dtype", "bfloat16")
