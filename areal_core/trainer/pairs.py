@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import Batch, select_rows
-from areal_core.config import BaseExperimentConfig
 from areal_core.dataset import get_dataset
 from areal_core.engine.ranks import Ranks
 from areal_core.errors import ConfigError
@@ -16,6 +14,7 @@ from areal_core.telemetry import Stats
 from areal_core.trainer.build import build_frequency
 from areal_core.trainer.frequency import Frequency
 from areal_core.trainer.sft import rows_to_batch
+from areal_core.trainer.supervised import SupervisedTrainer
 
 Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
 ROWS_PER_PAIR = 2
@@ -57,26 +56,21 @@ class Validation:
     frequency: Frequency
 
 
-def build_validation(
-    config: BaseExperimentConfig,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[Pair] | None,
-    steps_per_epoch: int,
-) -> Validation:
+def build_validation(trainer: SupervisedTrainer, pairs: Sequence[Pair] | None) -> Validation:
     """The pairs given, or those of `config.valid_dataset`, in batches of the size of training ones.
 
     Raises:
         ConfigError: `evaluator` asks for validation, and there are no pairs.
     """
+    config = trainer.config
     if pairs is None and config.valid_dataset is not None:
-        pairs = get_dataset(config.valid_dataset, tokenizer=tokenizer)
-    frequency = build_frequency(config.evaluator, ranks, steps_per_epoch)
+        pairs = get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer)
+    frequency = build_frequency(config.evaluator, trainer.ranks, trainer.loader.steps_per_epoch)
     if not pairs and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(
             "evaluator asks for validation and valid_dataset is None: give the section, or the trainer's argument"
         )
-    return Validation(deal(pairs or [], config.train_dataset.batch_size, ranks), frequency)
+    return Validation(deal(pairs or [], config.train_dataset.batch_size, trainer.ranks), frequency)
 
 
 def deal(pairs: Sequence[Pair], batch_size: int, ranks: Ranks) -> list[list[Pair]]:

@@ -1,20 +1,13 @@
 """Training of a reward model: the score of the answer that was preferred shall be above that of the other."""
 
-import contextlib
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from torch import Tensor
 
 from areal_core.algorithm.reward_model_loss import reward_model_loss
 from areal_core.batch import Batch
 from areal_core.config import RWConfig
-from areal_core.engine.checkpoint import save_hf
-from areal_core.engine.ranks import leave_ranks
 from areal_core.engine.scores import load_score_model
-from areal_core.paths import run_folder
-from areal_core.telemetry import Stats
-from areal_core.trainer import build
 from areal_core.trainer.pairs import (
     ROWS_PER_PAIR,
     Pair,
@@ -24,10 +17,10 @@ from areal_core.trainer.pairs import (
     record_batch,
     record_pairs,
 )
-from areal_core.trainer.recovery import Recovery
+from areal_core.trainer.supervised import SupervisedTrainer, never
 
 
-class RWTrainer:
+class RWTrainer(SupervisedTrainer):
     """A run that trains a reward model on this rank, as a context manager.
 
     Args:
@@ -38,54 +31,26 @@ class RWTrainer:
     def __init__(
         self, config: RWConfig, train_dataset: Sequence[Pair], valid_dataset: Sequence[Pair] | None = None
     ) -> None:
-        self.config = config
-        self.total_steps = build.count_steps(config, len(train_dataset))
-        self._cleanup = contextlib.ExitStack()
-        self.ranks = build.start_process(config)
-        self._cleanup.callback(leave_ranks)
-        self.tokenizer = build.load_tokenizer(config)
-        self.actor = build.build_engine(config.actor, self.ranks, self.total_steps, load=load_score_model)
-        self.actor.granularity = ROWS_PER_PAIR
-        self.stats = Stats()
-        self.loader = build.build_loader(config, self.ranks, train_dataset)
-        steps_per_epoch = self.loader.steps_per_epoch
-        self.saving = build.build_frequency(config.saver, self.ranks, steps_per_epoch)
-        self.validation = build_validation(config, self.ranks, self.tokenizer, valid_dataset, steps_per_epoch)
-        self.recovery = Recovery(config, self.ranks, steps_per_epoch)
-        self.first_step = self.recovery.load(self.actor).step
-        self.recovery.restore(self.loader)
-        self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
-        self._cleanup.callback(self.tracing.close)
+        super().__init__(config, train_dataset, granularity=ROWS_PER_PAIR, load=load_score_model)
+        self.validation = build_validation(self, valid_dataset)
+        self.restore()
 
-    def train(self, stop: Callable[[int], bool] = lambda step: False) -> None:
-        """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
+    def train(self, stop: Callable[[int], bool] = never) -> None:
+        """Train to the last step, or the first after which `stop(step)` holds; `stop` must answer alike on every rank."""
+        self.train_rows("rw", self._train_step, stop, before=self._before, after_step=self._after_step)
 
-        `stop` is asked on every rank and must answer alike.
-        """
-        with build.build_loggers(self.config, self.ranks, self.total_steps) as logger:
-            if self.first_step == 0 and self.config.evaluator.eval_before_train:
-                self.evaluate("eval-before-rw")
-            for step in range(self.first_step, self.total_steps):
-                with self.stats.timing("step"), self.stats.scope("rw"):
-                    self._train_step(pairs_to_batch([pair for _, pair in self.loader.next_batch()]))
-                if self.validation.frequency.is_due(step):
-                    self.evaluate()
-                stats = self.stats.export()
-                logger.commit(step, stats)
-                self.tracing.commit(step, stats)
-                if self.saving.is_due(step):
-                    self.save(f"globalstep{step}")
-                self.recovery.save_when_due(step, step + 1, self.actor, self.loader)
-                if stop(step):
-                    break
-        self.save("final")
+    def _before(self) -> None:
+        if self.first_step == 0 and self.config.evaluator.eval_before_train:
+            self.evaluate("eval-before-rw")
 
-    def _train_step(self, batch: Batch) -> None:
+    def _after_step(self, step: int) -> None:
+        if self.validation.frequency.is_due(step):
+            self.evaluate()
+
+    def _train_step(self, pairs: Sequence[Pair]) -> None:
+        batch = pairs_to_batch(pairs)
         record_batch(self.stats, batch)
-        with self.stats.timing("train_step"):
-            result = self.actor.train_batch(batch, self._loss, num_pairs)
-        self.actor.step_schedule()
-        self.stats.scalar(grad_norm=result.grad_norm, lr=result.lr)
+        self.update(batch, self._loss, num_pairs)
 
     def evaluate(self, scope: str = "eval-rw") -> None:
         """Record the statistics of training for all held-out pairs, under `scope`; a collective."""
@@ -97,15 +62,3 @@ class RWTrainer:
         loss, details = reward_model_loss(scores, flat["cu_seqlens"])
         record_pairs(self.stats, details)
         return loss
-
-    def save(self, name: str) -> None:
-        """Write the model in Hugging Face format, a sequence classifier with one label; a collective."""
-        save_hf(run_folder(self.config, "checkpoints") / "default" / name, self.actor, self.tokenizer)
-
-    def __enter__(self) -> "RWTrainer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cleanup.close()

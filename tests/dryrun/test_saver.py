@@ -7,7 +7,7 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.engine import OptimizerConfig
-from areal_core.trainer import build, sft
+from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(6)]
@@ -17,7 +17,7 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 def config(tiny_model, ranks, tmp_path, monkeypatch) -> SFTConfig:
     """Two epochs of three steps, in this process."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(sft, "leave_ranks", lambda: None)
+    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
     config = SFTConfig(experiment_name="e", trial_name="t", allocation_mode="fsdp:d1", total_train_epochs=2)
     config.cluster.fileroot = str(tmp_path)
     config.actor.path, config.actor.dtype = str(tiny_model), "float32"

@@ -134,7 +134,7 @@ def diff(left, right):
     return diff_records(open_record(left), open_record(right))
 
 
-def check(report, fault):
+def assert_named(report, fault):
     first = report.first
     found = (report.step, first.stage, report.verdict.cause)
     assert found == (fault.step, fault.stage, fault.cause), report.differences[:3]
@@ -151,7 +151,7 @@ def test_a_replay_is_the_same_as_its_record(recorded, tmp_path):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
-    check(diff(recorded, rerun(recorded, tmp_path, FAULTS[name])), FAULTS[name])
+    assert_named(diff(recorded, rerun(recorded, tmp_path, FAULTS[name])), FAULTS[name])
 
 
 @pytest.mark.parametrize(

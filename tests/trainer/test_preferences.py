@@ -16,7 +16,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.errors import ConfigError
 from areal_core.testing import make_tiny_tokenizer
-from areal_core.trainer import build, dpo, reward_model
+from areal_core.trainer import build, supervised
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.pairs import deal, pairs_to_batch
 from areal_core.trainer.reward_model import RWTrainer
@@ -56,8 +56,7 @@ def make_config(method: str, folder, trial: str = "t"):
 def trainer(tiny_model, ranks, tmp_path, monkeypatch):
     """A trainer in this process: `trainer(method, change, trial=...)`; `change` is told the config."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(dpo, "leave_ranks", lambda: None)
-    monkeypatch.setattr(reward_model, "leave_ranks", lambda: None)
+    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def make(method: str, change=lambda config: None, trial: str = "t", valid=HELD_OUT):
         config = make_config(method, tmp_path, trial)

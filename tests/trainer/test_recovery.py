@@ -8,7 +8,7 @@ import pytest
 from areal_core.config import SFTConfig
 from areal_core.config.engine import OptimizerConfig
 from areal_core.engine.errors import CheckpointError
-from areal_core.trainer import build, sft
+from areal_core.trainer import build, supervised
 from areal_core.trainer.recovery import cut_stats, find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
@@ -19,7 +19,7 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 def train(tiny_model, ranks, tmp_path, monkeypatch):
     """Trains in this process: `train(mode, stop_after)` gives the weights at the end; four steps of two rows."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(sft, "leave_ranks", lambda: None)
+    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def run(mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1) -> dict[str, list[float]]:
         config = SFTConfig(experiment_name="e", trial_name=trial, allocation_mode="fsdp:d1")

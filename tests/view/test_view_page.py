@@ -86,6 +86,7 @@ def test_text_of_the_page_is_the_decoded_row(page, url, chats):
         ids = arrays["input_ids"][arrays["cu_seqlens"][row] : arrays["cu_seqlens"][row + 1]].tolist()
         assert page.evaluate(f"textOf(app.step, {row})") == load_decoder(record)(ids)
     page.press("c")
+    page.wait_for("document.querySelector('.tokens').innerText")  # the browser renders what comes into view
     shown = page.evaluate("document.querySelector('.tokens').innerText")
     assert shown.replace("↵", "") == page.evaluate("textOf(app.step, 0)")
 

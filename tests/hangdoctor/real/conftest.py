@@ -166,8 +166,10 @@ def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator
 
 def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> None:
     deadline = time.monotonic() + REACH_HANG_POINT_S
-    while len(list((folder / "markers").iterdir())) < len(program.starts):
-        stats = [read_stat(pid) for pid in pids]
+    while True:
+        stats = [read_stat(pid) for pid in pids]  # before the markers: a rank may set its marker and die at once
+        if len(list((folder / "markers").iterdir())) == len(program.starts):
+            return
         if time.monotonic() > deadline or any(stat is None or stat.state == "Z" for stat in stats):
             logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
             pytest.fail(f"{program.path.name} did not reach its hang point:\n{logs[-4000:]}")
