@@ -1,8 +1,9 @@
 """Tokens per second of our SGLang client, and of the executor with it, beside a bare aiohttp load generator in the same run.
 
-Starts a real SGLang server on the CPU with a tiny model, then lets the three take turns. Prints one JSON line; the goal is a ratio
-of at least 0.98 for both. On a machine that is busy with other things the ratios are noise: there the CPU time that each takes in this
-process (`cpu_share`: of its own wall time) says what it costs.
+Starts a real SGLang server on the CPU with a tiny model, then lets the three take turns. Each keeps as many requests in flight, as a
+rollout does across training steps, until all are answered; the executor hands them over in batches. Prints one JSON line; the goal is
+a ratio of at least 0.98 for both. On a machine that is busy with other things the ratios are noise: there the CPU time that each
+takes in this process (`cpu_share`: of its own wall time) says what it costs.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,24 +42,41 @@ def make_requests(num_requests: int, num_tokens: int) -> list[ModelRequest]:
     ]
 
 
-async def run_bare(server: Server, requests: list[ModelRequest]) -> int:
+async def keep_in_flight(
+    ask: Callable[[ModelRequest], Awaitable[int]], requests: list[ModelRequest], in_flight: int
+) -> int:
+    """The tokens of all answers, with `in_flight` requests on their way until none is left."""
+    waiting = iter(requests)
+
+    async def one_after_another() -> int:
+        return sum([await ask(request) for request in waiting])
+
+    return sum(await asyncio.gather(*(one_after_another() for _ in range(in_flight))))
+
+
+async def run_bare(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
     """Only posts, and counts the tokens that come back."""
     url = f"http://{server.address}/generate"
 
-    async def one(session: aiohttp.ClientSession, request: ModelRequest) -> int:
+    async def ask(request: ModelRequest) -> int:
         payload = generate_payload(request.input_ids, request.sampling, request.num_new_tokens(), 0)
         async with session.post(url, json=payload) as reply:
             return json.loads(await reply.read())["meta_info"]["completion_tokens"]
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        return sum(await asyncio.gather(*(one(session, request) for request in requests)))
+        return await keep_in_flight(ask, requests, in_flight)
 
 
-async def run_client(server: Server, requests: list[ModelRequest]) -> int:
+async def run_client(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
+    """Through the client that survives pauses, pushes and dead servers."""
     client = SGLangClient([server])
-    responses = await asyncio.gather(*(client.agenerate(request) for request in requests))
+
+    async def ask(request: ModelRequest) -> int:
+        return len((await client.agenerate(request)).output_tokens)
+
+    num_tokens = await keep_in_flight(ask, requests, in_flight)
     await client.aclose()
-    return sum(len(response.output_tokens) for response in responses)
+    return num_tokens
 
 
 class OneCompletion:
@@ -67,33 +86,54 @@ class OneCompletion:
         return episode_tensors(await engine.agenerate(data["request"]), 0.0)
 
 
-async def run_executor(server: Server, requests: list[ModelRequest]) -> int:
-    """The whole path from rows of data to a batch of tensors; in a thread, as the executor has an event loop of its own."""
-    return await asyncio.to_thread(collect_batch, server, requests)
+class RequestFeed:
+    """Hands out the requests as rows of data."""
+
+    def __init__(self, requests: list[ModelRequest]) -> None:
+        self._rows = enumerate(requests)
+
+    def take(self) -> tuple[int, dict[str, Any]]:
+        prompt_id, request = next(self._rows)
+        return prompt_id, {"request": request}
 
 
-def collect_batch(server: Server, requests: list[ModelRequest]) -> int:
-    executor = Executor(SGLangClient([server]), StalenessControl(len(requests), len(requests)))
-    rows = [(number, {"request": request}) for number, request in enumerate(requests)]
-    batch = executor.rollout_batch(rows, OneCompletion())
+async def run_executor(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
+    """The whole path from rows of data to batches of tensors; in a thread, as the executor has an event loop of its own."""
+    return await asyncio.to_thread(collect_batches, server, requests, in_flight)
+
+
+def collect_batches(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
+    num_batches = len(requests) // in_flight
+    control = StalenessControl(
+        in_flight, in_flight, max_head_offpolicyness=num_batches, num_steps=num_batches
+    )
+    executor, feed, workflow = (
+        Executor(SGLangClient([server]), control),
+        RequestFeed(requests),
+        OneCompletion(),
+    )
+    num_tokens = 0
+    for version in range(num_batches):
+        num_tokens += int(executor.prepare_batch(feed, workflow)["loss_mask"].sum())
+        executor.set_version(version + 1)
     executor.close()
-    return int(batch["loss_mask"].sum())
+    return num_tokens
 
 
 def measure(
-    server: Server, rounds: int, requests: list[ModelRequest]
+    server: Server, rounds: int, requests: list[ModelRequest], in_flight: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Tokens per second of each in every round, and its share of a core; whoever goes first changes from round to round."""
     arms = {"bare": run_bare, "client": run_client, "executor": run_executor}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     shares: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
-        asyncio.run(arm(server, requests))  # warm up
+        asyncio.run(arm(server, requests, in_flight))  # warm up
     for number in range(rounds):
         turn = number % len(arms)
         for name in [*arms][turn:] + [*arms][:turn]:
             began, cpu_began = time.perf_counter(), time.process_time()
-            num_tokens = asyncio.run(arms[name](server, requests))
+            num_tokens = asyncio.run(arms[name](server, requests, in_flight))
             elapsed_s = time.perf_counter() - began
             speeds[name].append(num_tokens / elapsed_s)
             shares[name].append((time.process_time() - cpu_began) / elapsed_s)
@@ -104,8 +144,9 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=256, help="a multiple of --in-flight")
+    parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,14 +156,19 @@ def main() -> None:
         print("starting an SGLang server (half a minute)", flush=True)
         with SGLangServer(model, log, server_args(config, "cpu"), cpu_environment()) as running:
             speeds, shares = measure(
-                running.server, options.rounds, make_requests(options.requests, options.tokens)
+                running.server,
+                options.rounds,
+                make_requests(options.requests, options.tokens),
+                options.in_flight,
             )
     # The median over rounds, in which the machine was busy alike with other things.
     ratios = {
         name: median(ours / bare for ours, bare in zip(speeds[name], speeds["bare"], strict=True))
         for name in ("client", "executor")
     }
-    result = {f"{name}_tokens_per_s": round(median(values)) for name, values in speeds.items()}
+    result: dict[str, float] = {
+        f"{name}_tokens_per_s": round(median(values)) for name, values in speeds.items()
+    }
     result |= {f"{name}_cpu_share": round(median(values), 4) for name, values in shares.items()}
     result |= {f"{name}_ratio": round(ratio, 4) for name, ratio in ratios.items()}
     print(json.dumps({**result, "goal": GOAL, "reached": min(ratios.values()) >= GOAL}))
