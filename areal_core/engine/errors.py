@@ -4,6 +4,7 @@
 ValueError
 `-- EngineError
     |-- ModelError         a model that cannot be loaded or sharded
+    |-- RanksError         ranks that cannot share the work as asked
     |-- DeterminismError   deterministic mode without what it needs
     `-- CheckpointError    a checkpoint that is missing, damaged or of another model
 ```
@@ -16,6 +17,10 @@ class EngineError(ValueError):
 
 class ModelError(EngineError):
     """A model that cannot be loaded or sharded."""
+
+
+class RanksError(EngineError):
+    """Ranks that cannot share the work as asked: too few of them, or a model that does not divide among them."""
 
 
 class DeterminismError(EngineError):

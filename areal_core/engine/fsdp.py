@@ -99,19 +99,28 @@ class FSDPEngine:
         """The logprobs of `score`; a collective."""
         return self.score(batch)[0]
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of the next token where the next-token aligned `loss_mask` is set, float32 [B, T], else 0; a collective."""
+        logprobs, entropy = self._columns(batch, 2)
+        return logprobs, entropy
+
+    def compute_values(self, batch: Batch) -> Tensor:
+        """What a score model gives each position, knowing the tokens up to it, float32 [B, T], 0 on padding; a collective."""
+        return self._columns(batch, 1)[0]
+
+    @torch.no_grad()
+    def _columns(self, batch: Batch, num_columns: int) -> Tensor:
+        """The columns of `_forward` for every row of a batch, float32 [columns, B, T]; a collective."""
         self.model.eval()
-        logprobs, entropy = torch.zeros(2, *batch["attention_mask"].shape, dtype=torch.float32)
+        columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
-            pairs = self._forward(part).cpu()
+            found = self._forward(part).cpu()
             if rows:
                 width = part["attention_mask"].shape[1]
-                logprobs[rows, :width] = scatter_tokens(pairs[:, 0], part["attention_mask"])
-                entropy[rows, :width] = scatter_tokens(pairs[:, 1], part["attention_mask"])
-        return logprobs, entropy
+                for column, flat in zip(columns, found.unbind(1), strict=True):
+                    column[rows, :width] = scatter_tokens(flat, part["attention_mask"])
+        return columns
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
@@ -187,7 +196,7 @@ class FSDPEngine:
         loss = loss_fn(*pairs.unbind(1), flat)
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; times their number, that is a sum.
-        (loss * (self.ranks.world_size / total_weight)).backward()
+        (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
         num_tokens = int(part["attention_mask"].sum())
         return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
 

@@ -1,16 +1,13 @@
-"""A Hugging Face causal language model, sharded by FSDP2 with float32 master weights."""
+"""A Hugging Face causal language model, read on the CPU with float32 master weights."""
 
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
-from areal_core.engine.logprobs import take_labels_in_output_layer
 
 
 def load_model(
@@ -56,41 +53,3 @@ def without_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p")):
             setattr(config, name, 0.0)
-
-
-def shard_model(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    dtype: torch.dtype,
-    grad_reduce_dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    layer_classes: tuple[str, ...] | None = None,
-) -> PreTrainedModel:
-    """Shard every transformer layer, then the rest, over the mesh.
-
-    Args:
-        dtype: of compute; parameters stay in their own dtype.
-        grad_reduce_dtype: of the gradient sum over ranks.
-        layer_classes: class names of the layers; by default those that the model forbids to split.
-
-    Raises:
-        ModelError: no module of the model has one of the class names.
-    """
-    if model.get_output_embeddings() is not None:  # a reward model has none
-        take_labels_in_output_layer(model)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=True)
-    wanted = layer_classes or tuple(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in wanted]
-    if not layers:
-        raise ModelError(
-            f"no layer of {type(model).__name__} has a class in {list(wanted)}: "
-            f"name its layers in actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap"
-        )
-    model.to(mesh.device_type)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model

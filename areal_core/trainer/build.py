@@ -18,9 +18,10 @@ from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.model import load_model, shard_model
+from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
+from areal_core.engine.sharding import shard_model
 from areal_core.paths import run_folder
 from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, step_summary
 from areal_core.telemetry.trace import Trace
@@ -78,7 +79,7 @@ def build_engine(
             init_from_scratch=options.init_from_scratch,
             disable_dropout=options.disable_dropout,
         ),
-        ranks.mesh,
+        ranks,
         dtype=dtype,
         grad_reduce_dtype=getattr(torch, options.grad_reduce_dtype),
         gradient_checkpointing=options.gradient_checkpointing,

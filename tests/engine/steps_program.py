@@ -10,9 +10,10 @@ import torch
 
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.model import load_model, shard_model
+from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.sharding import shard_model
 
 LENGTHS = [12, 5, 20, 9, 3]
 
@@ -27,7 +28,7 @@ def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
 
 
 def make_engine(ranks: Ranks, model: str, max_tokens: int, dtype: torch.dtype = torch.float32) -> FSDPEngine:
-    sharded = shard_model(load_model(model), ranks.mesh, dtype=dtype)
+    sharded = shard_model(load_model(model), ranks, dtype=dtype)
     optimizer = build_optimizer(
         sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8
     )

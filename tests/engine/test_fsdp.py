@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, save_hf
 from areal_core.engine.errors import CheckpointError, ModelError
-from areal_core.engine.model import load_model, shard_model
+from areal_core.engine.model import load_model
+from areal_core.engine.sharding import shard_model
 
 PROGRAM = Path(__file__).parent / "steps_program.py"
 spec = importlib.util.spec_from_file_location("steps_program", PROGRAM)
@@ -116,7 +117,7 @@ def test_a_missing_model_is_one_clear_sentence(ranks):
 
 def test_unknown_layer_class_is_named(ranks, tiny_model):
     with pytest.raises(ModelError, match=r"\['NoLayer'\]"):
-        shard_model(load_model(str(tiny_model)), ranks.mesh, dtype=torch.float32, layer_classes=("NoLayer",))
+        shard_model(load_model(str(tiny_model)), ranks, dtype=torch.float32, layer_classes=("NoLayer",))
 
 
 def test_dropout_can_be_turned_off_before_the_modules_copy_it(tiny_model, tmp_path):

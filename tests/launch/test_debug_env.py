@@ -43,7 +43,7 @@ def test_ranks_take_the_time_out_of_the_preset(monkeypatch, tmp_path):
     monkeypatch.setattr(
         ranks.dist, "init_process_group", lambda *args, **options: seen.append(options["timeout"])
     )
-    monkeypatch.setattr(ranks, "init_device_mesh", lambda *args, **options: None)
+    monkeypatch.setattr(ranks, "build_meshes", lambda *args: None)
     for name, value in debug_environment(["hang"], tmp_path).items():
         monkeypatch.setenv(name, value)
     for name, alone in {
