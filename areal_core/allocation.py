@@ -83,7 +83,7 @@ class Allocation:
 
 def parse_allocation(text: str) -> Allocation:
     """Read one allocation string. Raises AllocationError with the position and what was expected there."""
-    return AllocationParser(text).allocation()
+    return AllocationParser(text.replace(" ", "")).allocation()
 
 
 def allocation_from_backends(rollout_backend: str, train_backend: str) -> Allocation:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.checks import check_config
 from areal_core.config.experiment import PPOConfig
+from areal_core.config.older_names import translate_older_names
 from areal_core.config.option import REQUIRED
 from areal_core.config.presets import expand_preset, leaves, named, split_algorithm
 from areal_core.errors import ConfigError
@@ -26,7 +27,8 @@ ELSEWHERE = {  # names that upstream had, or has for what is not built here
     "model": "it is called 'actor'",
     "behave_imp_weight_cap": "use rejection_sampling.upper",
     "behave_imp_weight_mode": "use rejection_sampling.level and rejection_sampling.action",
-    "request_tracer": "it is called 'session_tracer'",
+    "server_only": "an allocation such as 'sglang:d4' starts servers only",
+    "ulysses_sp_size": "it is the c of the allocation, as in 'fsdp:d2c2'",
     "megatron": "there is no Megatron engine; remove the section",
     "archon": "there is no Archon engine; remove the section",
 }
@@ -47,7 +49,7 @@ def load_with_notes(argv: Sequence[str], cls: type[C]) -> tuple[C, str, list[str
     `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default; `algorithm` names a preset (presets.py).
 
     Returns:
-        The config, the file's path, and notes on what a preset has set and on options that have no effect here.
+        The config, the file's path, and notes on older names, on what a preset has set, and on options that have no effect here.
 
     Raises:
         ConfigError: an option that does not exist, values that do not agree, or a feature that is not built.
@@ -56,13 +58,15 @@ def load_with_notes(argv: Sequence[str], cls: type[C]) -> tuple[C, str, list[str
     path, overrides = split_arguments(arguments)
     tree = read_yaml(path)
     algorithm = tree.pop("algorithm", None) if issubclass(cls, PPOConfig) else None
+    notes = translate_older_names(tree, cls)
     refuse_unknown_keys(tree, cls, path)
     given = [name for name, _ in leaves(tree)]
     if issubclass(cls, PPOConfig):
         chosen, overrides = split_algorithm(overrides)
         if chosen:
             algorithm, given = chosen[-1], [named(override) for override in overrides]
-    notes = [expand_preset(tree, str(algorithm), given)] if algorithm else []
+    if algorithm:
+        notes.append(expand_preset(tree, str(algorithm), given))
     for override in overrides:
         apply_override(tree, override, cls)
     config = config_from_dict(tree, cls, source=path)

@@ -73,7 +73,7 @@ def command(
         raise SystemExit(tell_plan(path, arguments, as_json))
     if as_json:
         fail("--json goes with --dry-run")
-    config = read_config(arguments)
+    config = read_config(arguments, path)
     replays = config.debug.replay_rollout_data
     allocation = resolve_allocation(config)
     if allocation.train is not None:
@@ -114,7 +114,7 @@ def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_debug.dry_run_output import print_dry_run
 
     try:
-        config, config_file, notes = load_with_notes(arguments, config_class(arguments))
+        config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
         run = plan_run(script, config_file, config, notes)
         check_record(config)
     except ValueError as error:
@@ -165,18 +165,21 @@ def find_script(name: str) -> Path:
     raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
 
 
-def read_config(arguments: list[str]) -> "PPOConfig":
+def read_config(arguments: list[str], script: Path | None = None) -> "PPOConfig":
     """The config as the script will read it."""
     from areal_core.config import load_expr_config
 
-    return load_expr_config(arguments, config_class(arguments))[0]
+    return load_expr_config(arguments, config_class(arguments, script))[0]
 
 
-def config_class(arguments: list[str]) -> type["PPOConfig"]:
-    """The options that the script's method has, by the type of its rows."""
+def config_class(arguments: list[str], script: Path | None = None) -> type["PPOConfig"]:
+    """The options that the script asks for, or else those of the method that learns from such rows."""
     from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
     from areal_core.config.loading import read_yaml, split_arguments
+    from areal_debug.script_options import read_options
 
+    if script is not None and (asked := read_options(script)) is not None:
+        return asked
     data = read_yaml(split_arguments(arguments)[0]).get("train_dataset")
     kind = str(data.get("type")) if isinstance(data, dict) else ""
     methods = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}

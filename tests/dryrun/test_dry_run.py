@@ -16,6 +16,7 @@ from areal_debug.dry_run_memory import Model, estimate_memory, parse_shape, read
 HERE = Path(__file__).parent
 UPSTREAM = HERE / "upstream"
 SCRIPT, TINY = HERE.parent / "debug/train_tiny.py", HERE.parent / "debug/tiny.yaml"
+METHODS = {"sft": "SFTConfig", "dpo": "DPOConfig", "rw": "RWConfig"}
 
 
 @pytest.fixture
@@ -30,11 +31,19 @@ def dry_run(monkeypatch, tmp_path):
 
     def call(config: Path, *arguments: object, as_json: bool = True):
         options = ["--dry-run", *(["--json"] if as_json else [])]
-        argv = [str(SCRIPT), "--config", str(config), *options, *map(str, arguments)]
+        script = SCRIPT
+        if (asked := METHODS.get(config.name.partition("_")[0])) is not None:
+            script = written(tmp_path / "train.py", f"load_expr_config(sys.argv, {asked})")
+        argv = [str(script), "--config", str(config), *options, *map(str, arguments)]
         done = CliRunner().invoke(command, argv)
         return done.exit_code, json.loads(done.stdout) if as_json else done.output
 
     return call
+
+
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
 
 
 def stages(run: dict) -> dict[str, str]:

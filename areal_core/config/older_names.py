@@ -1,0 +1,147 @@
+"""Files as upstream's versions 0.3 to 1.0 spell them: older names become today's before anything else looks at them.
+
+Each translation is told in a sentence, because what a file says and what a run does must not part in silence.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from areal_core.config.experiment import DPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.errors import ConfigError
+
+Tree = dict[str, Any]
+ENGINES = ("actor", "ref", "critic", "teacher")
+RENAMED = {
+    "rollout.openai": "rollout.agent",  # 0.5.3 to 1.0.3
+    "perf_tracer.request_tracer": "perf_tracer.session_tracer",  # 0.4
+    **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in ENGINES},
+}
+# Options that are gone, with the value that asks for nothing.
+GONE = {"server_only": False} | {f"{engine}.fsdp.ulysses_sp_size": 1 for engine in ENGINES}
+ROWS = {PPOConfig: "rl", SFTConfig: "sft", RWConfig: "rw", DPOConfig: "dpo"}
+CAP, MODE = "behave_imp_weight_cap", "behave_imp_weight_mode"  # 0.5.3 to 1.0.2
+MODES = {
+    "token_mask": ("token", "mask"),
+    "token_truncate": ("token", "clamp"),
+    "sequence_mask": ("sequence", "mask"),
+    "sequence_truncate": ("sequence", "clamp"),
+}
+
+
+def translate_older_names(tree: Tree, cls: type) -> list[str]:
+    """Change a file's `tree` in place; one sentence for each name that was translated.
+
+    Raises:
+        ConfigError: an older option has a value that it never had, or stands beside the newer one.
+    """
+    told = []
+    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5
+        move(tree, "model", "actor")
+        point_elsewhere(tree, "${model.", "${actor.")
+        told.append("model is called actor")
+    for older, newer in RENAMED.items():
+        if move(tree, older, newer):
+            told.append(f"{older} is called {newer}")
+    for gone, harmless in GONE.items():
+        section, leaf = holder(tree, gone)
+        if leaf in section and section[leaf] == harmless:
+            del section[leaf]
+    told += [*periods_of_checkpointer(tree), *type_of_rows(tree, cls)]
+    actor = tree.get("actor")
+    if issubclass(cls, PPOConfig) and isinstance(actor, dict):
+        told += [*levels_of_norms(actor), *bounds_of_behaviour_weights(actor)]
+    return told
+
+
+def move(tree: Tree, older: str, newer: str) -> bool:
+    """Whether there was something to move. Raises ConfigError where both are given."""
+    section, old_leaf = holder(tree, older)
+    new_leaf = newer.split(".")[-1]
+    if old_leaf not in section:
+        return False
+    if new_leaf in section:
+        raise ConfigError(f"{older} is an older name of {newer}, and both are given: keep the second")
+    section[new_leaf] = section.pop(old_leaf)
+    return True
+
+
+def holder(tree: Tree, option: str) -> tuple[Tree, str]:
+    """The section that would hold an option, an empty one where there is none, and the option's last name."""
+    *sections, leaf = option.split(".")
+    for section in sections:
+        nested = tree.get(section)
+        tree = nested if isinstance(nested, dict) else {}
+    return tree, leaf
+
+
+def point_elsewhere(tree: Tree, older: str, newer: str) -> None:
+    """Interpolations of a section that was renamed, wherever they stand."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            point_elsewhere(value, older, newer)
+        elif isinstance(value, str):
+            tree[key] = value.replace(older, newer)
+
+
+def periods_of_checkpointer(tree: Tree) -> Iterator[str]:
+    """0.3 wrote the state to continue from as `checkpointer` says."""
+    if not isinstance(tree.get("checkpointer"), dict):
+        return
+    periods = {name: value for name, value in tree.pop("checkpointer").items() if name.startswith("freq_")}
+    recover = tree.setdefault("recover", {})
+    if not any(name in recover for name in periods):
+        recover |= periods
+    yield "checkpointer is called recover, which says whether and how often states to continue from are written"
+
+
+def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:
+    """Until 0.3.3 the method alone said what a row is."""
+    data = tree.get("train_dataset")
+    if not isinstance(data, dict) or "type" in data:
+        return
+    for method, kind in ROWS.items():
+        if issubclass(cls, method):
+            data["type"] = kind
+            yield f"train_dataset.type is taken to be {kind}, the rows of this method"
+
+
+def levels_of_norms(actor: Tree) -> Iterator[str]:
+    """0.3 switched norms on and off, by batch or by group, and wrote no level as `none`."""
+    for name in ("reward_norm", "adv_norm"):
+        norm = actor.get(name)
+        if isinstance(norm, dict):
+            norm |= {level: None for level in ("mean_level", "std_level") if norm.get(level) == "none"}
+    older = [name for name in ("group_reward_norm", "group_adv_norm") if name in actor]
+    older += ["adv_norm"] if isinstance(actor.get("adv_norm"), bool) else []
+    if not older:
+        return
+    group = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
+    if actor.pop("group_reward_norm", False):
+        actor["reward_norm"] = dict(group)
+    by_batch = actor.pop("adv_norm", True)  # which it was where nothing was said
+    if actor.pop("group_adv_norm", False):
+        actor["adv_norm"] = dict(group)
+    elif isinstance(by_batch, dict):
+        actor["adv_norm"] = by_batch
+    else:
+        actor["adv_norm"] = {"mean_level": "batch", "std_level": "batch"} if by_batch else None
+    yield f"{', '.join(f'actor.{name}' for name in older)} became the sections actor.reward_norm and actor.adv_norm"
+
+
+def bounds_of_behaviour_weights(actor: Tree) -> Iterator[str]:
+    """A cap and a mode became `rejection_sampling`."""
+    if CAP not in actor and MODE not in actor:
+        return
+    if "rejection_sampling" in actor:
+        raise ConfigError(
+            f"actor.{CAP} or actor.{MODE} is given, and actor.rejection_sampling, too: keep the last"
+        )
+    cap, mode = actor.pop(CAP, 5.0), actor.pop(MODE, "token_mask")
+    if mode == "disabled" or cap is None:
+        yield f"actor.{MODE} is {mode} with the cap {cap}: a decoupled loss corrects for the behaviour policy all the same, unbounded"
+        return
+    if mode not in MODES:
+        raise ConfigError(f"actor.{MODE} is {mode!r}; expected one of {', '.join(MODES)}, disabled")
+    level, action = MODES[mode]
+    actor["rejection_sampling"] = {"level": level, "action": action, "metric": "ratio", "upper": cap}
+    yield f"actor.{CAP} and actor.{MODE} became actor.rejection_sampling {{level: {level}, action: {action}, upper: {cap}}}"

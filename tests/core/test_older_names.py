@@ -1,0 +1,109 @@
+"""Names of upstream's versions 0.3 to 1.0 become today's, and each translation is told."""
+
+import pytest
+
+from areal_core.config import GRPOConfig, SFTConfig
+from areal_core.config.loading import load_with_notes
+from areal_core.config.older_names import translate_older_names
+from areal_core.errors import ConfigError
+
+
+def actor_of(**options):
+    tree = {"actor": options}
+    told = translate_older_names(tree, GRPOConfig)
+    return tree["actor"], told
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "action"),
+    [
+        ("token_mask", "token", "mask"),
+        ("token_truncate", "token", "clamp"),
+        ("sequence_mask", "sequence", "mask"),
+        ("sequence_truncate", "sequence", "clamp"),
+    ],
+)
+def test_cap_and_mode_become_rejection_sampling(mode, level, action):
+    actor, told = actor_of(behave_imp_weight_cap=3.0, behave_imp_weight_mode=mode)
+    expected = {"level": level, "action": action, "metric": "ratio", "upper": 3.0}
+    assert actor == {"rejection_sampling": expected}
+    assert "became actor.rejection_sampling" in told[0]
+
+
+def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had():
+    assert actor_of(behave_imp_weight_cap=4.0)[0]["rejection_sampling"]["action"] == "mask"
+    assert actor_of(behave_imp_weight_mode="token_truncate")[0]["rejection_sampling"]["upper"] == 5.0
+
+
+def test_switched_off_correction_is_told_to_stay_on():
+    actor, told = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
+    assert actor == {}
+    assert "all the same, unbounded" in told[0]
+
+
+GROUP = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
+BATCH = {"mean_level": "batch", "std_level": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"group_reward_norm": True}, {"reward_norm": GROUP, "adv_norm": BATCH}),
+        ({"group_adv_norm": True}, {"adv_norm": GROUP}),
+        ({"group_adv_norm": False}, {"adv_norm": BATCH}),
+        ({"adv_norm": False}, {"adv_norm": None}),
+        ({"group_adv_norm": False, "adv_norm": {"mean_level": "batch"}}, {"adv_norm": {"mean_level": "batch"}}),
+        ({"adv_norm": {"mean_level": "group", "std_level": "none"}}, {"adv_norm": {"mean_level": "group", "std_level": None}}),
+    ],
+)  # fmt: skip
+def test_switches_of_norms_become_sections(older, newer):
+    assert actor_of(**older)[0] == newer
+
+
+def test_checkpointer_gives_its_periods_to_recover_unless_that_has_its_own():
+    tree = {"checkpointer": {"freq_steps": 7, "fileroot": "/tmp"}}
+    translate_older_names(tree, GRPOConfig)
+    assert tree == {"recover": {"freq_steps": 7}}
+    tree = {"checkpointer": {"freq_steps": 7}, "recover": {"freq_steps": 9}}
+    translate_older_names(tree, GRPOConfig)
+    assert tree == {"recover": {"freq_steps": 9}}
+
+
+def test_a_file_of_supervised_fine_tuning_from_0_3_loads(tmp_path):
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "{experiment_name: a, trial_name: b, allocation_mode: 'fsdp.d2', tokenizer_path: '${model.path}', "
+        "train_dataset: {path: arithmetic, type: sft, batch_size: 2}, "
+        "model: {path: some/model, optimizer: {lr: 1e-5}, mb_spec: {max_tokens_per_gpu: 64}}}"
+    )
+    config, _, notes = load_with_notes(["--config", str(file)], SFTConfig)
+    assert (config.actor.path, config.tokenizer_path) == ("some/model", "some/model")
+    assert config.actor.mb_spec.max_tokens_per_mb == 64
+    assert notes == [
+        "model is called actor",
+        "actor.mb_spec.max_tokens_per_gpu is called actor.mb_spec.max_tokens_per_mb",
+    ]
+
+
+def test_what_is_gone_and_asked_for_nothing_is_left_out_and_rows_are_those_of_the_method():
+    tree = {"server_only": False, "actor": {"fsdp": {"ulysses_sp_size": 1}}, "train_dataset": {"path": "x"}}
+    told = translate_older_names(tree, GRPOConfig)
+    assert tree == {"actor": {"fsdp": {}}, "train_dataset": {"path": "x", "type": "rl"}}
+    assert told == ["train_dataset.type is taken to be rl, the rows of this method"]
+    tree = {"server_only": True}
+    translate_older_names(tree, GRPOConfig)
+    assert tree == {"server_only": True}  # which is then refused, with where it went
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"rollout": {"openai": {}, "agent": {}}}, "rollout.openai is an older name of rollout.agent, and both"),
+        ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep the last"),
+        ({"actor": {"behave_imp_weight_mode": "rows"}}, "actor.behave_imp_weight_mode is 'rows'; expected one of"),
+    ],
+)  # fmt: skip
+def test_what_was_never_spelled_so_is_refused(tree, said):
+    with pytest.raises(ConfigError) as error:
+        translate_older_names(tree, GRPOConfig)
+    assert said in str(error.value)
