@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from areal_core.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
-from areal_core.trainer.learning import trained_tokens
 from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.updates import trained_tokens
 from recorder import Record, open_record
 from replayer.before import nearest_anchor, step_range
 from replayer.check import ReplayCheck

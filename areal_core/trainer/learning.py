@@ -1,44 +1,51 @@
-"""What policy optimisation learns from a batch: its advantages, its loss, and what it says about itself."""
+"""What a policy learns from a batch: its advantages, and its loss with what that says about itself."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages
 from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.distillation import distillation_loss
 from areal_core.algorithm.m2po import second_moment_mask
 from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
 from areal_core.algorithm.policy_loss import policy_loss
 from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
 from areal_core.algorithm.rejection import behaviour_weights
-from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
+from areal_core.algorithm.rewards import overlong_penalty, shape_rewards
 from areal_core.algorithm.sapo_loss import sapo_loss
-from areal_core.batch import Batch, sequence_lengths, split_rows
-from areal_core.config import PPOActorConfig
+from areal_core.batch import Batch
+from areal_core.config import PPOActorConfig, TeacherConfig
 from areal_core.config.engine import NormConfig
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks
 from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.proximal_stats import log_approximations
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The options of the actor, as functions of batches."""
+    """The options of the actor, and of its teacher if it has one, as functions of batches."""
 
     options: PPOActorConfig
     sum_over_ranks: SumOverRanks
     stats: Stats
+    distillation: TeacherConfig | None = None
 
     def learning_inputs(
-        self, batch: Batch, actor: FSDPEngine, reference: FSDPEngine | None, version: int
+        self,
+        batch: Batch,
+        actor: FSDPEngine,
+        reference: FSDPEngine | None,
+        version: int,
+        *,
+        values: Tensor | None = None,
+        teacher: FSDPEngine | None = None,
     ) -> Batch:
         """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
 
-        With a reference also `ref_logp` [B, T], and `entropy` [B, T] where `prox_logp` was computed here; for M2PO
-        `trusted_mask` [B, T] int32, and where `prox_logp` is approximated `proximal_share` [B, T]. `version` is
-        that of the trainer's weights.
+        With a reference also `ref_logp` [B, T], with a teacher `teacher_logp`, and `entropy` [B, T] where `prox_logp` was
+        computed here; for M2PO `trusted_mask` [B, T] int32, and where `prox_logp` is approximated `proximal_share` [B, T].
+        `version` is that of the trainer's weights; `values` [B, T], of every token, are those of a critic.
 
         A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
         """
@@ -60,6 +67,7 @@ class PolicyObjective:
             batch["attention_mask"],
             batch["finish_reason"],
             reference_logprobs=reference_logprobs,
+            values=values,
             kl_ctl=options.kl_ctl,
             kl_estimator=options.kl_estimator,
             discount=options.discount,
@@ -80,6 +88,10 @@ class PolicyObjective:
         }
         if reference_logprobs is not None:
             inputs["ref_logp"] = reference_logprobs
+        if teacher is not None:
+            inputs["teacher_logp"] = teacher.compute_logprobs(aligned)
+        if values is not None:
+            inputs["values"] = values
         if options.m2_threshold is not None:
             # Of the whole batch on all ranks, so that it does not depend on how the batch is divided.
             inputs["trusted_mask"] = second_moment_mask(
@@ -145,7 +157,19 @@ class PolicyObjective:
             entropy=entropy,
             actor_loss=details["loss"],
         )
-        return loss
+        if self.distillation is None:
+            return loss
+        return self._with_teacher(self.distillation, loss, logprobs, kept, flat)
+
+    def _with_teacher(
+        self, weights: TeacherConfig, loss: Tensor, logprobs: Tensor, kept: Tensor, flat: Batch
+    ) -> Tensor:
+        """The policy loss and the pull towards the teacher, weighted."""
+        pull, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
+        self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
+        if weights.rl_loss_weight == 0:  # left out, not multiplied: 0 times an infinite loss is nan
+            return weights.distill_loss_weight * pull
+        return weights.rl_loss_weight * loss + weights.distill_loss_weight * pull
 
     def _clipped_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
@@ -189,39 +213,6 @@ class PolicyObjective:
         self.stats.stat("n_valid_tokens", sapo_soft_gate=details["soft_gate"])
         return loss, details
 
-    def log_batch(self, batch: Batch, inputs: Batch) -> None:
-        """What the step's batch looked like, under the names of the actor."""
-        stats, lengths = self.stats, sequence_lengths(batch).float()
-        completion = batch["loss_mask"].sum(1).float()
-        every = torch.ones_like(batch["rewards"], dtype=torch.bool)
-        correct = batch["rewards"] > 0
-        valid = inputs["loss_mask"].bool()
-        alike, several = groups_without_spread(batch["rewards"], batch["prompt_id"])
-        stats.denominator(
-            n_seqs=every,
-            n_groups=several,
-            n_tokens=batch["attention_mask"],
-            n_valid_tokens=valid,
-            correct_n_seqs=correct,
-            incorrect_n_seqs=~correct,
-        )
-        stats.stat(
-            "n_seqs",
-            task_reward=batch["rewards"].float(),
-            no_eos_ratios=(batch["finish_reason"] == 1).float(),
-            prompt_len=lengths - completion,
-            seq_len=lengths,
-        )
-        stats.stat("n_groups", Reduce.AVG, zero_variance_groups=alike.float())
-        stats.stat("correct_n_seqs", correct_seq_len=lengths)
-        stats.stat("incorrect_n_seqs", incorrect_seq_len=lengths)
-        stats.stat(
-            "n_valid_tokens",
-            advantages=inputs["advantages"],
-            kl_rewards=inputs["kl_rewards"],
-            final_reward=inputs["total_rewards"],
-        )
-
 
 def uses_proximal_share(options: PPOActorConfig) -> bool:
     """Whether proximal logprobs are approximated, in place of the computed ones or beside them."""
@@ -258,14 +249,3 @@ def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> dict[str, 
         "eps": norm.eps,
         "sum_over_ranks": sum_over_ranks,
     }
-
-
-def trained_tokens(batch: Batch) -> Tensor:
-    """The weight of a batch: its trained tokens."""
-    return batch["loss_mask"].sum()
-
-
-def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) -> list[list[int]]:
-    """Rows of each optimizer step, as many steps on every rank; a collective."""
-    lengths = sequence_lengths(batch).tolist()
-    return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_core.batch import Batch, select_rows
+from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_to_dict, without_keys
 from areal_core.dataset import get_dataset
 from areal_core.engine.checkpoint import save_checkpoint, save_hf
@@ -20,10 +20,13 @@ from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats
-from areal_core.trainer import build, build_rollouts
+from areal_core.trainer import build, build_models, build_rollouts
+from areal_core.trainer.critic import update_critic
 from areal_core.trainer.evaluation import Evaluation
-from areal_core.trainer.learning import PolicyObjective, divide_into_minibatches, trained_tokens
+from areal_core.trainer.learning import PolicyObjective
+from areal_core.trainer.policy_stats import log_batch
 from areal_core.trainer.recovery import Recovery
+from areal_core.trainer.updates import update
 from areal_core.trainer.version_stats import log_versions
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
@@ -74,13 +77,16 @@ class PPOTrainer:
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
-        uses_reference = config.ref is not None and config.actor.kl_ctl > 0
-        self.reference = build.build_engine(config.ref, self.ranks, total_steps) if uses_reference else None
+        self.critic = build_models.build_critic(config, self.ranks, total_steps)
+        self.reference = build_models.build_reference(config, self.ranks)
+        self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
+        # What is trained, and so what checkpoints hold.
+        self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.stats = Stats()
         # Of rollouts and validation: a replay has none, so that a record does not hold them.
         self.live_stats = Stats()
         self.last_stats: dict[str, float] = {}
-        self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats)
+        self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
         self.saving = build.build_frequency(config.saver, self.ranks, steps_per_epoch)
         self.recovery = Recovery(config, self.ranks, steps_per_epoch)
@@ -153,18 +159,28 @@ class PPOTrainer:
         with timing("rollout"):
             batch = source.next_batch(step, self.version)
         self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
+        values = None
+        if self.critic is not None:
+            with timing("critic_values"):
+                values = self.critic.compute_values(batch)
         with self.stats.scope("ppo_actor"):
             with timing("compute_advantage"):
-                inputs = self.objective.learning_inputs(batch, self.actor, self.reference, self.version)
-                self.objective.log_batch(batch, inputs)
+                inputs = self.objective.learning_inputs(
+                    batch, self.actor, self.reference, self.version, values=values, teacher=self.teacher
+                )
+                log_batch(self.stats, batch, inputs)
             self._observe("advantages", step=step, inputs=inputs)
             with self.stats.scope("update"), timing("train_step"):
                 log_versions(self.stats, batch, self.version)
                 plan = self._update(step, inputs)
-        self.actor.step_schedule()
+        if self.critic is not None:
+            with self.stats.scope("ppo_critic"), timing("critic_train_step"):
+                plan["critic"] = update_critic(self.critic, inputs, self.config.critic, self.stats)
+        for engine in self.engines.values():
+            engine.step_schedule()
         self.version += 1
         self.last_stats = self.stats.export()
-        checksums = self.actor.checksums() if self.takes_checksums else {}
+        checksums = self.checksums() if self.takes_checksums else {}
         self._observe(
             "step", step=step, version=self.version, plan=plan, stats=self.last_stats, checksums=checksums
         )
@@ -175,43 +191,16 @@ class PPOTrainer:
             self._save(step)
 
     def _update(self, step: int, inputs: Batch) -> dict[str, Any]:
-        """The optimizer steps of one batch; returns the plan that was followed."""
-        minibatches = divide_into_minibatches(inputs, self.config.actor.ppo_n_minibatches, self.ranks)
-        plan = []
-        for index, rows in enumerate(minibatches):
-            observe = partial(self._observe, step=step, minibatch=index, rows=rows)
-            result = self.actor.train_batch(
-                select_rows(inputs, rows), self.objective.loss, trained_tokens, observe
-            )
-            self.stats.scalar(
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                update_successful=float(result.update_successful),
-                num_micro_batches=len(result.micro_batches),
-            )
-            for number, micro in enumerate(result.micro_batches):
-                self._observe(
-                    "micro_batch",
-                    step=step,
-                    minibatch=index,
-                    micro_batch=number,
-                    rows=[rows[row] for row in micro.rows],
-                    num_tokens=micro.num_tokens,
-                    loss=micro.loss,
-                    weight=micro.weight,
-                )
-            plan.append(
-                {
-                    "rows": rows,
-                    "micro_batches": [[rows[row] for row in micro.rows] for micro in result.micro_batches],
-                    "loss_denominator": result.total_weight,
-                    "lr": result.lr.hex(),
-                    "grad_norm": result.grad_norm.hex(),
-                    "loss": result.loss.hex(),
-                }
-            )
+        """The optimizer steps of the actor; returns the plan that was followed."""
+        observe = partial(self._observe, step=step)
+        num_minibatches = self.config.actor.ppo_n_minibatches
+        plan = update(self.actor, inputs, num_minibatches, self.objective.loss, self.stats, observe)
         return {"total_steps": self.total_steps, "minibatches": plan}
+
+    def checksums(self) -> dict[str, str]:
+        """crc32c of every master weight of the actor, and of the critic as `critic.NAME`; a collective."""
+        critic = self.critic.checksums() if self.critic is not None else {}
+        return self.actor.checksums() | {f"critic.{name}": value for name, value in critic.items()}
 
     def _save(self, step: int) -> None:
         """A Hugging Face checkpoint, as often as `saver` says; a collective."""

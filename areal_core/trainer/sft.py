@@ -10,8 +10,8 @@ from areal_core.algorithm.alignment import shifted_left
 from areal_core.algorithm.sft_loss import sft_loss
 from areal_core.batch import Batch, pad_and_concat
 from areal_core.config import SFTConfig
-from areal_core.trainer.learning import trained_tokens
 from areal_core.trainer.supervised import Rows, SupervisedTrainer, never
+from areal_core.trainer.updates import trained_tokens
 
 
 class SFTTrainer(SupervisedTrainer):

@@ -6,7 +6,9 @@ import torch
 
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal_core.telemetry import Stats
-from areal_core.trainer.learning import PolicyObjective, behaviour_bounds, divide_into_minibatches
+from areal_core.trainer.learning import PolicyObjective, behaviour_bounds
+from areal_core.trainer.policy_stats import log_batch
+from areal_core.trainer.updates import divide_into_minibatches
 
 
 @dataclass
@@ -260,7 +262,7 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
     rows["finish_reason"][1] = 1
     inputs = subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0)
     with subject.stats.scope("ppo_actor"):
-        subject.log_batch(rows, inputs)
+        log_batch(subject.stats, rows, inputs)
     stats = subject.stats.export()
     assert stats["ppo_actor/task_reward/avg"] == 1.75
     assert (
@@ -277,7 +279,7 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
 def test_a_prompt_with_one_sample_is_no_group_without_variance():
     subject, rows = objective(reward_norm=None), batch()
     rows["prompt_id"] = torch.tensor([0, 0, 1, 2])
-    subject.log_batch(rows, subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0))
+    log_batch(subject.stats, rows, subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0))
     stats = subject.stats.export()
     assert stats["n_groups"] == 1
     assert stats["zero_variance_groups"] == 0.0

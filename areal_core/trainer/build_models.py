@@ -1,0 +1,56 @@
+"""The models beside the actor of policy optimisation: its critic, and those that only score what it sampled."""
+
+from dataclasses import replace
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from areal_core.config import PPOConfig, TrainEngineConfig
+from areal_core.engine.errors import ModelError
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.scores import load_score_model
+from areal_core.trainer.build import build_engine
+
+
+def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngine | None:
+    """The value model of the section `critic`, with its own optimizer and schedule; None without the section."""
+    if config.critic is None:
+        return None
+    return build_engine(config.critic, ranks, total_steps, load=load_score_model)
+
+
+def build_reference(config: PPOConfig, ranks: Ranks) -> FSDPEngine | None:
+    """The model that the KL penalty compares with; None where there is no penalty."""
+    return build_scorer(config.ref, ranks) if config.ref is not None and config.actor.kl_ctl > 0 else None
+
+
+def build_teacher(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> FSDPEngine | None:
+    """The model that is distilled; None without the section `teacher`.
+
+    Raises:
+        ModelError: to it, the run's token ids mean something else.
+    """
+    if config.teacher is None:
+        return None
+    path = config.teacher.path
+    teacher = build_scorer(config.teacher, ranks)
+    vocab_size = teacher.model.config.get_text_config().vocab_size
+    if vocab_size < len(tokenizer):
+        raise ModelError(
+            f"teacher.path {path!r} knows {vocab_size} tokens and the run's tokenizer {len(tokenizer)}: "
+            "a teacher scores the same token ids, give one of the same family"
+        )
+    try:
+        own = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return teacher  # a folder of weights alone: there is nothing to compare
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"teacher.path {path!r} has another tokenizer than the run: a teacher scores the same token ids, give one of the same family"
+        )
+    return teacher
+
+
+def build_scorer(options: TrainEngineConfig, ranks: Ranks) -> FSDPEngine:
+    """A model that is never trained, whatever its section says of an optimizer."""
+    return build_engine(replace(options, optimizer=None), ranks, total_steps=1)

@@ -1,0 +1,49 @@
+"""The critic of PPO: a value of every position, learned beside the policy from the returns of the same batch.
+
+Values are those of the weights before the update, as the advantages saw them; the loss is clipped around them.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.value_loss import explained_variance, value_loss
+from areal_core.batch import Batch
+from areal_core.config import PPOCriticConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.telemetry import Stats
+from areal_core.trainer.updates import update
+
+
+def update_critic(
+    critic: FSDPEngine, inputs: Batch, options: PPOCriticConfig, stats: Stats
+) -> list[dict[str, Any]]:
+    """Learn from `returns` beside `values` [B, T]; records statistics and returns the plan of `update`; a collective."""
+    stats.scalar(eps_clip=options.eps_clip, mask_no_eos_with_zero=float(options.mask_no_eos_with_zero))
+    explained = explained_variance(inputs["values"], inputs["returns"], inputs["loss_mask"], critic.ranks.sum)
+    if not math.isnan(explained):
+        stats.scalar(explained_variance=explained)
+    loss = partial(critic_loss, eps_clip=options.eps_clip, stats=stats)
+    return update(critic, inputs, options.ppo_n_minibatches, loss, stats)
+
+
+def critic_loss(values: Tensor, flat: Batch, *, eps_clip: float, stats: Stats) -> Tensor:
+    """The value loss of one packed micro-batch, summed over its trained tokens; records its statistics."""
+    mask, old_values, returns = flat["loss_mask"].bool(), flat["values"], flat["returns"]
+    loss, details = value_loss(values, old_values, returns, mask, eps_clip=eps_clip)
+    stats.denominator(
+        n_tokens=torch.ones_like(mask), n_valid_tokens=mask, clipped_tokens=details["clip_mask"]
+    )
+    stats.stat(
+        "n_valid_tokens",
+        new_value=values,
+        old_value=old_values,
+        target_value=returns,
+        critic_loss=details["loss"],
+        clip_ratio=details["clip_mask"].float(),
+    )
+    stats.stat("clipped_tokens", clipped_new_value=values, clipped_old_value=old_values)
+    return loss

@@ -1,0 +1,74 @@
+"""The optimizer steps of one batch: its rows are dealt to minibatches, and each of them is one step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from areal_core.batch import Batch, select_rows, sequence_lengths, split_rows
+from areal_core.engine.fsdp import FSDPEngine, LossFunction, tell_nobody
+from areal_core.engine.ranks import Ranks
+from areal_core.telemetry import Stats
+
+
+def update(
+    engine: FSDPEngine,
+    inputs: Batch,
+    num_minibatches: int,
+    loss: LossFunction,
+    stats: Stats,
+    observe: Callable[..., None] = tell_nobody,
+) -> list[dict[str, Any]]:
+    """Learn from a batch in several optimizer steps; a collective.
+
+    Args:
+        inputs: next-token aligned rows of this rank, with what `loss` needs.
+        observe: told the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
+
+    Returns:
+        The plan that was followed, in JSON types: rows, micro-batches and what came out of each minibatch.
+    """
+    plan = []
+    for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks)):
+        told = partial(observe, minibatch=index, rows=rows)
+        result = engine.train_batch(select_rows(inputs, rows), loss, trained_tokens, told)
+        stats.scalar(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            update_successful=float(result.update_successful),
+            num_micro_batches=len(result.micro_batches),
+        )
+        for number, micro in enumerate(result.micro_batches):
+            observe(
+                "micro_batch",
+                minibatch=index,
+                micro_batch=number,
+                rows=[rows[row] for row in micro.rows],
+                num_tokens=micro.num_tokens,
+                loss=micro.loss,
+                weight=micro.weight,
+            )
+        plan.append(
+            {
+                "rows": rows,
+                "micro_batches": [[rows[row] for row in micro.rows] for micro in result.micro_batches],
+                "loss_denominator": result.total_weight,
+                "lr": result.lr.hex(),
+                "grad_norm": result.grad_norm.hex(),
+                "loss": result.loss.hex(),
+            }
+        )
+    return plan
+
+
+def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) -> list[list[int]]:
+    """Rows of each optimizer step, as many steps on every rank; a collective."""
+    lengths = sequence_lengths(batch).tolist()
+    return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)
+
+
+def trained_tokens(batch: Batch) -> Tensor:
+    """The weight of a batch: its trained tokens."""
+    return batch["loss_mask"].sum()
