@@ -196,7 +196,7 @@ class FSDPEngine:
         loss = loss_fn(*pairs.unbind(1), flat)
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; times their number, that is a sum.
-        (loss * (self.ranks.world_size / total_weight)).backward()
+        (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
         num_tokens = int(part["attention_mask"].sum())
         return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
 
