@@ -4,24 +4,36 @@ Each rank takes the checksum of its own shard, at memory speed, and the checksum
 concatenated. So two runs of different size can be compared, and the value equals that of the tensor's bytes in a checkpoint.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 
 
-def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
-    """crc32c of every parameter's bytes as 8 hex digits, the same on every rank; a collective.
+@dataclass(frozen=True)
+class ShardChecksum:
+    """crc32c of some rows of a tensor. In the order of `place`, the shards of different places are the tensor."""
 
-    Parameters are sharded along their first dimension in rank order, as FSDP2 does.
+    place: tuple[int, ...]
+    crc32c: int
+    size_bytes: int
+
+
+def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
+    """crc32c of every trained parameter's bytes as 8 hex digits, the same on every rank; a collective.
+
+    Parameters are sharded along their first dimension as FSDP2 does; of what tensor parallelism divides along another, a rank gathers
+    the columns of its rows, one parameter at a time.
     """
-    return _checksums(dict(model.named_parameters()), ranks)
+    return _checksums(trained_parameters(model), ranks)
 
 
 def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
@@ -36,17 +48,31 @@ def _checksums(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
     return {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
 
 
-def _shard_checksum(parameter: Tensor) -> tuple[int, int]:
-    """(crc32c, bytes) of this rank's shard."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    array = local.detach().contiguous().cpu().view(torch.uint8).flatten().numpy()
-    return crc32c(array), array.nbytes
+def _shard_checksum(tensor: Tensor) -> ShardChecksum:
+    place: tuple[int, ...] = ()
+    if isinstance(tensor, DTensor):
+        tensor = _rows_of_the_whole(tensor.detach())
+        coordinates = tensor.device_mesh.get_coordinate()
+        # Tensor parallelism, the inner dimension of the mesh, divides rows first, and FSDP what is left.
+        shards = [
+            c for c, placed in zip(coordinates, tensor.placements, strict=True) if not placed.is_replicate()
+        ]
+        place, tensor = tuple(reversed(shards)), tensor.to_local()
+    array = tensor.detach().contiguous().cpu().view(torch.uint8).flatten().numpy()
+    return ShardChecksum(place, crc32c(array), array.nbytes)
 
 
-def _combine_all(shards: list[tuple[int, int]]) -> int:
+def _rows_of_the_whole(tensor: DTensor) -> DTensor:
+    """The same rows, of all columns: where tensor parallelism divides columns, they are gathered; a collective of its group."""
+    placements = [Replicate() if placed.is_shard() and placed.dim else placed for placed in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def _combine_all(shards: list[ShardChecksum]) -> int:
     total = 0
-    for checksum, size_bytes in shards:
-        total = combine(total, checksum, size_bytes)
+    first_of_place = {shard.place: shard for shard in reversed(shards)}  # ranks that hold the same part
+    for place in sorted(first_of_place):
+        total = combine(total, first_of_place[place].crc32c, first_of_place[place].size_bytes)
     return total
 
 

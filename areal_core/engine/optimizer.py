@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -73,11 +75,28 @@ def build_schedule(
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
     """Scale gradients so that their global L2 norm is at most `max_norm`; return the norm before. A collective.
 
+    What several ranks hold alike, as tensor-parallel ranks do the norms' weights, counts once.
     With a norm that is not finite the gradients are left alone: the caller skips the step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+    norm = _global_norm(gradients)
     if torch.isfinite(norm) and max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)
+
+
+def _global_norm(gradients: list[Tensor]) -> Tensor:
+    meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}
+    if all(mesh.ndim == 1 for mesh in meshes):
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    (mesh,) = meshes
+    squares = []
+    for placements in dict.fromkeys(gradient.placements for gradient in gradients):
+        parts = [gradient.to_local() for gradient in gradients if gradient.placements == placements]
+        square = torch.nn.utils.get_total_norm(parts) ** 2
+        for dimension, placed in enumerate(placements):
+            if not placed.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()

@@ -19,11 +19,16 @@ HEAD = "score"
 
 
 def load_score_model(
-    path: str, *, init_from_scratch: bool = False, disable_dropout: bool = False
+    path: str,
+    *,
+    attn_implementation: str = PACKED,
+    init_from_scratch: bool = False,
+    disable_dropout: bool = False,
+    without_weights: bool = False,
 ) -> PreTrainedModel:
     """Load a reward model, or a language model as one, on the CPU with float32 weights.
 
-    A head that the checkpoint does not have begins at 0: all scores are equal, on any number of ranks.
+    A head that the checkpoint does not have begins at 0: all scores are equal, on any number of ranks. Arguments as of `load_model`.
 
     Raises:
         ModelError: there is no readable model at `path`, its head has several labels, or its family has no such head.
@@ -33,8 +38,11 @@ def load_score_model(
         config = AutoConfig.from_pretrained(path, num_labels=1)
         if disable_dropout:
             without_dropout(config)
-        options = {"dtype": torch.float32, "attn_implementation": PACKED}
-        if init_from_scratch:
+        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+        if without_weights:
+            with torch.device("meta"):
+                model, is_new = AutoModelForSequenceClassification.from_config(config, **options), False
+        elif init_from_scratch:
             model, is_new = AutoModelForSequenceClassification.from_config(config, **options), True
         else:
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -59,11 +67,15 @@ def score_every_position(model: PreTrainedModel) -> None:
     In bfloat16 two scores near 4 would have to be 1/32 apart to differ.
     """
 
-    def forward(self: PreTrainedModel, **inputs: object) -> Tensor:
-        hidden = self.base_model(**inputs).last_hidden_state  # [1, tokens, dim]
-        return torch.nn.functional.linear(hidden.float(), self.get_submodule(HEAD).weight.float())
+    head = model.get_submodule(HEAD)
 
-    model.forward = MethodType(forward, model)
+    def score(self: torch.nn.Module, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+
+    def forward(self: PreTrainedModel, **inputs: object) -> Tensor:
+        return head(self.base_model(**inputs).last_hidden_state)  # from [1, tokens, dim]
+
+    head.forward, model.forward = MethodType(score, head), MethodType(forward, model)
 
 
 def is_score_model(model: PreTrainedModel) -> bool:
