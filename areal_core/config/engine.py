@@ -36,7 +36,9 @@ class MicroBatchSpec:
 class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
-    type: str = option("adam", "AdamW or SGD.", ("adam", "sgd", "adam_bf16"))
+    type: str = option(
+        "adam", "AdamW, SGD, or AdamW with a bfloat16 first moment.", ("adam", "sgd", "adam_bf16")
+    )
     lr: float = option(1e-3, "Peak learning rate.")
     weight_decay: float = option(0.01, "Decoupled weight decay.")
     beta1: float = option(0.9, "Decay of the first moment.")
@@ -48,7 +50,7 @@ class OptimizerConfig:
     )
     warmup_steps_proportion: float = option(0.001, "Share of all steps in which lr rises from 0.")
     gradient_clipping: float = option(1.0, "Largest gradient norm.")
-    offload: bool = option(False, "Keep optimiser states in host memory.")
+    offload: bool = option(False, "Keep optimiser states in host memory between steps.")
     initial_loss_scale: float = option(2.0**32, "Megatron only.")
     min_loss_scale: float = option(1.0, "Megatron only.")
     loss_scale_window: float = option(5.0, "Megatron only.")
@@ -69,11 +71,16 @@ class FSDPEngineConfig:
     """Sharding and memory of FSDP2."""
 
     wrap_policy: FSDPWrapPolicy | None = option(None, "Which modules become a unit of sharding.")
-    offload_params: bool = option(False, "Keep parameters in host memory.")
-    memory_efficient_load: bool = option(False, "Only rank 0 reads the checkpoint.")
-    per_layer_optim_step: bool = option(False, "Step one layer at a time from host memory.")
+    offload_params: bool = option(False, "Keep parameters, gradients and optimiser states in host memory.")
+    memory_efficient_load: bool = option(
+        False, "Only rank 0 reads the checkpoint; the others never hold it whole, unless t splits layers."
+    )
+    per_layer_optim_step: bool = option(
+        False, "Keep optimiser states in host memory and step one layer at a time."
+    )
     optim_step_prefetch_layers: int = option(1, "Layers fetched ahead by per_layer_optim_step.")
     shard_vision_across_sp: bool = option(False, "Shard the vision tower over the sequence group.")
+    compile: bool = option(False, "Put transformer layers through torch.compile.")
 
 
 @dataclass
@@ -84,10 +91,15 @@ class TrainEngineConfig:
     trial_name: str = option("", "Empty: the experiment's.")
     path: str = option("", "Folder or hub name of the model.")
     backend: str = option("", "Where the model trains, if allocation_mode does not say it: 'fsdp:d4'.")
-    attn_impl: str = option("flash_attention_2", "Attention of Transformers; on a CPU sdpa is taken instead.")
+    attn_impl: str = option(
+        "flash_attention_2",
+        "Flash-attention where the device and dtype have it, else as sdpa: one sequence at a time.",
+        ("flash_attention_2", "sdpa"),
+    )
     use_kernels: bool = option(False, "Kernels of the Hugging Face hub.")
+    use_liger: bool = option(False, "Fused norms and MLPs of the package liger-kernel; on a GPU only.")
     init_from_scratch: bool = option(False, "Random weights instead of the checkpoint's.")
-    is_critic: bool = option(False, "A value head instead of a language-model head.")
+    is_critic: bool = option(False, "A value head instead of a language-model head; a critic has one anyway.")
     temperature: float = option(1.0, "Divides the logits before logprobs; must equal gconfig.temperature.")
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, "How a batch is cut into micro-batches.")
     pad_to_maximum: bool = option(False, "Pad every micro-batch to max_tokens_per_mb.")
@@ -156,6 +168,7 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")
     kl_ctl: float = option(0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.")
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
+    entropy_coef: float = option(0.0, "Weight of a bonus for entropy in the loss.")
     use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
     sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.")
     sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.")
@@ -188,11 +201,13 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
-    """The value model of PPO."""
+    """The value model of PPO; a language model gets a head of values, which begin at 0."""
 
     ppo_n_minibatches: int = option(4, "Optimiser steps per batch.")
     eps_clip: float = option(0.5, "Values are clipped to this distance from the old ones.")
-    mask_no_eos_with_zero: bool = option(False, "Give truncated completions no reward.")
+    mask_no_eos_with_zero: bool = option(
+        False, "The actor's, whose rewards both learn from; true needs the actor's to be."
+    )
 
 
 @dataclass
@@ -209,5 +224,5 @@ class DPOEngineConfig(TrainEngineConfig):
 class TeacherConfig(TrainEngineConfig):
     """The model whose distribution is distilled."""
 
-    rl_loss_weight: float = option(1.0, "Weight of the policy loss.")
+    rl_loss_weight: float = option(1.0, "Weight of the policy loss; 0: distil only.")
     distill_loss_weight: float = option(0.005, "Weight of the distillation loss.")

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages
 from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.entropy_bonus import entropy_bonus
 from areal_core.algorithm.distillation import distillation_loss
 from areal_core.algorithm.m2po import second_moment_mask
 from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
@@ -148,6 +149,8 @@ class PolicyObjective:
             stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
         surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
         loss, details = surrogate(logprobs, proximal, kept, weights, flat)
+        if options.entropy_coef != 0.0:
+            loss = loss + entropy_bonus(entropy, mask, options.entropy_coef)
         stats.stat(
             "n_valid_tokens",
             importance_weight=details["importance_weight"],
