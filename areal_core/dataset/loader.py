@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Order:
+class PromptOrder:
     """What the global order of prompts depends on. The number of ranks is not part of it."""
 
     num_rows: int
@@ -19,6 +19,23 @@ class _Order:
     shuffle: bool
     seed: int
     drop_last: bool
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the data."""
+        full, rest = divmod(self.num_rows, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows in one pass over the data; an incomplete last batch counts only if it is kept."""
+        return min(self.steps_per_epoch * self.batch_size, self.num_rows)
+
+    def prompt_ids(self, batch: int) -> range:
+        """Those of a global batch, counted since the run began; rank r takes every world_size-th of them from the r-th."""
+        epoch, batch = divmod(batch, self.steps_per_epoch)
+        first, start = epoch * self.rows_per_epoch, batch * self.batch_size
+        return range(first + start, first + min(start + self.batch_size, self.num_rows))
 
 
 class PromptLoader:
@@ -48,20 +65,14 @@ class PromptLoader:
                 f"batch_size is {batch_size} and there are {world_size} ranks; it must be a multiple"
             )
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
-        self.order = _Order(len(dataset), batch_size, shuffle, seed, drop_last)
+        self.order = PromptOrder(len(dataset), batch_size, shuffle, seed, drop_last)
         self.num_batches = 0  # handed out since the run began
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches in one pass over the data."""
-        full, rest = divmod(self.order.num_rows, self.order.batch_size)
-        return full + (rest > 0 and not self.order.drop_last)
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows in one pass over the data; an incomplete last batch counts only if it is kept."""
-        return min(self.steps_per_epoch * self.order.batch_size, self.order.num_rows)
+        return self.order.steps_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -70,17 +81,13 @@ class PromptLoader:
 
     def next_batch(self) -> list[tuple[int, Row]]:
         """This rank's (prompt_id, row) pairs of the next global batch, in global order."""
-        epoch, batch = divmod(self.num_batches, self.steps_per_epoch)
-        start = batch * self.order.batch_size
-        end = min(start + self.order.batch_size, self.order.num_rows)
-        first = epoch * self.rows_per_epoch
+        ids = self.order.prompt_ids(self.num_batches)[self.rank :: self.world_size]
         self.num_batches += 1
-        ids = range(first + start + self.rank, first + end, self.world_size)
         return [(prompt_id, self.row(prompt_id)) for prompt_id in ids]
 
     def row(self, prompt_id: int) -> Row:
         """The row of a prompt, of any rank and epoch."""
-        epoch, position = divmod(prompt_id, self.rows_per_epoch)
+        epoch, position = divmod(prompt_id, self.order.rows_per_epoch)
         return self.dataset[self._permutation_of(epoch)[position]]
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,3 +42,11 @@ class Frequency:
         if due:
             self._last = self.clock()
         return due
+
+    def elapsed_s(self) -> float:
+        """Seconds since it was last due, or since the run began."""
+        return self.clock() - self._last
+
+    def continue_after(self, elapsed_s: float) -> None:
+        """Counts the seconds that had passed when a run was cut off."""
+        self._last = self.clock() - elapsed_s

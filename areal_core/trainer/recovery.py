@@ -7,28 +7,32 @@
   before-000099/   of an earlier run that this one does not continue; it goes when this run's first one is whole
 ```
 
-Besides weights, optimizer, schedule and RNG states a checkpoint holds the next step, the weight version and where each rank's source
-stands. It is written after the step's line in stats.jsonl; lines of later steps are cut when the run continues, and written again.
-What `recover.mode` means is told in `areal_core/launch/run.py`.
+Besides weights, optimizers, schedules and RNG states a checkpoint holds the next step, the weight version, where each rank's source
+stands, and how long ago timers were due. It is taken after the step's line in stats.jsonl; lines of later steps are cut when the run
+continues, and written again. What `recover.mode` means is told in `areal_core/launch/run.py`.
 """
 
 import json
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from areal_core.config import BaseExperimentConfig
-from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from areal_core.engine.background_save import BackgroundSave
+from areal_core.engine.checkpoint import Engines, Snapshot, load_checkpoint, take_snapshot, write_snapshot
+from areal_core.engine.checkpoint_file import read_checkpoint
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.errors import CheckpointError
-from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
 from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.sources import dealt_anew
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +47,19 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: its next step, the version of its weights, and each rank's source if that is known."""
+    """Where a run stands.
+
+    Args:
+        step: the next one.
+        version: of the weights.
+        sources: where the source of each data-parallel rank stands, if that is known.
+        timers: seconds since each was last due.
+    """
 
     step: int = 0
     version: int = 0
     sources: list[dict[str, Any]] | None = None
+    timers: dict[str, float] = field(default_factory=dict)
 
 
 class Recovery:
@@ -59,18 +71,27 @@ class Recovery:
 
     def __init__(self, config: BaseExperimentConfig, ranks: Ranks, steps_per_epoch: int) -> None:
         self.mode = config.recover.mode
+        self.options = config.recover
+        self.is_async = config.saver.mode == "async"
         self.is_restart = os.environ.get(RECOVER_RUN) == "1"
         self.folder = run_folder(config, "checkpoints") / "recover"
         self.ranks = ranks
         self._stats_file = run_folder(config, "logs") / "stats.jsonl"
         periods = (config.recover.freq_epochs, config.recover.freq_steps, config.recover.freq_secs)
-        self._frequency = Frequency(*periods, steps_per_epoch, ranks.maximum)
+        self._timers: dict[str, Frequency] = {}
+        self._frequency = self.keep("recover", Frequency(*periods, steps_per_epoch, ranks.maximum))
         self._position: Position | None = None
         self._rng: dict[str, str] = {}
         self._last: Path | None = None
+        self._writing = BackgroundSave()
 
-    def load(self, engine: FSDPEngine, checkpoint: Path | None = None) -> Position:
-        """Where the run starts, with the engine's state of that point; a collective.
+    def keep(self, name: str, timer: Frequency) -> Frequency:
+        """Returns `timer`, which from now on is part of checkpoints."""
+        self._timers[name] = timer
+        return timer
+
+    def load(self, engines: Engines, checkpoint: Path | None = None) -> Position:
+        """Where the run starts, with the engines' state of that point; a collective.
 
         Args:
             checkpoint: the one to start from, which turns recovery off; None for what `recover.mode` says.
@@ -84,35 +105,61 @@ class Recovery:
             checkpoint = self._last = self._agree_on_checkpoint()
         if checkpoint is None:
             return Position()
-        self._position = parse_position(load_checkpoint(checkpoint, engine))
+        state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
+        self._position = parse_position(state)
         self._rng = rng_state()  # building the source may draw numbers
         return self._position
 
     def restore(self, source: Source) -> bool:
-        """Puts the source where the run stands; true if that is a checkpoint, whose weights the source lacks."""
+        """Puts source and timers where the run stands; true if that is a checkpoint, whose weights the source lacks.
+
+        On another number of ranks what the old ones had in flight is dealt to the new ones.
+        """
         if self._position is None:
             return False
-        if self._position.sources is not None:
-            if len(self._position.sources) != self.ranks.world_size:
-                raise CheckpointError(
-                    f"{self._last} was written by {len(self._position.sources)} ranks, and this run has "
-                    f"{self.ranks.world_size}: give it as many"
-                )
-            source.load_state_dict(self._position.sources[self.ranks.rank])
+        if (sources := self._position.sources) is not None:
+            if len(sources) != self.ranks.data_parallel_size:
+                sources = dealt_anew(sources, self.ranks.data_parallel_size)
+            source.load_state_dict(sources[self.ranks.data_parallel_rank])
+        for name, seconds in self._position.timers.items():
+            if name in self._timers:
+                self._timers[name].continue_after(seconds)
         set_rng_state(self._rng)
         return True
 
-    def save_when_due(self, step: int, version: int, engine: FSDPEngine, source: Source) -> Path | None:
-        """Writes a checkpoint after `step` if one of `recover.freq_*` has passed, and says where; a collective."""
+    def save_when_due(self, step: int, version: int, engines: Engines, source: Source) -> Path | None:
+        """Takes a checkpoint after `step` if one of `recover.freq_*` has passed; a collective.
+
+        Returns:
+            The checkpoint that has become whole since this was last asked, if one has: with `saver.mode` "async" that of an earlier step.
+
+        Raises:
+            CheckpointError: that one could not be written.
+        """
+        whole = self._writing.finished()
         if self.mode in ("disabled", "off") or not self._frequency.is_due(step):
-            return None
-        sources = self.ranks.gather_objects(source.state_dict())
+            return whole
+        whole = self._writing.wait() or whole  # the one before, which may not be overtaken
         folder = self.folder / f"step-{step + 1:06d}"
-        save_checkpoint(folder, engine, {"step": step + 1, "version": version, "sources": sources})
-        if self.ranks.rank == 0:
-            keep_only(self.folder, folder, self._last)
+        position = {
+            "step": step + 1,
+            "version": version,
+            "sources": self.ranks.gather_rows(source.state_dict()),
+            "timers": {name: timer.elapsed_s() for name, timer in self._timers.items()},
+        }
+        with_optimizer = not self.options.no_save_optim
+        snapshot = take_snapshot(folder, engines, position, with_optimizer=with_optimizer, copy=self.is_async)
+        self._writing.start(folder, partial(write_and_clear, snapshot, self._last))
         self._last = folder
-        return folder
+        return whole if self.is_async else self._writing.wait()
+
+    def finish(self) -> Path | None:
+        """Waits for the checkpoint that is being written, and tells of it as `save_when_due` does. Call after the last step."""
+        return self._writing.wait()
+
+    def close(self) -> None:
+        """Gives up what is being written, unless `finish` has waited for it."""
+        self._writing.close()
 
     def _agree_on_checkpoint(self) -> Path | None:
         """The same on every rank: rank 0 looks, and cuts the statistics of the steps that come again."""
@@ -131,9 +178,16 @@ class Recovery:
         return found
 
 
+def write_and_clear(snapshot: Snapshot, last: Path | None, given_up: threading.Event) -> None:
+    """Writes a checkpoint; once it is whole, rank 0 removes all but it and the one before."""
+    write_snapshot(snapshot, given_up)
+    if snapshot.rank == 0:
+        keep_only(snapshot.folder.parent, snapshot.folder, last)
+
+
 def parse_position(state: dict[str, Any]) -> Position:
-    """What the loop has put into a checkpoint; one in a record knows of no sources."""
-    return Position(state["step"], state["version"], state.get("sources"))
+    """What the loop has put into a checkpoint; one in a record knows of no sources, an older one of no timers."""
+    return Position(state["step"], state["version"], state.get("sources"), state.get("timers", {}))
 
 
 def find_checkpoint(folder: Path, mode: str, is_restart: bool) -> Path | None:

@@ -25,7 +25,7 @@ from areal_core.trainer.critic import update_critic
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.learning import PolicyObjective
 from areal_core.trainer.policy_stats import log_batch
-from areal_core.trainer.recovery import Recovery
+from areal_core.trainer.recovery import Recovery, step_of
 from areal_core.trainer.updates import update
 from areal_core.trainer.version_stats import log_versions
 
@@ -90,7 +90,7 @@ class PPOTrainer:
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
         self.saving = build.build_frequency(config.saver, self.ranks, steps_per_epoch)
         self.recovery = Recovery(config, self.ranks, steps_per_epoch)
-        position = self.recovery.load(self.actor, checkpoint)
+        position = self.recovery.load(self.engines, checkpoint)
         self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
@@ -144,9 +144,9 @@ class PPOTrainer:
                     stats = self.last_stats | self.stats.export() | self.live_stats.export()
                     logger.commit(step, stats)
                     self.tracing.commit(step, stats)
-                    saved = self.recovery.save_when_due(step, self.version, self.actor, source)
+                    saved = self.recovery.save_when_due(step, self.version, self.engines, source)
                     if saved is not None:
-                        self._observe("checkpoint", step=step + 1, folder=saved)
+                        self._observe("checkpoint", step=step_of(saved), folder=saved)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             raise
@@ -265,7 +265,7 @@ class PPOTrainer:
             tokenizer=self.tokenizer,
             version=self.version,
             save_checkpoint=lambda folder, step: save_checkpoint(
-                folder, self.actor, {"step": step, "version": self.version}
+                folder, self.engines, {"step": step, "version": self.version}
             ),
         )
 

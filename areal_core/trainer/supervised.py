@@ -60,7 +60,7 @@ class SupervisedTrainer:
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if the config says so."""
         self.recovery = Recovery(self.config, self.ranks, self.loader.steps_per_epoch)
-        self.first_step = self.recovery.load(self.actor).step
+        self.first_step = self.recovery.load({"actor": self.actor}).step
         self.recovery.restore(self.loader)
         continued = self.first_step > 0
         self.tracing = build.build_tracing(self.config, self.ranks, self.stats, continued=continued)
@@ -94,7 +94,7 @@ class SupervisedTrainer:
                 self.tracing.commit(step, stats)
                 if self.saving.is_due(step):
                     self.save(f"globalstep{step}")
-                self.recovery.save_when_due(step, step + 1, self.actor, self.loader)
+                self.recovery.save_when_due(step, step + 1, {"actor": self.actor}, self.loader)
                 if stop(step):
                     break
         self.save("final")

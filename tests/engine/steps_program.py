@@ -63,11 +63,11 @@ def main(model: str, max_tokens: int, checkpoint: str) -> None:
     batch = rows(ranks.rank, ranks.world_size)
     steps = [train_step(engine, batch)]
     if checkpoint:
-        save_checkpoint(checkpoint, engine, {"steps_done": 1})
+        save_checkpoint(checkpoint, {"actor": engine}, {"steps_done": 1})
     steps += [train_step(engine, batch) for _ in range(2)]
     if checkpoint:
         again = make_engine(ranks, model, max_tokens)
-        state = load_checkpoint(checkpoint, again)
+        state = load_checkpoint(checkpoint, {"actor": again})
         resumed = [train_step(again, batch) for _ in range(2)]
         steps = {"straight": steps, "state": state, "resumed": resumed}
     if ranks.rank == 0:

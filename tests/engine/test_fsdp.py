@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from areal_core.engine.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, save_hf
-from areal_core.engine.errors import CheckpointError, ModelError
+from areal_core.engine.checkpoint import save_hf
+from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model
 
@@ -96,18 +96,6 @@ def test_saved_hugging_face_folder_holds_the_trained_weights(ranks, tiny_model, 
     assert loaded.keys() == trained.keys()
     for name, tensor in trained.items():
         assert torch.equal(loaded[name], tensor), name
-
-
-def test_a_damaged_checkpoint_is_refused_by_name(ranks, tiny_model, tmp_path):
-    engine = program.make_engine(ranks, str(tiny_model), 100)
-    save_checkpoint(tmp_path / "000000", engine, {})
-    assert read_checkpoint(tmp_path / "000000")["has_optimizer"] is False
-    shard = next((tmp_path / "000000" / "tensors").glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is missing or damaged"):
-        load_checkpoint(tmp_path / "000000", engine)
 
 
 def test_a_missing_model_is_one_clear_sentence(ranks):

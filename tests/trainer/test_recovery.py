@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     train, checkpoints, steps_logged, caplog
 ):
     whole = train("auto")
-    [tensors] = (checkpoints() / "step-000004" / "tensors").iterdir()
+    [tensors] = (checkpoints() / "step-000004" / "actor").iterdir()
     damaged = bytearray(tensors.read_bytes())
     damaged[-1] ^= 1
     tensors.write_bytes(damaged)

@@ -1,0 +1,136 @@
+"""checkpoint.json: what a checkpoint consists of, and how it is told that nothing of it is missing or damaged.
+
+It holds the crc32c of every other file, and of itself. Format 2; format 1, of runs that had one engine, kept the actor's tensors in
+`tensors/`, named files relative to that, and had no checksum of its own.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from areal_core.engine.errors import CheckpointError
+from areal_core.engine.shard_files import file_checksum
+
+CHECKPOINT_FILE = "checkpoint.json"
+CHECKPOINT_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class SavedEngine:
+    """What a checkpoint holds of one engine; its tensors are the files in `folder`, below the checkpoint's."""
+
+    folder: str
+    has_optimizer: bool
+    schedule: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of checkpoint.json.
+
+    Args:
+        engines: by their names in the run.
+        rng: `rng_state()` of each rank.
+        state: what the loop has added, as JSON types.
+        files: crc32c of each file, by its path below the folder.
+    """
+
+    engines: dict[str, SavedEngine]
+    rng: list[dict[str, str]]
+    state: dict[str, Any]
+    files: dict[str, str]
+
+
+def read_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read checkpoint.json and check every file that it names.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or of another format.
+    """
+    checkpoint = read_checkpoint_file(folder)
+    check_files(folder, checkpoint.files.items())
+    return checkpoint
+
+
+def read_checkpoint_file(folder: str | Path) -> Checkpoint:
+    """Read checkpoint.json alone. Raises as `read_checkpoint` does."""
+    file = Path(folder) / CHECKPOINT_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no {CHECKPOINT_FILE}: it is no checkpoint, or its writing was cut off"
+        )
+    try:
+        return parse_checkpoint(file.read_bytes())
+    except _OtherFormat as other:
+        raise CheckpointError(
+            f"{file} has format {other}, this version reads up to {CHECKPOINT_FORMAT}: update areal-debug"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}): use another one") from error
+
+
+def check_files(folder: str | Path, files: Iterable[tuple[str, str]]) -> None:
+    """Raise CheckpointError for the first of `(path, crc32c)` that is missing or has other bytes."""
+    for name, checksum in files:
+        path = Path(folder) / name
+        if not path.is_file() or file_checksum(path) != checksum:
+            raise CheckpointError(f"{path} is missing or damaged: use another one")
+
+
+class _OtherFormat(Exception):
+    """The format that was found."""
+
+
+def parse_checkpoint(data: bytes) -> Checkpoint:
+    """The content of checkpoint.json. Raises ValueError, KeyError or TypeError where it is not one."""
+    parsed = json.loads(data)
+    if (seen := parsed["format"]) == 1:
+        return _first_format(parsed)
+    if seen != CHECKPOINT_FORMAT:
+        raise _OtherFormat(seen)
+    content = parsed["content"]
+    if (checksum := _checksum(content)) != parsed["crc32c"]:
+        raise ValueError(f"its content has crc32c {checksum} and should have {parsed['crc32c']}")
+    engines = {name: SavedEngine(**engine) for name, engine in content["engines"].items()}
+    return Checkpoint(**{**content, "engines": engines})
+
+
+def _first_format(parsed: dict[str, Any]) -> Checkpoint:
+    actor = SavedEngine("tensors", parsed["has_optimizer"], parsed["schedule"])
+    files = {f"tensors/{name}": checksum for name, checksum in parsed["files"].items()}
+    return Checkpoint({"actor": actor}, parsed["rng"], parsed["state"], files)
+
+
+def write_checkpoint_file(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write checkpoint.json onto the disk."""
+    content = json.loads(json.dumps(asdict(checkpoint)))  # keys as they will be read
+    whole = {"format": CHECKPOINT_FORMAT, "crc32c": _checksum(content), "content": content}
+    write_durably(folder / CHECKPOINT_FILE, json.dumps(whole, indent=1))
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{crc32c(json.dumps(content).encode()):08x}"
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write a file onto the disk; it has its name only once it is whole."""
+    partial = file.with_name(file.name + ".partial")
+    with open(partial, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(partial, file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

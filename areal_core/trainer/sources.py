@@ -1,0 +1,41 @@
+"""Where the sources of a run stand, dealt to another number of ranks: no prompt is lost or comes twice."""
+
+from typing import Any
+
+from areal_core.dataset.loader import PromptOrder
+
+State = dict[str, Any]
+
+
+def dealt_anew(states: list[State], num_ranks: int) -> list[State]:
+    """What `num_ranks` sources load, out of the states of those of all data-parallel ranks of an earlier run.
+
+    The sources of replays have no state. Loaders stand alike on all ranks. With live rollouts some ranks may be ahead, and all have
+    prompts in flight: what the run as a whole has not trained on yet is dealt in turn, in the run's order.
+    """
+    if not states[0]:
+        return [{}] * num_ranks
+    if "loader" not in states[0]:
+        return [states[0]] * num_ranks
+    loaders = [state["loader"] for state in states]
+    most = max(loader["num_batches"] for loader in loaders)
+    order = PromptOrder(**{name: value for name, value in loaders[0].items() if name != "num_batches"})
+    waiting = {prompt_id for state in states for prompt_id in state["prompts"]}
+    for rank, loader in enumerate(loaders):
+        for batch in range(loader["num_batches"], most):
+            waiting.update(order.prompt_ids(batch)[rank :: len(loaders)])
+    counts = [state.get("counts", {}) for state in states]
+    return [
+        {
+            "loader": loaders[0] | {"num_batches": most},
+            "prompts": sorted(waiting)[rank::num_ranks],
+            "counts": {
+                name: _share(sum(of_rank[name] for of_rank in counts), rank, num_ranks) for name in counts[0]
+            },
+        }
+        for rank in range(num_ranks)
+    ]
+
+
+def _share(total: int, rank: int, num_ranks: int) -> int:
+    return total // num_ranks + (rank < total % num_ranks)
