@@ -1,7 +1,5 @@
 """Token rewards and GAE over trainable tokens."""
 
-import numpy as np
-import pytest
 import torch
 
 from areal_core.algorithm.advantages import compute_advantages, gae, terminal_rewards
@@ -92,25 +90,3 @@ def test_masked_junk_does_not_leak():
     junk = torch.tensor([[float("nan"), -1.0, float("inf")]])
     got = advantages_of([1.0], [[0, 1, 0]], logprobs=junk, reference_logprobs=junk, kl_ctl=0.1)
     assert got.advantages.tolist() == [[0.0, 1.0, 0.0]]
-
-
-def gae_by_numpy(rewards, values, mask, bootstrap, discount, lam):
-    out = np.zeros_like(rewards)
-    for row in range(len(rewards)):
-        steps = np.flatnonzero(mask[row])
-        v = np.append(values[row, steps], bootstrap[row])
-        delta = rewards[row, steps] + discount * v[1:] - v[:-1]
-        for k in range(len(steps)):
-            powers = (discount * lam) ** np.arange(len(steps) - k)
-            out[row, steps[k]] = (powers * delta[k:]).sum()
-    return out
-
-
-@pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_gae_equals_numpy(discount, lam):
-    random = np.random.default_rng(11)
-    rewards, values = random.normal(size=(2, 5, 17)).astype(np.float32)
-    mask, bootstrap = random.random((5, 17)) < 0.6, random.normal(size=5).astype(np.float32)
-    got = gae(*map(torch.from_numpy, (rewards, values, mask, bootstrap)), discount, lam)
-    expected = gae_by_numpy(*(a.astype(float) for a in (rewards, values)), mask, bootstrap, discount, lam)
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.algorithm.kl import kl_estimate
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
-from areal_core.algorithm.rewards import overlong_penalty, shape_rewards
+from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
 
 
 def test_mask_logprobs_and_versions_move_together():
@@ -44,6 +44,13 @@ def test_overlong_penalty_grows_from_the_zone_to_the_limit():
     # limit 100, zone 20: nothing up to 80, half at 90, all at 100
     penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), 100, 20, 0.5)
     assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5]
+
+
+def test_a_group_is_without_spread_where_all_its_samples_earn_the_same():
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 2.0, 0.0]), torch.tensor([5, 9, 5, 7, 9])
+    alike, several = groups_without_spread(rewards, groups)  # of groups 5, 7, 9
+    assert (alike.tolist(), several.tolist()) == ([True, True, True], [True, False, True])
+    assert groups_without_spread(rewards, torch.tensor([5, 5, 5, 7, 9]))[0].tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,276 @@
+"""Every formula against float64 numpy written from its paper: several shapes, holes in the mask, empty rows, lost samples."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.advantages import compute_advantages
+from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.dpo_loss import dpo_loss
+from areal_core.algorithm.entropy_bonus import entropy_bonus
+from areal_core.algorithm.policy_loss import policy_loss
+from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
+from areal_core.algorithm.rejection import behaviour_weights
+from areal_core.algorithm.reward_model_loss import reward_model_loss
+from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
+from areal_core.algorithm.sapo_loss import sapo_loss
+from areal_core.algorithm.sft_loss import sft_loss
+
+# Lengths of packed sequences; a mask of zeros makes the sequence at EMPTY one without trained tokens.
+SHAPES = ([5, 1, 9, 3], [1, 1], [40, 2, 17, 8, 23, 1])
+EMPTY = 1
+
+
+def packed(lengths, spread=0.4):
+    """(logprobs, proximal, behaviour, advantages, mask, cu_seqlens): float64, bool, int64; holes and an empty sequence."""
+    random = np.random.default_rng(sum(lengths))
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    columns = random.normal(-1, spread, (3, sum(lengths)))
+    mask = random.random(sum(lengths)) < 0.7
+    mask[cu_seqlens[EMPTY] : cu_seqlens[EMPTY + 1]] = False
+    return *columns, random.normal(size=sum(lengths)), mask, cu_seqlens
+
+
+def tensors(*arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def trained(mask, cu_seqlens):
+    """Positions of each sequence's trained tokens."""
+    return [start + np.flatnonzero(mask[start:end]) for start, end in itertools.pairwise(cu_seqlens)]
+
+
+@pytest.mark.parametrize("lengths", SHAPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("higher", "c_clip"), [(None, None), (0.28, None), (0.3, 1.3)])
+def test_policy_loss(lengths, level, higher, c_clip):
+    logprobs, prox, behaviour, advantages, mask, cu_seqlens = packed(lengths)
+    weights = np.exp(prox - behaviour)
+    expected = 0.0
+    for tokens in trained(mask, cu_seqlens):
+        for i in tokens:
+            ratio, a = math.exp(logprobs[i] - prox[i]), advantages[i]
+            if level == "sequence":
+                ratio = np.prod(np.exp(logprobs[tokens] - prox[tokens])) ** (1 / len(tokens))
+                a = advantages[tokens].mean()
+            loss = -min(ratio * a, np.clip(ratio, 0.8, 1.2 if higher is None else 1 + higher) * a)
+            if c_clip is not None and a < 0:
+                loss = -max(-loss, c_clip * a)
+            expected += weights[i] * loss
+    got, _ = policy_loss(
+        *tensors(logprobs, prox, advantages, mask, cu_seqlens), eps_clip=0.2, eps_clip_higher=higher,
+        c_clip=c_clip, level=level, weights=torch.from_numpy(weights),
+    )  # fmt: skip
+    np.testing.assert_allclose(got.item(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", SHAPES)
+def test_sapo_loss(lengths):
+    logprobs, old, _, advantages, mask, _ = packed(lengths)
+    ratio, tau = np.exp(logprobs - old), np.where(advantages > 0, 0.7, 1.3)
+    expected = (-advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1))))[mask].sum()
+    got, _ = sapo_loss(*tensors(logprobs, old, advantages, mask), tau_pos=0.7, tau_neg=1.3)
+    np.testing.assert_allclose(got.item(), expected, rtol=1e-6)
+
+
+DISTANCES = {
+    "ratio": lambda d: d,
+    "kl_k1": lambda d: d,
+    "kl_k2": lambda d: d**2 / 2,
+    "kl_k3": lambda d: np.exp(-d) - 1 + d,
+}
+JOINED = {"mean": np.mean, "sum": np.sum, "max": np.max}
+
+
+def rejected_by_numpy(prox, behaviour, mask, cu_seqlens, level, action, metric, agg, lower, upper):
+    """(kept, weights, filtered) as `behaviour_weights` names them."""
+    kept, filtered = np.zeros((2, len(mask)), dtype=bool)
+    weights = np.zeros(len(mask))
+    for tokens in trained(mask, cu_seqlens):
+        for i in tokens:
+            difference = (prox - behaviour)[tokens if level == "sequence" else [i]]
+            joined = JOINED[agg](DISTANCES[metric](difference))
+            measured = math.exp(joined) if metric == "ratio" else joined
+            weight = measured if metric == "ratio" else math.exp(prox[i] - behaviour[i])
+            filtered[i] = not (lower is None or measured >= lower) or not (upper is None or measured <= upper)
+            if action == "clamp":
+                weight = np.clip(weight, lower or 0.0, upper)
+            kept[i] = action == "clamp" or not filtered[i]
+            weights[i] = weight * kept[i]
+    return kept, weights, filtered
+
+
+FORMS = [
+    (level, action, metric, agg)
+    for level, action, metric, agg in itertools.product(
+        ("token", "sequence"), ("mask", "clamp"), DISTANCES, JOINED
+    )
+    if (action == "mask" or metric == "ratio") and (level == "sequence" or agg == "mean")
+]
+
+
+@pytest.mark.parametrize("lengths", SHAPES)
+@pytest.mark.parametrize(("level", "action", "metric", "agg"), FORMS)
+@pytest.mark.parametrize(("lower", "upper"), [(None, 1.05), (0.1, 1.2)])
+def test_every_form_of_rejection_sampling(lengths, level, action, metric, agg, lower, upper):
+    _, prox, behaviour, _, mask, cu_seqlens = packed(lengths)
+    form = {"level": level, "action": action, "metric": metric, "agg": agg, "lower": lower, "upper": upper}
+    kept, weights, filtered = rejected_by_numpy(prox, behaviour, mask, cu_seqlens, **form)
+    got = behaviour_weights(*tensors(prox, behaviour, mask, cu_seqlens), **form)
+    assert got[0].tolist() == kept.tolist()
+    np.testing.assert_allclose(got[1].numpy(), weights, rtol=1e-5)
+    assert got[2].tolist() == filtered.tolist()
+
+
+def test_truncated_importance_sampling_is_a_clamp_from_above():
+    _, prox, behaviour, _, mask, cu_seqlens = packed(SHAPES[2])
+    arguments = tensors(prox, behaviour, mask, cu_seqlens)
+    _, weights, _ = behaviour_weights(*arguments, action="clamp", upper=1.1)
+    np.testing.assert_allclose(weights, np.where(mask, np.minimum(np.exp(prox - behaviour), 1.1), 0), rtol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("current", [1, 5])
+def test_loglinear_proximal_policy(current):
+    random = np.random.default_rng(current)
+    versions = random.integers(-1, current + 2, 60)
+    logprobs, behaviour = random.normal(size=(2, 60))
+    expected = np.empty(60)
+    for i, version in enumerate(versions):
+        share = 0.0
+        if 0 <= version < current:
+            share = min(max((current - 1 - version) / (current - version), 0.0), 1.0)
+        expected[i] = behaviour[i] + share * (logprobs[i] - behaviour[i])
+    share = loglinear_share(torch.from_numpy(versions), current)
+    got = loglinear_proximal_logprobs(*tensors(logprobs, behaviour), share)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64])
+def test_sft_loss_and_entropy_bonus_are_those_of_logits(num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, 11, generator=generator, dtype=torch.float64)
+    labels = torch.randint(11, (num_tokens,), generator=generator)
+    mask = torch.rand(num_tokens, generator=generator) < 0.6
+    chosen = torch.distributions.Categorical(logits=logits)
+    loss, _ = sft_loss(chosen.log_prob(labels), mask)
+    expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask], reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(1, keepdims=True)
+    entropy = -(p * np.log(p)).sum(1)[mask.numpy()].sum()
+    np.testing.assert_allclose(entropy_bonus(chosen.entropy(), mask, 0.3).item(), -0.3 * entropy, rtol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", [[4, 7, 2, 5], [1, 1], [30, 12, 3, 9, 1, 44]])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_dpo_loss(lengths, loss_type):
+    logprobs, reference, _, _, mask, cu_seqlens = packed(lengths)
+    rows, expected = trained(mask, cu_seqlens), 0.0
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        gains = [(logprobs[tokens] - reference[tokens]).sum() for tokens in (chosen, rejected)]
+        if loss_type == "sigmoid":
+            expected += math.log1p(math.exp(-0.2 * (gains[0] - gains[1])))
+        else:
+            means = [
+                gain / max(len(tokens), 1) for gain, tokens in zip(gains, (chosen, rejected), strict=True)
+            ]
+            expected += (means[0] - means[1] - 1 / (2 * 0.2)) ** 2
+    got, _ = dpo_loss(*tensors(logprobs, reference, mask, cu_seqlens), beta=0.2, loss_type=loss_type)
+    np.testing.assert_allclose(got.item(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", [[4, 7], [1, 1, 3, 2], [30, 12, 3, 9, 1, 44]])
+def test_reward_model_loss(lengths):
+    scores, _, _, _, _, cu_seqlens = packed(lengths)
+    last = scores[cu_seqlens[1:] - 1]
+    expected = np.log1p(np.exp(-(last[::2] - last[1::2]))).sum()
+    loss, stats = reward_model_loss(*tensors(scores, cu_seqlens))
+    np.testing.assert_allclose(loss.item(), expected, rtol=1e-10)
+    assert stats["correct_ratio"].tolist() == (last[::2] > last[1::2]).tolist()
+
+
+@pytest.mark.parametrize("limits", [(100, 20, 0.5), (4096, 512, 1.0), (64, 64, 2.0)])
+def test_overlong_penalty(limits):
+    longest, zone, factor = limits
+    lengths = np.random.default_rng(longest).integers(0, longest + 1, 200)
+
+    def penalty(
+        length,
+    ):  # DAPO eq. 13, with the completion's length and without the part beyond what can be sampled
+        return 0.0 if length <= longest - zone else factor * ((longest - zone) - length) / zone
+
+    got = overlong_penalty(torch.from_numpy(lengths), *limits)
+    np.testing.assert_allclose(got.numpy(), [penalty(length) for length in lengths], rtol=1e-6)
+
+
+def test_reward_shaping():
+    rewards = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
+    got = shape_rewards(torch.from_numpy(rewards), bias=0.25, scaling=4.0, clip=9.0)
+    np.testing.assert_allclose(got.numpy(), np.clip((rewards + 0.25) * 4.0, -9, 9), rtol=1e-6)
+
+
+def test_groups_without_spread():
+    random = np.random.default_rng(4)
+    rewards, groups = random.integers(0, 2, 60).astype(np.float32), random.permutation(np.arange(60) % 23)
+    alike, several = groups_without_spread(*tensors(rewards, groups))
+    for group in range(23):
+        own = rewards[groups == group]
+        assert (alike[group].item(), several[group].item()) == (len(set(own)) == 1, len(own) > 1)
+
+
+def test_alignment():
+    random = np.random.default_rng(7)
+    logprobs, mask = random.normal(size=(4, 9)), random.integers(0, 2, (4, 9))
+    versions = np.where(mask, random.integers(0, 5, (4, 9)), -1)
+    columns = {"logprobs": logprobs, "loss_mask": mask, "versions": versions}
+    got = to_next_token({name: torch.from_numpy(column) for name, column in columns.items()})
+    for name, last in (("logprobs", 0), ("loss_mask", 0), ("versions", -1)):
+        np.testing.assert_array_equal(got[name][:, :-1], columns[name][:, 1:])
+        assert set(got[name][:, -1].tolist()) == {last}
+
+
+def advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, cut_off, options):
+    """(advantages, returns): each row as the list of its trained tokens."""
+    advantages, returns = np.zeros((2, *mask.shape))
+    for row in range(len(mask)):
+        steps = np.flatnonzero(mask[row])
+        if not len(steps):
+            continue
+        d = logprobs[row, steps] - reference[row, steps]
+        kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[options["kl_estimator"]]
+        r = -options["kl_ctl"] * np.clip(kl, -10, 10)
+        r[-1] += 0.0 if cut_off[row] and options["mask_no_eos_with_zero"] else rewards[row]
+        after = values[row, attention[row].sum() - 1] if cut_off[row] else 0.0
+        v = np.append(values[row, steps], after)
+        delta = r + options["discount"] * v[1:] - v[:-1]
+        decay = options["discount"] * options["gae_lambda"]
+        for k in range(len(steps)):
+            advantages[row, steps[k]] = sum(delta[j] * decay ** (j - k) for j in range(k, len(steps)))
+        returns[row, steps] = advantages[row, steps] + v[:-1]
+    return advantages, returns
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (6, 19), (13, 40)])
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(("discount", "gae_lambda", "mask_no_eos"), [(1.0, 1.0, False), (0.97, 0.9, True)])
+def test_advantages_with_penalty_values_holes_and_cut_off_rows(shape, kl_estimator, discount, gae_lambda, mask_no_eos):  # fmt: skip
+    random = np.random.default_rng(shape[1])
+    logprobs, reference, values = random.normal(-1, 0.5, (3, *shape)).astype(np.float32)
+    lengths = random.integers(1, shape[1] + 1, shape[0])
+    attention = np.arange(shape[1]) < lengths[:, None]
+    mask = attention & (random.random(shape) < 0.6)
+    mask[0] = False
+    rewards, cut_off = random.normal(size=shape[0]).astype(np.float32), random.random(shape[0]) < 0.4
+    options = {
+        "kl_ctl": 0.1, "kl_estimator": kl_estimator, "discount": discount, "gae_lambda": gae_lambda,
+        "mask_no_eos_with_zero": mask_no_eos,
+    }  # fmt: skip
+    expected = advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, cut_off, options)
+    got = compute_advantages(
+        *tensors(rewards, mask, logprobs, attention), torch.from_numpy(cut_off.astype(np.int32)),
+        reference_logprobs=torch.from_numpy(reference), values=torch.from_numpy(values), **options,
+    )  # fmt: skip
+    np.testing.assert_allclose(got.advantages.numpy(), expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got.returns.numpy(), expected[1], rtol=1e-4, atol=1e-5)
