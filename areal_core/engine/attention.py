@@ -4,10 +4,16 @@ Sequences of one micro-batch lie one after another in `[1, heads, tokens, head_d
 piece costs what the pieces cost, on any device; flash-attention does the same in one kernel where it is installed.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from areal_core.engine.errors import ModelError
+from areal_core.engine.sequence_parallel import exchange_heads
 
 PACKED = "packed_sdpa"
 
@@ -23,6 +29,9 @@ def packed_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sequence_parallel: ProcessGroup | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed sequence.
@@ -32,26 +41,82 @@ def packed_attention(
         attention_mask: None; the lengths say everything.
         sequence_lengths: tokens of each sequence, in packed order; their sum is `tokens`.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
+        softcap: scores are bent into (-softcap, softcap), as Gemma 2 does.
+        sequence_parallel: the ranks that share the sequences; `tokens` are then this rank's slice of them.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the attention weights that Transformers' interface wants.
+
+    Raises:
+        ModelError: the model has attention sinks (`s_aux`, as GPT-OSS does).
     """
+    if s_aux is not None:
+        raise ModelError(
+            f"{type(module).__name__} has attention sinks, which packed attention does not compute: train a model without them"
+        )
+    attend = partial(
+        _attend,
+        sequence_lengths=sequence_lengths,
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    if sequence_parallel is None:
+        return attend(query, key, value), None
+    return exchange_heads(attend, query, key, value, sequence_parallel), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sequence_lengths: list[int],
+    scaling: float,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim], whole sequences."""
     # split, not slices: the backward of a split is one concatenation, that of n slices is n zero-filled copies.
     pieces = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
-    attended = [
-        scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=(window := _window_mask(q.shape[2], sliding_window, q.device)),
-            is_causal=window is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        for q, k, v in pieces
-    ]
-    return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
+    attended = []
+    for q, k, v in pieces:
+        window = _window_mask(q.shape[2], sliding_window, q.device)
+        if softcap is None:
+            attended.append(
+                scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=window,
+                    is_causal=window is None,
+                    dropout_p=dropout,
+                    scale=scaling,
+                    enable_gqa=True,
+                )
+            )
+        else:
+            attended.append(_soft_capped_attention(q, k, v, window, scaling, dropout, softcap))
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
+
+
+def _soft_capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: Tensor | None,
+    scaling: float,
+    dropout: float,
+    softcap: float,
+) -> Tensor:
+    """Attention of one sequence with capped scores (arXiv 2408.00118, section 2), which SDPA has not: it holds [heads, length, length]."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap))
+    allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if window is None else window
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.nn.functional.dropout(weights, dropout) @ value
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:

@@ -20,6 +20,7 @@ from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.optimizer import clip_gradients
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
+from areal_core.engine.sequence_parallel import slice_tokens
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -215,28 +216,29 @@ class FSDPEngine:
             }
             part["attention_mask"] = part["attention_mask"].bool()
         lengths = sequence_lengths(part).tolist()
+        tokens = slice_tokens(sum(lengths), self.ranks)
         device = self.ranks.device
         flat = pack(part)
         input_ids = flat["input_ids"].to(device, torch.int64)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         inputs = {
-            "input_ids": input_ids[None],
-            "position_ids": positions[None],
+            "input_ids": tokens.of(input_ids)[None],
+            "position_ids": tokens.of(positions)[None],
             "use_cache": False,
-            "sequence_lengths": lengths,
+            "sequence_lengths": tokens.lengths(lengths),
+            "sequence_parallel": tokens.group,
         }
         if is_score_model(self.model):
-            return self.model(**inputs)[0]
-        scored = flat["loss_mask"].nonzero()[:, 0].to(device)  # most prompt tokens cost no logits
-        if len(scored) == 0:
-            scored = scored.new_zeros(1)
+            return tokens.gather(self.model(**inputs)[0])
+        scored = tokens.of(flat["loss_mask"]).nonzero()[:, 0].to(device)  # most prompt tokens cost no logits
+        at = scored if len(scored) else scored.new_zeros(1)
         head = self.model.get_output_embeddings()
         # The label of a sequence's last position is another sequence's first token; no mask trains on it.
-        head.labels, head.temperature = input_ids.roll(-1)[scored], self.temperature
-        output = self.model(**inputs, logits_to_keep=scored)
+        head.labels, head.temperature = tokens.of(input_ids.roll(-1))[at], self.temperature
+        output = self.model(**inputs, logits_to_keep=at)
         head.labels = None
-        pairs = output.logits[0]  # [scored, 2]
-        return pairs.new_zeros(len(input_ids), 2).index_copy(0, scored, pairs)
+        pairs = output.logits[0] if len(scored) else output.logits[0] * 0.0  # [scored, 2]
+        return tokens.gather(pairs.new_zeros(tokens.size, 2).index_copy(0, at, pairs))
 
     def step_schedule(self) -> None:
         """Move the learning rate on; once a training step, however many minibatches that had."""
