@@ -24,7 +24,7 @@ class GenerationHyperparameters:
     skip_special_tokens: bool = option(True, "Leave special tokens out of decoded text.")
     stop: list[str] | None = option(None, "Texts that end a completion.")
     frequency_penalty: float = option(0.0, "Lowers the logits of tokens by how often they have occurred.")
-    lora_name: str = option("default_lora", "Name under which the server knows the adapter.")
+    lora_name: str = option("default_lora", "Name under which the server knows the adapter, before its version.")
     use_beam_search: bool = option(False, "Search instead of sampling.")
 
 
@@ -103,7 +103,7 @@ class InferenceEngineConfig:
         "Compare the servers' weights with the trainer's after the first push and every so many; 0: never.",
     )
     pause_grace_period: float = option(0.0, "Seconds between pausing the servers and sending weights.")
-    use_lora: bool = option(False, "Sample with the adapter that is being trained.")
+    use_lora: bool = option(False, "Send servers the adapter; false: the model with the adapter in it.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")
     return_routed_experts: bool = option(False, "Keep which experts each token was routed to.")
     routing_strategy: str = option("round_robin", "How prompts are spread over servers.", ("round_robin",))
@@ -169,10 +169,12 @@ class SGLangConfig:
     ep_size: int = option(1, "Expert-parallel size.")
     max_loras_per_batch: int = option(8, "Most adapters in one batch.")
     max_lora_rank: int | None = option(None, "Largest rank of an adapter.")
-    lora_target_modules: list[str] | None = option(None, "Modules that adapters may change.")
+    lora_target_modules: list[str] | None = option(
+        None, "Modules that adapters may change; empty: actor.target_modules."
+    )
     lora_paths: list[str] | None = option(None, "Adapters to load at the start.")
     max_loaded_loras: int = option(8, "Most adapters in memory.")
-    lora_backend: str = option("triton", "Kernels for adapters.")
+    lora_backend: str = option("triton", "Kernels for adapters; a CPU server takes torch_native.")
     log_level: str = option("warning", "Log level.")
     log_level_http: str | None = option("warning", "Log level of the HTTP layer.")
     log_requests: bool = option(False, "Log every request.")

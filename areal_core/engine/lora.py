@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from areal_core.engine.errors import ModelError
 from areal_core.engine.scores import HEAD, is_score_model
+from areal_core.engine.sharding import whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # peft's name of the one adapter, which it leaves out of the names in files
 FILE_PREFIX = "base_model.model."
 TENSORS_FILE = "adapter_model.safetensors"
@@ -55,11 +56,11 @@ class AdapterTensors:
     """What an adapted model trains, whole, float32, under the names of peft's files. It may be iterated again; a collective each time."""
 
     model: nn.Module
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained_parameters(self.model).items():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield FILE_PREFIX + name.replace(f".{ADAPTER}.", "."), full.detach()
+            yield FILE_PREFIX + name.replace(f".{ADAPTER}.", "."), whole(parameter.detach().to(self.device))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def add_adapters(
     """Freeze a model that is not sharded yet, and put adapters on its linear layers, in place.
 
     Args:
-        target_modules: last parts of the names of layers ("q_proj"); empty for every linear layer but the output layer.
+        target_modules: last parts of the names of layers ("q_proj"); none, or "all-linear": every linear layer but the output layer.
         dtype: of compute, which frozen parameters are put into.
         seed: of the adapters' random numbers; the same on every rank, or each would shard an adapter of its own.
 
@@ -132,6 +133,7 @@ def add_adapters(
 
 def chosen_layers(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     """The wanted names of linear layers, or all that there are, sorted. The output layer is none: it is computed without its module."""
+    wanted = [] if ALL_LINEAR in wanted else wanted
     heads = {model.get_output_embeddings(), model.get_submodule(HEAD) if is_score_model(model) else None}
     layers = [
         name for name, module in model.named_modules() if type(module) is nn.Linear and module not in heads

@@ -1,0 +1,89 @@
+"""Options of adapters (LoRA) that must agree; see `checks.py`.
+
+What servers get: the adapter, if `serves_adapters`; else the model with its adapter in it, pushed as any other weights.
+"""
+
+from collections.abc import Iterator
+
+from areal_core.allocation import resolve_allocation
+from areal_core.config.engine import TrainEngineConfig
+from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
+
+ALL_LINEAR = "all-linear"  # upstream's word for every linear layer
+ADAPTERS_AT_ONCE = 2  # in a server's memory: that of the version before, until every client asks for the new one
+
+
+def serves_adapters(config: PPOConfig) -> bool:
+    """Whether servers are sent the adapter alone."""
+    asked = config.rollout.use_lora or bool(config.sglang.enable_lora)
+    return config.actor.use_lora and asked and resolve_allocation(config).rollout_backend == "sglang"
+
+
+def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, model in {"actor": config.actor, "critic": beside(config, "critic")}.items():
+        if model is None or not model.use_lora:
+            continue
+        if model.lora_rank < 1 or model.lora_alpha <= 0:
+            yield f"{name}.lora_rank is {model.lora_rank} and {name}.lora_alpha is {model.lora_alpha}; expected 1 or more, and above 0"
+        train = resolve_allocation(config).train
+        if train is not None and train.tensor > 1:
+            yield (
+                f"{name}.use_lora is True and the allocation trains with {train}; adapters are not divided among "
+                "tensor-parallel ranks: use t1"
+            )
+
+
+def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[str]:
+    for name in ("ref", "teacher"):
+        model = beside(config, name)
+        if model is not None and model.use_lora:
+            yield f"{name}.use_lora is True and {name} is not trained; set it to false"
+
+
+def beside(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:
+    """A model beside the actor; None where the method has no such section, or it is empty."""
+    has_it = isinstance(config, PPOConfig) or (isinstance(config, DPOConfig) and name == "ref")
+    return getattr(config, name) if has_it else None
+
+
+def adapters_are_trained_where_they_are_asked_for(config: PPOConfig) -> Iterator[str]:
+    for name, asked in {
+        "rollout.use_lora": config.rollout.use_lora,
+        "sglang.enable_lora": config.sglang.enable_lora,
+    }.items():
+        if asked and not config.actor.use_lora:
+            yield f"{name} is True and actor.use_lora is False; there is no adapter to sample with: set them alike"
+
+
+def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
+    if not serves_adapters(config):
+        return
+    actor, sglang = config.actor, config.sglang
+    if not sglang.enable_lora:
+        yield f"rollout.use_lora is True and sglang.enable_lora is {sglang.enable_lora}; the servers would refuse adapters: set it to true"
+    if sglang.max_lora_rank is None or sglang.max_lora_rank < actor.lora_rank:
+        yield (
+            f"sglang.max_lora_rank is {sglang.max_lora_rank} and actor.lora_rank is {actor.lora_rank}; "
+            "the first must be at least the second"
+        )
+    if sglang.max_loaded_loras < ADAPTERS_AT_ONCE:
+        yield f"sglang.max_loaded_loras is {sglang.max_loaded_loras}; a push needs {ADAPTERS_AT_ONCE}: the new adapter and the last"
+    served, wanted = sglang.lora_target_modules or [ALL_LINEAR], actor.target_modules or [ALL_LINEAR]
+    if not {ALL_LINEAR, "all"} & set(served) and not set(wanted) <= set(served):
+        yield f"sglang.lora_target_modules is {served} and actor.target_modules is {wanted}; the first must hold all of the second"
+    if actor.weight_update_mode != "disk":
+        yield (
+            f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which SGLang takes from a folder "
+            "only: set it to disk, or rollout.use_lora and sglang.enable_lora to false for merged weights"
+        )
+    if config.rollout.pause_mode != "abort":
+        yield (
+            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request goes on with the adapter it began "
+            "with, and only one that is cut takes the new one: set it to abort"
+        )
+    if not config.gconfig.lora_name:
+        yield "gconfig.lora_name is empty; give the adapter a name"
+
+
+LORA_COUPLINGS = (adapters_have_a_size, only_trained_models_have_adapters)
+SERVED_LORA_COUPLINGS = (adapters_are_trained_where_they_are_asked_for, servers_take_adapters)
