@@ -5,7 +5,7 @@ colocated  := ("embedded" | servers) "|" trainer        (embedded: the engine li
 servers    := "sglang" name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
 name       := "[" letters "]"                           (read and dropped)
-sizes      := (letter number)+                          letters d t p c e: data, tensor, pipeline, context, expert
+sizes      := (letter number)+                          letters d t p c e: data, tensor, pipeline, context (sequence), expert; s means c
 """
 
 import re
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Kind = Literal["decoupled", "colocated", "train_only", "servers_only", "eval"]
 TOKEN = re.compile(r"(?P<name>\[\w+\])|(?P<word>[a-z_]{2,})|(?P<size>[a-z]\d+)|(?P<mark>.)", re.DOTALL)
 DIMENSIONS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+SPELLINGS = DIMENSIONS | {"s": "context"}
 NOT_BUILT = {
     "vllm": "there is no vLLM client; use sglang",
     "megatron": "there is no Megatron engine; use fsdp",
@@ -31,7 +32,7 @@ NOT_BUILT = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of one side. `data` counts servers, or data-parallel ranks."""
+    """Sizes of one side. `data` counts servers, or groups of ranks that hold the same rows; `context` ranks share their tokens."""
 
     data: int = 1
     tensor: int = 1
@@ -130,7 +131,8 @@ class AllocationParser:
         if self.take("embedded"):
             self.expect("|")
             train = self.trainer()
-            return self.end(Allocation(train, train, "embedded", "fsdp", "colocated"))
+            # One of the ranks that hold the same rows samples them, with a whole model.
+            return self.end(Allocation(Parallel(train.data), train, "embedded", "fsdp", "colocated"))
         if not self.peek("sglang"):
             return self.end(Allocation(None, self.trainer(), None, "fsdp", "train_only"))
         rollout = self.servers()
@@ -150,7 +152,7 @@ class AllocationParser:
     def trainer(self) -> Parallel:
         if self.take("fsdp"):
             self.separator()
-        return self.sizes("dtc", "fsdp takes d, t and c; p and e need Megatron, which is not built")
+        return self.sizes("dtcs", "fsdp takes d, t and c; p and e need Megatron, which is not built")
 
     def separator(self) -> None:
         """A name in brackets, which nothing here uses, then ':' or the older '.'."""
@@ -166,13 +168,13 @@ class AllocationParser:
         while self.kind() == "size":
             _, token, _ = self.tokens[self.next]
             letter, size = token[0], int(token[1:])
-            if letter not in DIMENSIONS or (letter not in letters and size != 1):
+            if letter not in SPELLINGS or (letter not in letters and size != 1):
                 self.fail(rule)
-            if DIMENSIONS[letter] in found:
+            if SPELLINGS[letter] in found:
                 self.fail(f"each letter once, and {letter!r} was given before")
             if size < 1:
                 self.fail("a size of 1 or more")
-            found[DIMENSIONS[letter]] = size
+            found[SPELLINGS[letter]] = size
             self.next += 1
         return Parallel(**found)
 

@@ -117,8 +117,6 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
             f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
             "the first must be a multiple of the second"
         )
-    if allocation.train.world_size != num_ranks:
-        yield f"the allocation trains with {allocation.train}; only data parallelism (d) is built"
     if allocation.kind == "colocated" and allocation.rollout_backend == "sglang":
         yield "the allocation puts sglang and fsdp on the same devices; use 'embedded|fsdp:dN' or 'sglang:dN+fsdp:dM'"
 

@@ -32,7 +32,7 @@ class PromptOrder:
         return min(self.steps_per_epoch * self.batch_size, self.num_rows)
 
     def prompt_ids(self, batch: int) -> range:
-        """Those of a global batch, counted since the run began; rank r takes every world_size-th of them from the r-th."""
+        """Those of a global batch, counted since the run began; data-parallel rank r takes every num_ranks-th of them from r on."""
         epoch, batch = divmod(batch, self.steps_per_epoch)
         first, start = epoch * self.rows_per_epoch, batch * self.batch_size
         return range(first + start, first + min(start + self.batch_size, self.num_rows))
@@ -41,8 +41,8 @@ class PromptOrder:
 class PromptLoader:
     """Hands out global batches of `batch_size` prompts, for ever, epoch after epoch; this rank's share of each.
 
-    Every epoch has its own permutation, drawn from `seed` and the number of the epoch alone. Rank r takes rows
-    r, r + world_size, ... of each global batch. `prompt_id` is the position in the run's global order: it names the
+    Every epoch has its own permutation, drawn from `seed` and the number of the epoch alone. Data-parallel rank r takes rows
+    r, r + num_ranks, ... of each global batch. `prompt_id` is the position in the run's global order: it names the
     group, and never repeats.
     """
 
@@ -51,7 +51,7 @@ class PromptLoader:
         dataset: Sequence[Row],
         batch_size: int,
         rank: int = 0,
-        world_size: int = 1,
+        num_ranks: int = 1,
         shuffle: bool = True,
         seed: int = 1,
         drop_last: bool = True,
@@ -60,11 +60,11 @@ class PromptLoader:
             raise DatasetError(
                 f"batch_size is {batch_size} and the dataset has {len(dataset)} rows; no batch could ever be filled"
             )
-        if batch_size < 1 or batch_size % world_size:
+        if batch_size < 1 or batch_size % num_ranks:
             raise DatasetError(
-                f"batch_size is {batch_size} and there are {world_size} ranks; it must be a multiple"
+                f"batch_size is {batch_size} and there are {num_ranks} data-parallel ranks; it must be a multiple"
             )
-        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.dataset, self.rank, self.num_ranks = dataset, rank, num_ranks
         self.order = PromptOrder(len(dataset), batch_size, shuffle, seed, drop_last)
         self.num_batches = 0  # handed out since the run began
         self._permutation: tuple[int, list[int]] = (-1, [])
@@ -81,7 +81,7 @@ class PromptLoader:
 
     def next_batch(self) -> list[tuple[int, Row]]:
         """This rank's (prompt_id, row) pairs of the next global batch, in global order."""
-        ids = self.order.prompt_ids(self.num_batches)[self.rank :: self.world_size]
+        ids = self.order.prompt_ids(self.num_batches)[self.rank :: self.num_ranks]
         self.num_batches += 1
         return [(prompt_id, self.row(prompt_id)) for prompt_id in ids]
 

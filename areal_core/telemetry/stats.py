@@ -52,9 +52,14 @@ Records = dict[str, Moments]
 
 
 class Stats:
-    """Collects one step. Scopes belong to the thread or task that opened them; records are not shared between threads."""
+    """Collects one step. Scopes belong to the thread or task that opened them; records are not shared between threads.
 
-    def __init__(self) -> None:
+    Args:
+        counts: whether this rank's records count; of ranks that hold the same rows, one's do.
+    """
+
+    def __init__(self, counts: bool = True) -> None:
+        self.counts = counts
         self._scope: ContextVar[str] = ContextVar("scope", default="")
         self._masks: dict[str, Tensor] = {}
         self._records: dict[str, list[tuple[Reduce, Tensor]]] = {}
@@ -115,7 +120,8 @@ class Stats:
         Every rank must call this. `gather` returns the records of all ranks in rank order. Names without a single
         element anywhere are left out.
         """
-        records = {name: _joined(entries) for name, entries in self._records.items()}
+        counted = self._records if self.counts else {}
+        records = {name: _joined(entries) for name, entries in counted.items()}
         self._records, self._masks = {}, {}
         joined: Records = {}
         for of_rank in (gather or gather_over_ranks)(records):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from areal_core.allocation import Parallel, resolve_allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict, without_keys
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
@@ -38,9 +39,11 @@ def start_process(config: BaseExperimentConfig) -> Ranks:
         enforce_determinism()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity_error()
-    ranks = join_ranks(config.device)
+    sizes = resolve_allocation(config).train or Parallel()
+    ranks = join_ranks(config.device, sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
     logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, format="%(message)s")
-    seed_everything(config.seed, ranks.rank)
+    # Tensor-parallel ranks compute the same tokens, and so must drop the same.
+    seed_everything(config.seed, ranks.rank // ranks.tensor_parallel_size)
     return ranks
 
 
@@ -120,8 +123,8 @@ def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -
     return PromptLoader(
         dataset,
         options.batch_size,
-        ranks.rank,
-        ranks.world_size,
+        ranks.data_parallel_rank,
+        ranks.data_parallel_size,
         options.shuffle,
         config.seed,
         options.drop_last,

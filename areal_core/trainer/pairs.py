@@ -74,10 +74,10 @@ def build_validation(trainer: SupervisedTrainer, pairs: Sequence[Pair] | None) -
 
 
 def deal(pairs: Sequence[Pair], batch_size: int, ranks: Ranks) -> list[list[Pair]]:
-    """This rank's pairs r, r + world_size, ... of each batch of `batch_size`; of the last one maybe none."""
+    """Data-parallel rank r's pairs r, r + their number, ... of each batch of `batch_size`; of the last one maybe none."""
     starts = range(0, len(pairs), batch_size)
     ends = [min(start + batch_size, len(pairs)) for start in starts]
     return [
-        [pairs[i] for i in range(start + ranks.rank, end, ranks.world_size)]
+        [pairs[i] for i in range(start + ranks.data_parallel_rank, end, ranks.data_parallel_size)]
         for start, end in zip(starts, ends, strict=True)
     ]

@@ -53,7 +53,7 @@ class SupervisedTrainer:
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps, load=load)
         self.actor.granularity = granularity
-        self.stats = Stats()
+        self.stats = Stats(self.ranks.is_data_parallel_head)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
         self.saving = build.build_frequency(config.saver, self.ranks, self.loader.steps_per_epoch)
 

@@ -65,7 +65,6 @@ def test_sound_config_passes_without_notes():
         ({"gconfig.temperature": 0.5}, ["actor.temperature is 1.0", "gconfig.temperature is 0.5"]),
         ({"gconfig.temperature": 0.0, "actor.temperature": 0.0}, ["above 0"]),
         ({"allocation_mode": "sglang:d1+fsdp:d3"}, ["train_dataset.batch_size is 8", "d3"]),
-        ({"allocation_mode": "sglang:d1+fsdp:d2t2"}, ["d2t2", "only data parallelism"]),
         ({"allocation_mode": "sglang:d2|fsdp:d2"}, ["same devices", "embedded|fsdp"]),
         ({"actor.kl_ctl": 0.1}, ["actor.kl_ctl is 0.1", "ref is None"]),
         ({"actor.kl_ctl": 0.1, "ref": PPOActorConfig(temperature=0.5)}, ["ref.temperature is 0.5", "actor.temperature is 1.0"]),
