@@ -10,17 +10,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
 from areal_core.engine.checksums import parameter_checksums
+from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
+from areal_core.engine.offload import leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import clip_gradients
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
+from areal_core.engine.sharding import whole
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -37,11 +40,11 @@ class FullTensors:
 
     model: PreTrainedModel
     dtype: torch.dtype
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, full.detach().to(self.dtype)
+            yield name, whole(parameter.detach().to(self.device)).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class FSDPEngine:
         max_tokens_per_mb: the most tokens of one micro-batch, None for no limit.
         min_micro_batches: the fewest micro-batches that a batch is divided into.
         granularity: so many neighbouring rows stay in one micro-batch; 2 for pairs. It divides the rows of every batch.
+        adapter: what is trained in place of the model, which then stays as it is.
+        step_groups: of `offload.take_step`; None where optimizer states stay on the device.
+        sleeps: while the engine is idle, its memory on the device is given back.
     """
 
     model: PreTrainedModel
@@ -88,6 +94,23 @@ class FSDPEngine:
     optimizer: Optimizer | None = None
     schedule: LRScheduler | None = None
     gradient_clipping: float = 1.0
+    adapter: Adapter | None = None
+    step_groups: list[list[Parameter]] | None = None
+    sleeps: bool = False
+    is_asleep: bool = False
+
+    def sleep(self) -> None:
+        """Tell the engine that it is idle now; the next call that needs its weights wakes it."""
+        if self.sleeps and not self.is_asleep:
+            leave_device(self.model, self.optimizer)
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Bring back what has left the device."""
+        if self.is_asleep:
+            states_stay = self.step_groups is None
+            return_to_device(self.model, self.optimizer, self.ranks.device, with_states=states_stay)
+            self.is_asleep = False
 
     def divide(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch, as many micro-batches on every rank; a collective."""
@@ -112,6 +135,7 @@ class FSDPEngine:
     @torch.no_grad()
     def _columns(self, batch: Batch, num_columns: int) -> Tensor:
         """The columns of `_forward` for every row of a batch, float32 [columns, B, T]; a collective."""
+        self.wake()
         self.model.eval()
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
@@ -126,6 +150,7 @@ class FSDPEngine:
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
         """Give `loss_fn` what `train_batch` would, and learn nothing; a collective."""
+        self.wake()
         self.model.eval()
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
@@ -159,6 +184,7 @@ class FSDPEngine:
         total_weight = float(self.ranks.sum(weight_fn(batch).double()))
         if total_weight == 0:
             raise ValueError("no token of the batch is trained on any rank: every loss_mask is 0")
+        self.wake()
         self.model.train()
         self.optimizer.zero_grad()
         results = [
@@ -171,7 +197,7 @@ class FSDPEngine:
         grad_norm = clip_gradients(list(self.model.parameters()), self.gradient_clipping)
         finite = grad_norm < float("inf")  # False for nan, too
         if finite:
-            self.optimizer.step()
+            take_step(self.optimizer, self.step_groups)
         observe("optimizer", grad_norm=grad_norm, lr=lr, updated=finite)
         self.optimizer.zero_grad()
         return TrainResult(float(loss_sum) / total_weight, total_weight, grad_norm, lr, finite, results)
@@ -245,10 +271,20 @@ class FSDPEngine:
         assert self.schedule is not None
         self.schedule.step()
 
-    def named_full_tensors(self) -> FullTensors:
-        """Every weight, whole, in the compute dtype; a collective each time it is iterated, by every rank to the end."""
-        return FullTensors(self.model, self.dtype)
+    def named_full_tensors(self) -> FullTensors | MergedTensors:
+        """Every weight, whole, in the compute dtype, with its adapter; a collective each time it is iterated, by every rank to the end."""
+        self.wake()
+        if self.adapter is None:
+            return FullTensors(self.model, self.dtype, self.ranks.device)
+        masters = FullTensors(self.model, torch.float32, self.ranks.device)
+        return MergedTensors(masters, self.adapter.scaling, self.dtype)
+
+    def named_adapter_tensors(self) -> AdapterTensors:
+        """What is trained, whole, in float32, under the names of peft's files; a collective like `named_full_tensors`."""
+        self.wake()
+        self.model.reshard()  # a forward without a backward leaves a head of scores whole and in the compute dtype
+        return AdapterTensors(self.model, self.ranks.device)
 
     def checksums(self) -> dict[str, str]:
-        """crc32c of every master weight; a collective."""
+        """crc32c of every master weight, of an adapted model those of the adapter; a collective."""
         return parameter_checksums(self.model, self.ranks)

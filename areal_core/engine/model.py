@@ -17,6 +17,7 @@ def load_model(
     attn_implementation: str = PACKED,
     init_from_scratch: bool = False,
     disable_dropout: bool = False,
+    without_weights: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model on the CPU.
 
@@ -25,6 +26,7 @@ def load_model(
         dtype: of the parameters. Training loads float32, the master weights; the sharding policy casts for compute.
         attn_implementation: `PACKED` for training; "sdpa" for generation.
         init_from_scratch: random weights from the config alone, with torch's current seed.
+        without_weights: on "meta", for weights that come from elsewhere.
 
     Raises:
         ModelError: there is no readable model at `path`.
@@ -35,6 +37,9 @@ def load_model(
         if disable_dropout:
             without_dropout(config)
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
+        if without_weights:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config, **options)
         if init_from_scratch:
             return AutoModelForCausalLM.from_config(config, **options)
         return AutoModelForCausalLM.from_pretrained(path, config=config, **options)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from areal_core.engine.adam_bf16 import AdamWBf16
+
 
 def build_optimizer(
     parameters: Iterable[Tensor],
@@ -21,10 +23,10 @@ def build_optimizer(
     beta2: float,
     eps: float,
 ) -> Optimizer:
-    """An optimizer whose states have the parameters' own dtype, float32.
+    """An optimizer whose states have the parameters' own dtype, float32, but for the first moment of "adam_bf16".
 
     Raises:
-        ValueError: `kind` is neither "adam" nor "sgd".
+        ValueError: `kind` is none of "adam", "adam_bf16", "sgd".
     """
     if kind == "adam":
         return torch.optim.AdamW(
@@ -32,7 +34,9 @@ def build_optimizer(
         )
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay)
-    raise ValueError(f"optimizer.type is {kind!r}: use 'adam' (AdamW) or 'sgd'")
+    if kind == "adam_bf16":
+        return AdamWBf16(parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+    raise ValueError(f"optimizer.type is {kind!r}: use 'adam' (AdamW), 'adam_bf16' or 'sgd'")
 
 
 def schedule_factor(

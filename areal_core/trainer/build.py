@@ -18,10 +18,15 @@ from areal_core.config.services import PerfTracerConfig
 from areal_core.dataset import PromptLoader
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
+from areal_core.engine.flash_attention import choose_attention
 from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.liger import apply_liger
+from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
 from areal_core.engine.model import load_model
+from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
+from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.paths import run_folder
 from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, step_summary
@@ -31,6 +36,7 @@ from areal_core.trainer.build_services import build_services
 from areal_core.trainer.frequency import Frequency
 
 Dataset = Any  # a sequence of rows
+logger = logging.getLogger(__name__)
 
 
 def start_process(config: BaseExperimentConfig) -> Ranks:
@@ -75,18 +81,31 @@ def build_engine(
     """A sharded model, read by `load`; with `options.optimizer`, one that trains."""
     dtype = getattr(torch, options.dtype)
     policy = options.fsdp.wrap_policy
-    layers = policy.transformer_layer_cls_to_wrap if policy else None
+    named = policy.transformer_layer_cls_to_wrap if policy else None
+    layer_classes = tuple(named) if named else None
+    attention = choose_attention(options.attn_impl, ranks.device.type, dtype)
+    logger.info("%s: attention is %s", options.path, attention.why)
+    fsdp = options.fsdp
+    model = load(
+        options.path,
+        attn_implementation=attention.implementation,
+        init_from_scratch=options.init_from_scratch,
+        disable_dropout=options.disable_dropout,
+        without_weights=fsdp.memory_efficient_load and ranks.rank > 0,
+    )
+    if options.use_liger:
+        apply_liger(model, ranks.device.type)
+    adapter = adapt_model(model, options, ranks) if options.use_lora else None
     model = shard_model(
-        load(
-            options.path,
-            init_from_scratch=options.init_from_scratch,
-            disable_dropout=options.disable_dropout,
-        ),
+        model,
         ranks,
         dtype=dtype,
         grad_reduce_dtype=getattr(torch, options.grad_reduce_dtype),
         gradient_checkpointing=options.gradient_checkpointing,
-        layer_classes=tuple(layers) if layers else None,
+        layer_classes=layer_classes,
+        compiles=fsdp.compile,
+        offloads=fsdp.offload_params,
+        from_rank_0=fsdp.memory_efficient_load,
     )
     engine = FSDPEngine(
         model,
@@ -95,10 +114,12 @@ def build_engine(
         temperature=options.temperature,
         max_tokens_per_mb=options.mb_spec.max_tokens_per_mb,
         min_micro_batches=options.mb_spec.n_mbs or 1,
+        adapter=adapter,
+        sleeps=options.offload and not fsdp.offload_params,
     )
     if (o := options.optimizer) is not None:
         engine.optimizer = build_optimizer(
-            model.parameters(),
+            trained_parameters(model).values(),
             kind=o.type,
             lr=o.lr,
             weight_decay=o.weight_decay,
@@ -114,7 +135,18 @@ def build_engine(
             min_lr_ratio=o.min_lr_ratio,
         )
         engine.gradient_clipping = o.gradient_clipping
+        if (o.offload or fsdp.per_layer_optim_step) and not fsdp.offload_params:
+            engine.step_groups = step_groups(model, is_per_layer=fsdp.per_layer_optim_step)
     return engine
+
+
+def adapt_model(model: PreTrainedModel, options: TrainEngineConfig, ranks: Ranks) -> Adapter:
+    """Freezes a model that is not sharded yet and gives it the adapters of the section; a collective."""
+    adapter = Adapter(options.lora_rank, options.lora_alpha, options.path, is_score_model(model))
+    seed = ranks.gather_objects(torch.initial_seed())[0]  # rank 0's, because seeds differ by rank
+    dtype = getattr(torch, options.dtype)
+    add_adapters(model, adapter, options.target_modules, dtype=dtype, seed=seed)
+    return adapter
 
 
 def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -> PromptLoader:

@@ -1,0 +1,96 @@
+"""Flash-attention over packed sequences, one kernel for all of them, where the device has it; else `attention.py`, sequence by sequence.
+
+The kernel is torch's own (`torch.nn.attention.varlen`), so no package is needed beside it. Its backward is deterministic where torch's
+deterministic algorithms are on.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from areal_core.engine.attention import PACKED, packed_attention
+
+FLASH = "packed_flash"
+OLDEST_CAPABILITY = (8, 0)  # Ampere
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention function that a model is given, by its name among Transformers', and why."""
+
+    implementation: str
+    why: str
+
+
+def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> AttentionChoice:
+    """What `attn_impl` means on a device ("cpu" or "cuda") for a compute dtype."""
+    if attn_impl == "sdpa":
+        return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl asks")
+    if device != "cuda":
+        missing = "no flash-attention on a CPU"
+    elif dtype == torch.float32:
+        missing = "flash-attention computes in bfloat16 or float16, not in float32"
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        missing = "flash-attention needs an Ampere GPU or a newer one"
+    else:
+        return AttentionChoice(FLASH, "torch's flash-attention over packed sequences")
+    return AttentionChoice(PACKED, f"SDPA, one sequence at a time: {missing}")
+
+
+def flash_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    sequence_lengths: list[int],
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What `packed_attention` computes, with the same arguments; the kernel has no dropout and no cap, and takes heads of up to 256."""
+    if dropout or softcap is not None or query.shape[3] > WIDEST_HEAD:
+        return packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            sequence_lengths=sequence_lengths,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            **others,
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = _cumulative(tuple(sequence_lengths), query.device)
+    longest = max(sequence_lengths)
+    attended = varlen_attn(
+        *(t[0].transpose(0, 1) for t in (query, key, value)),  # [tokens, heads, head_dim]
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        # The kernel counts the tokens before a token, Transformers counts the token itself, too.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended[None], None
+
+
+@lru_cache(maxsize=4)  # every layer asks for those of its micro-batch, and a copy to the device waits for it
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+AttentionInterface.register(FLASH, flash_attention)

@@ -1,0 +1,82 @@
+"""What leaves the device's memory while it is not needed there: optimiser states between steps, and a whole engine between its turns.
+
+```
+optimizer.offload            states are on the device during the optimizer step, else in host memory
+fsdp.per_layer_optim_step    the same, one layer after the other: never more than the states of one layer are on the device
+offload                      parameters and states leave when the engine has no work (rollouts, another model's turn)
+fsdp.offload_params          FSDP's own: parameters, gradients and states stay in host memory, layers visit the device
+```
+
+Moving changes no bit, and on a CPU nothing moves.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+HOST = torch.device("cpu")
+
+
+def take_step(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]] | None) -> None:
+    """One optimizer step.
+
+    Args:
+        groups: the parameters, in groups whose states are brought from host memory, used and sent back one after the other; None
+            where states stay on the device.
+    """
+    if groups is None:
+        optimizer.step()
+        return
+    gradients = {parameter: parameter.grad for group in groups for parameter in group}
+    for parameter in gradients:
+        parameter.grad = None  # which the optimizer takes for "leave it alone"
+    for group in groups:
+        move_states(optimizer, group, None)
+        for parameter in group:
+            parameter.grad = gradients[parameter]
+        optimizer.step()
+        for parameter in group:
+            parameter.grad = None
+        move_states(optimizer, group, HOST)
+
+
+def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Parameter]]:
+    """All trained parameters of a sharded model in one group, or each layer's in one and the others in the last."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not is_per_layer:
+        return [trained]
+    layers = [part for part in model.modules() if isinstance(part, FSDPModule) and part is not model]
+    in_layers = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    seen = {parameter for group in in_layers for parameter in group}
+    return [*in_layers, [parameter for parameter in trained if parameter not in seen]]
+
+
+def move_states(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device | None
+) -> None:
+    """Move the states of some parameters to a device, or, with None, to that of each parameter."""
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})  # empty before the first step
+        target = parameter.device if device is None else device
+        state.update((name, value.to(target)) for name, value in state.items() if torch.is_tensor(value))
+
+
+def leave_device(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Move parameters and optimiser states to host memory, and give the device's memory back."""
+    model.to(HOST)
+    if optimizer is not None:
+        move_states(optimizer, list(optimizer.state), HOST)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def return_to_device(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, *, with_states: bool
+) -> None:
+    """The inverse of `leave_device`; without states, which then come at each step."""
+    model.to(device)
+    if optimizer is not None and with_states:
+        move_states(optimizer, list(optimizer.state), None)

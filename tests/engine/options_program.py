@@ -1,0 +1,114 @@
+"""Trains two steps under each of several options, on as many ranks as there are, and prints the checksums and losses of each way.
+
+Arguments: model folder, and a larger model's, whose loading is weighed ("" for none).
+"""
+
+import copy
+import ctypes
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.trainer.build import build_engine
+
+LENGTHS = [12, 5, 20, 9, 3]
+SAME_BITS = {
+    "as it is": {},
+    "parameters in host memory": {"fsdp.offload_params": True},
+    "optimizer states in host memory": {"optimizer.offload": True},
+    "optimizer steps layer by layer": {"fsdp.per_layer_optim_step": True},
+    "asleep between steps": {"offload": True},
+    "activations recomputed": {"gradient_checkpointing": True},
+    "rank 0 reads": {"fsdp.memory_efficient_load": True},
+    "all at once": {
+        "fsdp.memory_efficient_load": True,
+        "fsdp.per_layer_optim_step": True,
+        "optimizer.offload": True,
+        "offload": True,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+def make_options(model: str, changes: dict[str, object]) -> TrainEngineConfig:
+    options = TrainEngineConfig(
+        path=model,
+        dtype="float32",
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=26),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0),
+    )
+    for name, value in changes.items():
+        *section, option = name.split(".")
+        holder = getattr(options, section[0]) if section else options
+        assert hasattr(holder, option), name
+        setattr(holder, option, value)
+    return copy.deepcopy(options)
+
+
+def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    trained = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None] - 1
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "loss_mask": trained.int()}
+    return {key: tensor[rank::world_size] for key, tensor in batch.items()}
+
+
+def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> float:
+    """One step of maximum likelihood, after which the engine is idle; its loss."""
+    result = engine.train_batch(
+        batch,
+        lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+    )
+    engine.step_schedule()
+    engine.sleep()
+    return result.loss
+
+
+def train(ranks: Ranks, model: str, changes: dict[str, object]) -> dict[str, object]:
+    torch.manual_seed(ranks.rank)
+    engine = build_engine(make_options(model, changes), ranks, total_steps=10)
+    batch = rows(ranks.rank, ranks.world_size)
+    losses = [train_step(engine, batch) for _ in range(2)]
+    return {"losses": losses, "checksums": engine.checksums()}
+
+
+def rise_of_peak_mib(ranks: Ranks, model: str, changes: dict[str, object]) -> list[float]:
+    """MiB of host memory by which the peak of each rank rises while it builds an engine."""
+    options = make_options(model, changes)
+    options.optimizer = None
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed would hide what is taken
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory_mib("VmRSS")
+    build_engine(options, ranks, total_steps=1)
+    return ranks.gather_objects(memory_mib("VmHWM") - before)
+
+
+def memory_mib(name: str) -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 1024
+
+
+def main(model: str, larger: str) -> None:
+    torch.set_num_threads(1)
+    ranks = join_ranks("cpu")
+    found: dict[str, object] = {name: train(ranks, model, changes) for name, changes in SAME_BITS.items()}
+    if larger:
+        found["peaks"] = {
+            name: rise_of_peak_mib(ranks, larger, {"fsdp.memory_efficient_load": value})
+            for name, value in {"rank 0 reads": True, "every rank reads": False}.items()
+        }
+    if ranks.rank == 0:
+        print(json.dumps(found))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
