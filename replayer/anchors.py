@@ -19,7 +19,7 @@ from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, step_name
 
 CHECKPOINT = "checkpoint"  # folder inside an anchor
 # What a replay repeats of a step; the same on all ranks, because statistics are reduced over them.
-REPLAYED = ("timeperf/compute_advantage", "timeperf/train_step")
+REPLAYED = ("critic_values", "compute_advantage", "train_step", "critic_train_step")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class AnchorTaker:
             if self.policy.at_start or facts["version"] > 0:
                 self.take(facts["version"])
         elif event == "step":
-            self.replay_s += sum(facts["stats"][name] for name in REPLAYED)
+            timings = [f"timeperf/{name}" for name in REPLAYED]
+            self.replay_s += sum(facts["stats"][name] for name in timings if name in facts["stats"])
         elif event == "weights" and self.policy.is_due(facts["step"] + 1, self.replay_s):
             self.take(facts["step"] + 1)
         elif event == "checkpoint" and self.rank == 0:

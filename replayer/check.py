@@ -245,6 +245,7 @@ def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
     options = {
         "actor.path": ("actor", "path"),
         "ref.path": ("ref", "path"),
+        "critic.path": ("critic", "path"),
         "tokenizer_path": ("tokenizer_path",),
     }
     both = (recorded.config, current.config)

@@ -32,6 +32,7 @@ ACTS_FROM = (
     ("actor.rejection_sampling", "loss"),
     ("actor.ppo_n_minibatches", "loss"),
     ("actor.sapo", "loss"),
+    ("actor.entropy_coef", "loss"),
     ("actor.use_sapo_loss", "loss"),
     ("actor.m2_threshold", "advantages"),
     ("actor.kl_", "advantages"),
@@ -48,7 +49,13 @@ ACTS_FROM = (
     ("actor.mb_spec", "logprobs"),
     ("actor.gradient_checkpointing", "logprobs"),
     ("ref", "logprobs"),
+    ("critic.ppo_n_minibatches", "loss"),
+    ("critic.eps_clip", "loss"),
+    ("critic.optimizer", "weights"),
     ("critic", "logprobs"),
+    ("teacher.rl_loss_weight", "loss"),
+    ("teacher.distill_loss_weight", "loss"),
+    ("teacher", "logprobs"),
 )
 # how far sums of this precision may part by their order alone, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}

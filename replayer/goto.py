@@ -179,7 +179,7 @@ class Visitor:
         if before not in self.record.steps:
             return
         recorded = self.record.step(before).outcome(self.trainer.ranks.rank).checksums
-        found = self.trainer.actor.checksums()
+        found = self.trainer.checksums()
         self.report.num_parameters = len(found)
         self.report.wrong_parameters = sorted({name for name, _ in found.items() ^ recorded.items()})
 

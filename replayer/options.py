@@ -29,8 +29,10 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
     if settings:
         check_config(config)
     if model is not None:
-        if config.ref is not None and config.ref.path == config.actor.path:
-            config.ref.path = model  # a run regularises towards the model that it starts from
+        # A run regularises towards the model that it starts from, and values begin as that model with another head.
+        for section in (config.ref, config.critic):
+            if section is not None and section.path == config.actor.path:
+                section.path = model
         config.actor.path = model
         config.tokenizer_path = config.tokenizer_path and model
     return without_side_effects(config)

@@ -1,6 +1,6 @@
 """Where two recordings of one step part: the stages of a step in the order in which they are computed.
 
-    batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch
+    batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch, a critic's after the actor's
 
 The first difference in this order is the one to look for; those behind it may follow from it.
 """
@@ -14,7 +14,7 @@ from recorder import MicroBatch, Outcome, Plan, RecordedStep
 from replayer.tensors_apart import Place, TensorDifference, compare_tensors, files
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
-LOGPROBS = ("prox_logp", "ref_logp", "values")
+LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
 
 
@@ -35,8 +35,9 @@ class StageDifference:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step in the trainer's plan."""
+    """An optimizer step in the trainer's plan; the loss is that of all ranks."""
 
+    loss: float
     grad_norm: float
     lr: float
 
@@ -56,8 +57,11 @@ def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDiffere
         return (*batch, *learning)
     if not files(left, "learning") or not files(right, "learning"):
         learning = list(compare_statistics(here[0].stats, there[0].stats))
-    updates = parse_updates(left.plan(0)), parse_updates(right.plan(0))
-    return (*batch, *learning, *compare_updates(here, there, *updates))
+    plans = left.plan(0), right.plan(0)
+    actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
+    critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
+    weights = compare_checksums("weights", here[0].checksums, there[0].checksums)
+    return (*batch, *learning, *actors, *critics, *weights)
 
 
 def stage_of(difference: TensorDifference) -> str:
@@ -71,14 +75,12 @@ def read_outcomes(step: RecordedStep) -> list[Outcome]:
     return [step.outcome(rank) for rank in range(step.manifest.num_ranks)] if recorded else []
 
 
-def parse_updates(plan: Plan) -> list[Update]:
-    """The optimizer steps of our trainer's plan; none in the plan of another."""
-    if "minibatches" not in plan.details:
+def parse_updates(plan: Plan, member: str) -> list[Update]:
+    """The optimizer steps under one member of our trainer's plan: "minibatches" of the actor, or "critic"; none where it is absent."""
+    if member not in plan.details:
         return []
-    return [
-        Update(float.fromhex(item["grad_norm"]), float.fromhex(item["lr"]))
-        for item in plan.details["minibatches"]
-    ]
+    numbers = ("loss", "grad_norm", "lr")
+    return [Update(*(float.fromhex(item[name]) for name in numbers)) for item in plan.details[member]]
 
 
 def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
@@ -127,7 +129,14 @@ def compare_updates(
             yield from compare_numbers("weights", "lr", own.lr, other.lr, minibatch)
         if pair:
             yield from compare_checksums("weights", pair[0].weights, pair[1].weights, minibatch)
-    yield from compare_checksums("weights", here[0].checksums, there[0].checksums)
+
+
+def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iterator[StageDifference]:
+    """Losses, gradient norms and rates of a critic, whose micro-batches are not told one by one."""
+    for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
+        for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
+            numbers = (None if one is None else getattr(one, fact) for one in (left, right))
+            yield from compare_numbers(stage, f"{fact} of the critic", *numbers, minibatch)
 
 
 def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:

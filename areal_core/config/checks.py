@@ -121,11 +121,11 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
         yield "the allocation puts sglang and fsdp on the same devices; use 'embedded|fsdp:dN' or 'sglang:dN+fsdp:dM'"
 
 
-def only_a_reward_model_has_scores(config: BaseExperimentConfig) -> Iterator[str]:
+def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> Iterator[str]:
+    may_have = "actor.is_critic" if isinstance(config, RWConfig) else "critic.is_critic"
     for name, value in flat_values(config).items():
-        may_be = name == "actor.is_critic" and isinstance(config, RWConfig)
-        if name.endswith(".is_critic") and value and not may_be:
-            yield f"{name} is True, which is not available: value models are not built: set it to false"
+        if name.endswith(".is_critic") and value and name != may_have:
+            yield f"{name} is True and the section is of a language model: set it to false"
 
 
 def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
@@ -142,6 +142,6 @@ COUPLINGS = (
     debug_either_records_or_replays,
     recording_limits_are_positive,
     batch_divides_over_ranks,
-    only_a_reward_model_has_scores,
+    only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,
 )

@@ -21,8 +21,6 @@ class NotYet:
 
 
 NOT_YET = (
-    NotYet("critic", (None,), "there is no value model yet: use group normalisation (reward_norm) without a critic"),
-    NotYet("teacher", (None,), "distillation is not built: remove the section"),
     NotYet("dynamic_bs", (False,), "every step takes train_dataset.batch_size prompts: set it to false"),
     NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
     NotYet("recover.no_save_optim", (False,), "a run continues with its optimiser states: set it to false"),

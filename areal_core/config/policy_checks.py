@@ -6,6 +6,7 @@ from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
 from areal_core.config.experiment import PPOConfig
 from areal_core.config.presets import shown
+from areal_core.config.scorer_checks import SCORER_COUPLINGS
 
 
 def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
@@ -88,7 +89,12 @@ def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
     gconfig, max_length = config.gconfig, config.train_dataset.max_length
     longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
     parts = f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
-    limits = {"actor.mb_spec.max_tokens_per_mb": config.actor.mb_spec.max_tokens_per_mb}
+    models = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "teacher": config.teacher}
+    limits = {
+        f"{name}.mb_spec.max_tokens_per_mb": model.mb_spec.max_tokens_per_mb
+        for name, model in models.items()
+        if model is not None
+    }
     if resolve_allocation(config).rollout_backend == "sglang":
         limits["sglang.context_length"] = config.sglang.context_length
     for name, limit in limits.items():
@@ -179,11 +185,12 @@ def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
     num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
     train = resolve_allocation(config).train
     per_rank = num_rows // train.data if train is not None else num_rows
-    if not 1 <= config.actor.ppo_n_minibatches <= max(per_rank, 1):
-        yield (
-            f"actor.ppo_n_minibatches is {config.actor.ppo_n_minibatches} and each rank has {per_rank} sequences "
-            "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
-        )
+    for name, model in {"actor": config.actor, "critic": config.critic}.items():
+        if model is not None and not 1 <= model.ppo_n_minibatches <= max(per_rank, 1):
+            yield (
+                f"{name}.ppo_n_minibatches is {model.ppo_n_minibatches} and each rank has {per_rank} sequences "
+                "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
+            )
 
 
 def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
@@ -207,4 +214,5 @@ PPO_COUPLINGS = (
     proximal_policy_is_there_to_compare,
     minibatches_have_rows,
     tokenizers_agree,
+    *SCORER_COUPLINGS,
 )

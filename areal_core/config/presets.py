@@ -21,16 +21,29 @@ def reward_norm(mean_level: str, std_level: str | None) -> Options:
     }
 
 
+def like_actor(section: str) -> Options:
+    """How another model runs where the actor does."""
+    return {
+        f"{section}.dtype": "${actor.dtype}",
+        f"{section}.mb_spec.max_tokens_per_mb": "${actor.mb_spec.max_tokens_per_mb}",
+    }
+
+
+def optimizer_of_actor(section: str) -> Options:
+    """The actor's optimizer, option by option, so that one of them may be one's own."""
+    names = ("type", "lr", "weight_decay", "beta1", "beta2", "eps", "min_lr_ratio")
+    names += ("lr_scheduler_type", "warmup_steps_proportion", "gradient_clipping")
+    return {f"{section}.optimizer.{name}": f"${{actor.optimizer.{name}}}" for name in names}
+
+
 def kl_penalty(weight: float, estimator: str) -> Options:
     """A KL penalty against the weights that the run begins with, if there is no `ref` section."""
     return {
         "actor.kl_ctl": weight,
         "actor.kl_estimator": estimator,
         "ref.path": "${actor.path}",
-        "ref.dtype": "${actor.dtype}",
         "ref.temperature": "${actor.temperature}",
-        "ref.mb_spec.max_tokens_per_mb": "${actor.mb_spec.max_tokens_per_mb}",
-    }
+    } | like_actor("ref")
 
 
 ADVANTAGES_OF_BATCH: Options = {
@@ -42,6 +55,17 @@ GRPO = reward_norm("group", "group") | ADVANTAGES_OF_BATCH | NO_KL
 
 PRESETS: dict[str, Options] = {
     "grpo": GRPO,
+    "ppo": {"actor.reward_norm": None}
+    | ADVANTAGES_OF_BATCH
+    | NO_KL
+    | {
+        "actor.gae_lambda": 1.0,
+        "critic.path": "${actor.path}",
+        "critic.ppo_n_minibatches": "${actor.ppo_n_minibatches}",
+        "critic.eps_clip": 0.5,
+    }
+    | like_actor("critic")
+    | optimizer_of_actor("critic"),
     "dr_grpo": reward_norm("group", None) | ADVANTAGES_OF_BATCH | NO_KL,
     "rloo": reward_norm("group", None)
     | {"actor.reward_norm.mean_leave1out": True}
@@ -88,6 +112,13 @@ PRESETS: dict[str, Options] = {
         "actor.rejection_sampling.upper": 5.0,
         "actor.rejection_sampling.lower": None,
     },
+    "distill": GRPO
+    | {
+        "teacher.rl_loss_weight": 1.0,
+        "teacher.distill_loss_weight": 0.005,
+        "teacher.temperature": "${actor.temperature}",
+    }
+    | like_actor("teacher"),
 }
 
 # What makes one algorithm and must not be left over from another that a file was written for.
@@ -100,11 +131,11 @@ PUT_BACK: Options = {
     "actor.overlong_reward_penalty": False,
     "actor.use_sapo_loss": False,
     "actor.m2_threshold": None,
+    "critic": None,
+    "teacher": None,
 }
-NOT_AVAILABLE = {
-    "ppo": "a preset for PPO with a critic is not built: use decoupled_ppo or reinforce_pp, which need no value model",
-    "distill": "distillation has no preset",
-}
+# Sections that a preset brings only where there is none.
+MODELS = ("ref", "critic", "teacher")
 
 
 def split_algorithm(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -121,16 +152,14 @@ def named(override: str) -> str:
 def expand_preset(tree: dict[str, Any], name: str, given: Sequence[str]) -> str:
     """Put the options of a preset into `tree`, except where one in `given` speaks of the same; say so in a sentence.
 
-    Raises ConfigError for a name that is unknown or not available.
+    Raises ConfigError for a name that is unknown.
     """
-    if name in NOT_AVAILABLE:
-        raise ConfigError(f"algorithm is {name!r}, which is not available: {NOT_AVAILABLE[name]}")
     if name not in PRESETS:
         raise ConfigError(f"algorithm is {name!r}; expected one of {', '.join(PRESETS)}")
-    present = dict(leaves(tree))
-    wanted = {option: value for option, value in PUT_BACK.items() if option in present} | PRESETS[name]
-    if isinstance(tree.get("ref"), dict):
-        wanted = {option: value for option, value in wanted.items() if not option.startswith("ref.")}
+    present, models = dict(leaves(tree)), {model for model in MODELS if isinstance(tree.get(model), dict)}
+    brought = {option.partition(".")[0] for option in PRESETS[name]}
+    left_over = {o: v for o, v in PUT_BACK.items() if o not in brought and (o in present or o in models)}
+    wanted = left_over | {o: v for o, v in PRESETS[name].items() if o.partition(".")[0] not in models}
     kept = [option for option in wanted if any(same_place(option, other) for other in given)]
     changed = {option: value for option, value in wanted.items() if option not in kept}
     for option, value in changed.items():

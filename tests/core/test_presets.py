@@ -1,13 +1,14 @@
 """A preset is some plain options: it sets these and no others, gives way to the user's own, and says so."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal_core.config import GRPOConfig, NormConfig, PPOActorConfig, SFTConfig, load_expr_config
 from areal_core.config.checks import flat_values
-from areal_core.config.presets import NOT_AVAILABLE, PRESETS, PUT_BACK, shown
+from areal_core.config.presets import MODELS, PRESETS, PUT_BACK, shown
 from areal_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,8 @@ def resolved(option, value, config):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_sets_exactly_its_options(name):
-    before, config = plain_values(load()), load(f"algorithm={name}")
+    own = ["teacher.path=teacher"] * (name == "distill")  # the one thing that no preset can know
+    before, config = plain_values(load()), load(f"algorithm={name}", *own)
     after = flat_values(config)
     for option, value in PRESETS[name].items():
         assert after[option] == resolved(option, value, config), option
@@ -39,8 +41,8 @@ def test_preset_sets_exactly_its_options(name):
     strange = {
         option
         for option in changed
-        if not any(f"{option}.".startswith(f"{own}.") for own in PRESETS[name])
-        and not option.startswith("ref.")  # a section that was not there before brings its defaults
+        if not any(f"{option}.".startswith(f"{preset}.") for preset in PRESETS[name])
+        and option.partition(".")[0] not in MODELS  # a section that was not there before brings its defaults
     }
     assert strange == set()
 
@@ -56,6 +58,14 @@ def test_presets_by_hand():
     assert load("algorithm=sapo").actor.use_decoupled_loss is False
     assert load("algorithm=m2po").actor.m2_threshold == 0.04
     assert load("algorithm=decoupled_ppo").actor.rejection_sampling.upper == 5.0
+    ppo = load("algorithm=ppo")
+    assert (ppo.actor.reward_norm, ppo.critic.path, ppo.critic.eps_clip) == (None, ppo.actor.path, 0.5)
+    assert ppo.critic.optimizer == ppo.actor.optimizer
+    assert load("algorithm=ppo", "critic.optimizer.lr=1e-6").critic.optimizer == replace(
+        ppo.actor.optimizer, lr=1e-6
+    )
+    distilled = load("algorithm=distill", "teacher.path=large", "teacher.rl_loss_weight=0")
+    assert (distilled.teacher.path, distilled.teacher.rl_loss_weight) == ("large", 0.0)
 
 
 def test_other_overrides_win_and_it_is_told(caplog):
@@ -104,6 +114,16 @@ def test_nothing_is_left_over_from_the_algorithm_that_a_file_was_written_for(tmp
     assert {option: defaults[option] for option in PUT_BACK} == PUT_BACK
 
 
+def test_a_critic_stays_with_the_algorithm_that_has_one(tmp_path, caplog):
+    file = ROOT / "examples/ppo.yaml"
+    assert load(file=file).critic.gradient_checkpointing
+    assert load("algorithm=ppo", file=file).critic == load(file=file).critic
+    assert load("algorithm=grpo", file=file).critic is None
+    assert "critic=null" in caplog.messages[-1]
+    with_teacher = load("algorithm=distill", "teacher.path=large", file=file)
+    assert (with_teacher.critic, with_teacher.teacher.distill_loss_weight) == (None, 0.005)
+
+
 def test_a_reference_that_is_there_is_not_touched(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(EXAMPLE.read_text() + "\nref: {path: other/model, dtype: float32}\n")
@@ -111,14 +131,10 @@ def test_a_reference_that_is_there_is_not_touched(tmp_path):
     assert (config.ref.path, config.ref.dtype) == ("other/model", "float32")
 
 
-@pytest.mark.parametrize("name", NOT_AVAILABLE)
-def test_what_is_not_built_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=rf"algorithm is '{name}', which is not available: "):
-        load(f"algorithm={name}")
-
-
 def test_an_unknown_name_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"algorithm is 'gropo'; expected one of grpo, dr_grpo, rloo, "):
+    with pytest.raises(
+        ConfigError, match=r"algorithm is 'gropo'; expected one of grpo, ppo, dr_grpo, rloo, "
+    ):
         load("algorithm=gropo")
 
 
@@ -133,5 +149,3 @@ def test_the_document_has_the_table_of_the_presets():
     for name, options in PRESETS.items():
         listed = ", ".join(f"`{option}={shown(value)}`" for option, value in options.items())
         assert f"| `{name}` | {listed} |" in document, f"| `{name}` | {listed} |"
-    for name in NOT_AVAILABLE:
-        assert f"`{name}`" in document

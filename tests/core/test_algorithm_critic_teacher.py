@@ -1,0 +1,86 @@
+"""Explained variance, and the pull towards a teacher: by hand, by numpy, and for its gradient by the KL itself."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.distillation import distillation_loss
+from areal_core.algorithm.value_loss import explained_variance
+
+ONES = torch.ones(4)
+
+
+def test_explained_variance_by_hand():
+    # Returns 1, 3, 1, 3 have variance 1; values 1, 2, 1, 2 leave 0, 1, 0, 1, of variance 1/4, however far off their mean is.
+    returns = torch.tensor([1.0, 3.0, 1.0, 3.0])
+    assert explained_variance(torch.tensor([1.0, 2.0, 1.0, 2.0]), returns, ONES) == 0.75
+    assert explained_variance(torch.tensor([8.0, 9.0, 8.0, 9.0]), returns, ONES) == 0.75
+    assert explained_variance(returns, returns, ONES) == 1.0
+    assert explained_variance(torch.zeros(4), returns, ONES) == 0.0
+    assert explained_variance(-returns, returns, ONES) == -3.0
+
+
+def test_explained_variance_of_equal_returns_is_not_told():
+    third = torch.full((4,), 1 / 3)
+    assert math.isnan(explained_variance(torch.tensor([1.0, 2.0, 3.0, 4.0]), third, ONES))
+    assert math.isnan(explained_variance(third, third, torch.zeros(4)))
+
+
+def test_explained_variance_equals_numpy_over_ranks():
+    random = np.random.default_rng(3)
+    values, returns = random.normal(5, 2, (2, 6, 11)).astype(np.float32)
+    mask = random.random((6, 11)) < 0.6
+    target, error = returns[mask].astype(float), (returns - values)[mask].astype(float)
+    expected = 1 - error.var() / target.var()
+    tensors = [torch.from_numpy(array) for array in (values, returns, mask)]
+    assert explained_variance(*tensors) == pytest.approx(expected, rel=1e-6)
+    sums: list[torch.Tensor] = []
+    explained_variance(*(tensor[4:] for tensor in tensors), lambda own: sums.append(own) or own)
+    assert explained_variance(
+        *(tensor[:4] for tensor in tensors), lambda own: own + sums[0]
+    ) == pytest.approx(expected, rel=1e-6)
+
+
+def test_distillation_by_hand():
+    # pi 0.5 sampled at 0.25 with a teacher of 0.125: 2 * log 4; at 0.5 with a teacher of 1: -log 2
+    logprobs = torch.tensor([0.5, 0.5, 0.5]).log().requires_grad_()
+    teacher = torch.tensor([0.125, 1.0, 0.0]).log()
+    behaviour = torch.tensor([0.25, 0.5, 0.0]).log()
+    loss, stats = distillation_loss(logprobs, teacher, behaviour, torch.tensor([1, 1, 0]))
+    torch.testing.assert_close(stats["loss"], torch.tensor([2 * math.log(4), -math.log(2), 0.0]))
+    loss.backward()
+    torch.testing.assert_close(loss.item(), 3 * math.log(2))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([2 * math.log(4), -math.log(2), 0.0]))
+
+
+def test_distillation_equals_numpy():
+    random = np.random.default_rng(4)
+    logprobs, teacher, behaviour = random.normal(-2, 0.5, (3, 20))
+    mask = random.random(20) < 0.7
+    expected = (np.exp(logprobs - behaviour) * (logprobs - teacher))[mask].sum()
+    loss, _ = distillation_loss(*map(torch.from_numpy, (logprobs, teacher, behaviour, mask)))
+    np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
+
+
+def test_the_mean_of_distillation_and_its_gradient_are_those_of_the_reverse_kl():
+    """Summed over a whole vocabulary, each token weighted by how often the behaviour policy samples it."""
+    random = torch.Generator().manual_seed(5)
+    logits, teacher_logits, old_logits = torch.randn(3, 7, generator=random, dtype=torch.float64)
+    logits.requires_grad_()
+    teacher, behaviour = teacher_logits.log_softmax(0), old_logits.log_softmax(0)
+
+    logprobs = logits.log_softmax(0)
+    kl = (logprobs.exp() * (logprobs - teacher)).sum()
+    [expected] = torch.autograd.grad(kl, logits)
+
+    def of_token(token: int) -> torch.Tensor:
+        one = slice(token, token + 1)
+        loss, _ = distillation_loss(logits.log_softmax(0)[one], teacher[one], behaviour[one], ONES[:1])
+        return behaviour[token].exp() * loss
+
+    mean = sum(of_token(token) for token in range(7))
+    [gradient] = torch.autograd.grad(mean, logits)
+    torch.testing.assert_close(mean, kl)
+    torch.testing.assert_close(gradient, expected)

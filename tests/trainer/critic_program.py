@@ -1,0 +1,99 @@
+"""Trains PPO with a critic on made-up answers of several turns, on the ranks of this job; rank 0 prints what each step measured as JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_core.batch import Batch, select_rows
+from areal_core.config import PPOConfig, load_expr_config
+from areal_core.engine.ranks import Ranks
+from areal_core.trainer.rl import PPOTrainer
+from replayer.preflight import RandomRollouts
+
+TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+NUM_ROWS, STOP, LENGTH = 8, 0, 1
+# As a preset and a user would set it; returns differ from rewards, and every row is trained on in one optimizer step of known size.
+PPO = [
+    "algorithm=ppo",
+    "actor.discount=0.97",
+    "actor.gae_lambda=0.9",
+    "actor.optimizer.type=sgd",
+    "actor.optimizer.lr=0.1",
+    "actor.ppo_n_minibatches=1",
+]
+
+
+class Conversations(RandomRollouts):
+    """Rows of which a tool wrote every fifth and sixth token, and of which every third was cut off; each rank takes its share."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(vocab_size=100, num_prompts=NUM_ROWS // 2, num_samples=2, longest=24, seed=3)
+        self.rows = range(
+            ranks.rank * NUM_ROWS // ranks.world_size, (ranks.rank + 1) * NUM_ROWS // ranks.world_size
+        )
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        batch = super().next_batch(step, version)
+        own = (torch.arange(batch["loss_mask"].shape[1]) % 6 < 4) & batch["loss_mask"].bool()
+        written = {"loss_mask": own.int(), "logprobs": torch.where(own, batch["logprobs"], 0.0)}
+        written["versions"] = torch.where(own, version, torch.where(batch["attention_mask"], -1, 0)).int()
+        written["finish_reason"] = torch.where(torch.arange(NUM_ROWS) % 3 == 0, LENGTH, STOP).int()
+        return select_rows(batch | written, list(self.rows))
+
+
+def build(
+    model: Path,
+    folder: Path,
+    num_steps: int,
+    *overrides: str,
+    observers: Sequence[Callable[..., Any]] = (),
+    **options: Any,
+) -> PPOTrainer:
+    """A trainer of so many steps, its files below `folder`."""
+    given = [
+        f"cluster.fileroot={folder}",
+        f"actor.path={model}",
+        f"total_train_steps={num_steps}",
+        *PPO,
+        *overrides,
+    ]
+    config, _ = load_expr_config(["--config", str(TINY), *given], PPOConfig)
+    return PPOTrainer(
+        config,
+        source=lambda trainer: Conversations(trainer.ranks),
+        observers=observers,
+        total_steps=num_steps,
+        print_steps=False,
+        **options,
+    )
+
+
+def measure(trainer: PPOTrainer) -> Callable[..., None]:
+    """An observer that keeps the statistics of each step in `trainer.measured`."""
+    trainer.measured = []
+
+    def observe(event: str, **facts: Any) -> None:
+        if event == "step":
+            trainer.measured.append(facts["stats"])
+
+    return observe
+
+
+def main(model: str, folder: str, *overrides: str) -> None:
+    with build(Path(model), Path(folder), 3, *overrides, observers=[measure]) as trainer:
+        trainer.train()
+        weights = {
+            f"{engine}.{name}": float(tensor.double().norm())
+            for engine, trained in trainer.engines.items()
+            for name, tensor in trained.named_full_tensors()
+        }
+        if trainer.ranks.rank == 0:
+            print(json.dumps({"steps": trainer.measured, "weights": weights}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,227 @@
+"""PPO with a critic through the whole trainer: held to plain torch and numpy, to other ranks, to its record and its checkpoints."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from areal_core.engine.ranks import leave_ranks
+from areal_core.testing import make_tiny_model
+from areal_debug.wiring import recorder_of
+from recorder import Recording, RecordingOptions, open_record
+from replayer.anchors import AnchorPolicy, AnchorTaker
+from replayer.diff import diff_records
+from replayer.goto import goto
+from replayer.request import Request
+from replayer.run import replay_here
+
+PROGRAM = Path(__file__).with_name("critic_program.py")
+specification = importlib.util.spec_from_file_location("critic_program", PROGRAM)
+critic_program = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(critic_program)
+build = critic_program.build
+
+
+def keep_inputs(kept):
+    """Maker of an observer that puts the inputs of each step into `kept`."""
+
+    def make(trainer):
+        def observe(event, **facts):
+            if event == "advantages":
+                kept.append(facts["inputs"])
+
+        return observe
+
+    return make
+
+
+def values_of(model, inputs):
+    """What a Hugging Face classifier gives every real position of every row, by its own modules, a row at a time."""
+    values = torch.zeros(inputs["attention_mask"].shape)
+    for row, mask in enumerate(inputs["attention_mask"]):
+        ids = inputs["input_ids"][row, mask][None].long()
+        values[row, : mask.sum()] = model.score(model.model(ids).last_hidden_state)[0, :, 0]
+    return values
+
+
+def gae_by_numpy(inputs, discount, lam):
+    """Advantages and returns in float64, by sums over the trained tokens of each row."""
+    advantages = np.zeros(inputs["values"].shape)
+    for row, mask in enumerate(inputs["loss_mask"].bool().numpy()):
+        steps, values = np.flatnonzero(mask), inputs["values"][row].double().numpy()
+        length, was_cut = (
+            int(inputs["attention_mask"][row].sum()),
+            inputs["finish_reason"][row] == critic_program.LENGTH,
+        )
+        chosen = np.append(values[steps], values[length - 1] if was_cut else 0.0)
+        delta = discount * chosen[1:] - chosen[:-1]
+        delta[-1] += float(inputs["rewards"][row])
+        for k, step in enumerate(steps):
+            advantages[row, step] = ((discount * lam) ** np.arange(len(steps) - k) * delta[k:]).sum()
+    returns = np.where(inputs["loss_mask"].bool(), advantages + inputs["values"].double().numpy(), 0.0)
+    return advantages, returns
+
+
+def test_values_advantages_and_the_update_are_those_of_plain_torch(tiny_model, tmp_path):
+    kept = []
+    overrides = [
+        "saver.freq_steps=1",
+        "actor.adv_norm=null",
+        "critic.eps_clip=0.02",
+        "critic.optimizer.gradient_clipping=1e9",
+    ]
+    with build(
+        tiny_model, tmp_path, 3, *overrides, observers=[keep_inputs(kept), critic_program.measure]
+    ) as trainer:
+        trainer.train()
+        steps = trainer.measured
+    assert kept[0]["values"].abs().max() == 0  # a new head
+    for inputs in kept:
+        advantages, returns = gae_by_numpy(inputs, 0.97, 0.9)
+        np.testing.assert_allclose(inputs["advantages"], advantages, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(inputs["returns"], returns, rtol=1e-4, atol=1e-5)
+    before, after = (saved_critic(tmp_path, step) for step in (1, 2))
+    inputs, stats = kept[2], steps[2]
+    values = values_of(before, inputs)
+    assert inputs["values"].abs().max() > 0.01
+    torch.testing.assert_close(inputs["values"], values.detach(), rtol=1e-4, atol=1e-5)
+    mask = inputs["loss_mask"].bool()
+    clipped = inputs["values"] + (values - inputs["values"]).clamp(-0.02, 0.02)
+    errors = torch.maximum((values - inputs["returns"]) ** 2, (clipped - inputs["returns"]) ** 2) / 2
+    errors[mask].mean().backward()
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter -= stats["ppo_critic/lr"] * (
+                parameter.grad + 0.01 * parameter
+            )  # of SGD with weight decay
+    for (name, expected), found in zip(before.named_parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
+    assert stats["ppo_critic/critic_loss/avg"] == pytest.approx(errors[mask].mean().item(), rel=1e-4)
+    assert stats["ppo_critic/new_value/avg"] == pytest.approx(values[mask].mean().item(), rel=1e-4)
+    assert stats["ppo_critic/target_value/max"] == pytest.approx(inputs["returns"][mask].max().item())
+    explained = 1 - (inputs["returns"] - inputs["values"])[mask].var() / inputs["returns"][mask].var()
+    assert stats["ppo_critic/explained_variance"] == pytest.approx(explained.item(), rel=1e-3)
+
+
+def saved_critic(folder, step):
+    [saved] = folder.glob(f"checkpoints/*/tiny/test/critic/globalstep{step}")
+    return AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32).eval()
+
+
+def test_neither_micro_batches_nor_ranks_change_what_is_learned(tiny_model, tmp_path, torchrun):
+    teacher = make_tiny_model(tmp_path / "teacher", seed=1)
+    overrides = ["teacher.rl_loss_weight=0.5", "teacher.distill_loss_weight=0.1", f"teacher.path={teacher}"]
+    found = []
+    for name, limit in (("whole", 4096), ("cut", 32)):
+        with build(
+            tiny_model,
+            tmp_path / name,
+            3,
+            f"actor.mb_spec.max_tokens_per_mb={limit}",
+            *overrides,
+            observers=[critic_program.measure],
+        ) as trainer:
+            trainer.train()
+            found.append(trainer.measured)
+    two_ranks = torchrun(PROGRAM, 2, tiny_model, tmp_path / "two", *overrides)
+    names = [
+        name
+        for name in found[0][-1]
+        if name.startswith(("ppo_critic/", "ppo_actor/")) and "num_micro_batches" not in name and "__count" not in name
+    ]
+    assert {
+        "ppo_critic/critic_loss/avg",
+        "ppo_critic/grad_norm",
+        "ppo_critic/clip_ratio/avg",
+        "ppo_actor/update/rkl_loss/avg",
+    } <= set(names)
+    for other in (found[1], two_ranks["steps"]):
+        for left, right in zip(found[0], other, strict=True):
+            assert {name: right[name] for name in names} == pytest.approx(
+                {name: left[name] for name in names}, rel=2e-4, abs=2e-6
+            )
+
+
+def recorded(folder, seed_of_anchor=None):
+    """Maker of a recorder in scope `full`, with anchors before every second step."""
+
+    def make(trainer):
+        record = recorder_of(trainer, folder, RecordingOptions(Recording("full"), text=False))
+        anchors = AnchorTaker(folder, trainer.ranks.rank, AnchorPolicy(every_steps=2))
+
+        def observe(event, **facts):
+            record(event, **facts)
+            anchors(event, **facts)
+
+        return observe
+
+    return make
+
+
+def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(tiny_model, tmp_path):
+    folder = tmp_path / "record"
+    with build(tiny_model, tmp_path / "run", 4, observers=[recorded(folder)]) as trainer:
+        trainer.train()
+        num_parameters = sum(
+            1 for engine in trainer.engines.values() for _ in engine.model.named_parameters()
+        )
+    record = open_record(folder)
+    step = record.step(3)
+    assert "critic.score.weight" in step.outcome(0).checksums
+    assert len(step.outcome(0).checksums) == num_parameters
+    assert [len(update["rows"]) for update in step.plan(0).details["critic"]] == [critic_program.NUM_ROWS]
+    assert np.abs(step.learning(0)["values"]).max() > 0
+    report = replay_here(Request(str(folder), 0, 3))
+    assert report.identical, report.first_different
+    assert report.steps[-1].num_parameters == num_parameters
+    reached = goto(str(folder), 3, lambda scene: None)  # from the anchor, which holds the critic as well
+    assert (reached.anchor, reached.faithful, reached.num_parameters) == (2, True, num_parameters)
+
+    with build(
+        tiny_model,
+        tmp_path / "other",
+        2,
+        "critic.optimizer.lr=0.05",
+        observers=[recorded(tmp_path / "slower")],
+    ) as trainer:
+        trainer.train()
+    differences = diff_records(record, open_record(tmp_path / "slower"))
+    assert (differences.step, differences.first.stage, differences.first.name) == (
+        0,
+        "weights",
+        "lr of the critic",
+    )
+    assert differences.verdict.cause == "configuration"
+
+
+def test_a_run_that_was_cut_off_continues_to_the_same_bits(tiny_model, tmp_path):
+    recovering = [
+        "recover.mode=auto",
+        "recover.freq_steps=1",
+        "critic.optimizer.type=adam",
+        "critic.optimizer.lr_scheduler_type=linear",
+    ]
+
+    def checksums(trial, **options):
+        with build(tiny_model, tmp_path, 4, f"trial_name={trial}", *recovering, **options) as trainer:
+            trainer.train()
+            return trainer.checksums(), trainer.first_step
+
+    whole, _ = checksums("whole")
+    _, first = checksums("cut", stop_after=1)
+    continued, again = checksums("cut")
+    assert (first, again) == (0, 2)
+    assert continued == whole
+    assert len({name.startswith("critic.") for name in whole}) == 2
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tiny_model, tmp_path):
+    other = make_tiny_model(tmp_path / "teacher", seed=1)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"7"', '"@@"'))
+    with pytest.raises(ValueError, match=r"teacher.path .* has another tokenizer than the run"):
+        build(tiny_model, tmp_path / "run", 1, f"teacher.path={other}")
+    leave_ranks()  # a trainer that was not made cannot
