@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from areal_core.engine.checkpoint import save_hf
+from areal_core.engine.hf_folder import save_hf
 from areal_debug.goto_output import GotoOptions, print_report
 from areal_debug.goto_shell import open_debugger, open_shell
 from areal_debug.render import console

@@ -61,9 +61,11 @@ class TimerConfig:
 
 @dataclass
 class SaverConfig(TimerConfig):
-    """When Hugging Face checkpoints are written."""
+    """When Hugging Face checkpoints are written, and how these and those of `recover` are."""
 
-    mode: str = option("auto", "Write while training waits, or beside it.", ("auto", "sync", "async"))
+    mode: str = option(
+        "auto", "While training waits (auto, sync), or by a thread beside it.", ("auto", "sync", "async")
+    )
 
 
 @dataclass
@@ -81,7 +83,9 @@ class RecoverConfig(TimerConfig):
         "disabled", "Whether a run continues.", ("disabled", "off", "on", "auto", "fault", "resume")
     )
     retries: int = option(3, "Times the launcher starts a failed run again.")
-    no_save_optim: bool = option(False, "Leave optimiser states out.")
+    no_save_optim: bool = option(
+        False, "Leave optimiser states out: a smaller checkpoint, which does not lead to the same bits."
+    )
     no_load_optim: bool = option(False, "Start with fresh optimiser states.")
 
 

@@ -1,4 +1,4 @@
-"""Two kinds of checkpoint: a Hugging Face folder for use, and one from which training goes on to the same bits.
+"""Checkpoints from which training goes on to the same bits.
 
 ```
 FOLDER/
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedTokenizerBase
 
 from areal_core.engine.checkpoint_file import (
     Checkpoint,
@@ -46,7 +45,7 @@ from areal_core.engine.checkpoint_file import (
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.errors import CheckpointError
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.lora import trained_parameters, write_adapter
+from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.shard_files import Piece, local_pieces, write_pieces
 
@@ -54,30 +53,6 @@ POLL_S = 0.005  # how often rank 0 looks for the other ranks' files: a folder th
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 Engines = Mapping[str, FSDPEngine]  # what a run trains, by name: "actor", "critic"
-
-
-def save_hf(
-    folder: str | Path,
-    engine: FSDPEngine,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    merged: bool = False,
-) -> None:
-    """Write weights in the compute dtype, config and tokenizer in Hugging Face format; a collective.
-
-    Of an adapted model the adapter alone, in float32, as peft loads it; with `merged` the model with its adapter in it.
-    """
-    adapter = None if merged else engine.adapter
-    tensors = engine.named_full_tensors() if adapter is None else engine.named_adapter_tensors()
-    weights = {name: tensor.cpu() for name, tensor in tensors}
-    if engine.ranks.rank == 0:
-        if adapter is None:
-            engine.model.save_pretrained(folder, state_dict=weights)
-        else:
-            write_adapter(folder, weights.items(), adapter)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    engine.ranks.barrier()
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def build_validation(trainer: SupervisedTrainer, pairs: Sequence[Pair] | None) -
     if pairs is None and config.valid_dataset is not None:
         pairs = get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer)
     frequency = build_frequency(config.evaluator, trainer.ranks, trainer.loader.steps_per_epoch)
+    trainer.recovery.keep("evaluator", frequency)
     if not pairs and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(
             "evaluator asks for validation and valid_dataset is None: give the section, or the trainer's argument"

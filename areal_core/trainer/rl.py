@@ -10,11 +10,10 @@ from typing import Any
 from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_to_dict, without_keys
 from areal_core.dataset import get_dataset
-from areal_core.engine.checkpoint import save_checkpoint, save_hf
+from areal_core.engine.checkpoint import save_checkpoint
 from areal_core.engine.determinism import rng_state
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
-from areal_core.paths import run_folder
 from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
@@ -26,6 +25,7 @@ from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.learning import PolicyObjective
 from areal_core.trainer.policy_stats import log_batch
 from areal_core.trainer.recovery import Recovery, step_of
+from areal_core.trainer.saving import Saver
 from areal_core.trainer.updates import update
 from areal_core.trainer.version_stats import log_versions
 
@@ -88,8 +88,11 @@ class PPOTrainer:
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
-        self.saving = build.build_frequency(config.saver, self.ranks, steps_per_epoch)
         self.recovery = Recovery(config, self.ranks, steps_per_epoch)
+        self._cleanup.callback(self.recovery.close)
+        saving = self.recovery.keep("saver", build.build_frequency(config.saver, self.ranks, steps_per_epoch))
+        self.saver = Saver(config, self.engines, self.tokenizer, saving)
+        self._cleanup.callback(self.saver.close)
         position = self.recovery.load(self.engines, checkpoint)
         self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
@@ -133,7 +136,7 @@ class PPOTrainer:
         try:
             self._observe_start()
             with build.build_loggers(self.config, self.ranks, self.total_steps, self.print_steps) as logger:
-                if evaluation is not None and self.config.evaluator.eval_before_train:
+                if evaluation is not None and self.config.evaluator.eval_before_train and not self.first_step:
                     evaluation.run()
                 for step in range(self.first_step, self.end_step):
                     with self.stats.timing("step"):
@@ -144,9 +147,11 @@ class PPOTrainer:
                     stats = self.last_stats | self.stats.export() | self.live_stats.export()
                     logger.commit(step, stats)
                     self.tracing.commit(step, stats)
-                    saved = self.recovery.save_when_due(step, self.version, self.engines, source)
-                    if saved is not None:
-                        self._observe("checkpoint", step=step_of(saved), folder=saved)
+                    with self.live_stats.timing("checkpoint_for_recover"):
+                        saved = self.recovery.save_when_due(step, self.version, self.engines, source)
+                    self._observe_checkpoint(saved)
+                self.saver.finish()
+                self._observe_checkpoint(self.recovery.finish())
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             raise
@@ -188,7 +193,7 @@ class PPOTrainer:
             source.update_weights(self.actor, self.version)
         self._observe("weights", step=step, version=self.version)
         with timing("save"):
-            self._save(step)
+            self.saver.save_when_due(step)
 
     def _update(self, step: int, inputs: Batch) -> dict[str, Any]:
         """The optimizer steps of the actor; returns the plan that was followed."""
@@ -201,12 +206,6 @@ class PPOTrainer:
         """crc32c of every master weight of the actor, and of the critic as `critic.NAME`; a collective."""
         critic = self.critic.checksums() if self.critic is not None else {}
         return self.actor.checksums() | {f"critic.{name}": value for name, value in critic.items()}
-
-    def _save(self, step: int) -> None:
-        """A Hugging Face checkpoint, as often as `saver` says; a collective."""
-        if self.saving.is_due(step):
-            folder = run_folder(self.config, "checkpoints") / "default" / f"globalstep{step}"
-            save_hf(folder, self.actor, self.tokenizer)
 
     def _live_rollouts(
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
@@ -231,7 +230,9 @@ class PPOTrainer:
     def _evaluation(self, live: LiveRollouts, workflow: Any, arguments: dict[str, Any]) -> Evaluation | None:
         evaluator, dataset = self.config.evaluator, self.valid_dataset
         steps_per_epoch = max(1, len(self.train_dataset or ()) // self.config.train_dataset.batch_size)
-        frequency = build.build_frequency(evaluator, self.ranks, steps_per_epoch)
+        frequency = self.recovery.keep(
+            "evaluator", build.build_frequency(evaluator, self.ranks, steps_per_epoch)
+        )
         if not (frequency.is_set or evaluator.eval_before_train):
             return None
         if dataset is None and self.config.valid_dataset is not None:
@@ -268,6 +269,11 @@ class PPOTrainer:
                 folder, self.engines, {"step": step, "version": self.version}
             ),
         )
+
+    def _observe_checkpoint(self, whole: Path | None) -> None:
+        """Tell of a checkpoint that has become whole, if one has."""
+        if whole is not None:
+            self._observe("checkpoint", step=step_of(whole), folder=whole)
 
     def _observe(self, event: str, **facts: Any) -> None:
         for observer in (*self.observers, *self.tracing.observers):

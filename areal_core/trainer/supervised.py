@@ -9,14 +9,13 @@ from torch import Tensor
 
 from areal_core.batch import Batch
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
-from areal_core.engine.checkpoint import save_hf
 from areal_core.engine.fsdp import LossFunction
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import leave_ranks
-from areal_core.paths import run_folder
 from areal_core.telemetry import Stats
 from areal_core.trainer import build
 from areal_core.trainer.recovery import Recovery
+from areal_core.trainer.saving import Saver
 
 Rows = list[dict[str, Any]]
 
@@ -55,12 +54,17 @@ class SupervisedTrainer:
         self.actor.granularity = granularity
         self.stats = Stats(self.ranks.is_data_parallel_head)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
-        self.saving = build.build_frequency(config.saver, self.ranks, self.loader.steps_per_epoch)
+        self.engines = {"actor": self.actor}
+        steps_per_epoch = self.loader.steps_per_epoch
+        self.recovery = Recovery(config, self.ranks, steps_per_epoch)
+        self._cleanup.callback(self.recovery.close)
+        saving = self.recovery.keep("saver", build.build_frequency(config.saver, self.ranks, steps_per_epoch))
+        self.saver = Saver(config, self.engines, self.tokenizer, saving)
+        self._cleanup.callback(self.saver.close)
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if the config says so."""
-        self.recovery = Recovery(self.config, self.ranks, self.loader.steps_per_epoch)
-        self.first_step = self.recovery.load({"actor": self.actor}).step
+        self.first_step = self.recovery.load(self.engines).step
         self.recovery.restore(self.loader)
         continued = self.first_step > 0
         self.tracing = build.build_tracing(self.config, self.ranks, self.stats, continued=continued)
@@ -92,12 +96,13 @@ class SupervisedTrainer:
                 stats = self.stats.export()
                 logger.commit(step, stats)
                 self.tracing.commit(step, stats)
-                if self.saving.is_due(step):
-                    self.save(f"globalstep{step}")
-                self.recovery.save_when_due(step, step + 1, {"actor": self.actor}, self.loader)
+                self.saver.save_when_due(step)
+                self.recovery.save_when_due(step, step + 1, self.engines, self.loader)
                 if stop(step):
                     break
-        self.save("final")
+        self.saver.save("final")
+        self.saver.finish()
+        self.recovery.finish()
 
     def update(self, batch: Batch, loss: LossFunction, weight: Callable[[Batch], Tensor]) -> None:
         """One optimizer step, and one of the schedule; a collective."""
@@ -105,10 +110,6 @@ class SupervisedTrainer:
             result = self.actor.train_batch(batch, loss, weight)
         self.actor.step_schedule()
         self.stats.scalar(grad_norm=result.grad_norm, lr=result.lr)
-
-    def save(self, name: str) -> None:
-        """Write the model in Hugging Face format; a collective."""
-        save_hf(run_folder(self.config, "checkpoints") / "default" / name, self.actor, self.tokenizer)
 
     def __enter__(self) -> Self:
         return self

@@ -44,9 +44,9 @@ def test_checkpoints_are_written_whenever_a_period_ends(config, tmp_path, monkey
         setattr(config.saver, name, value)
     with SFTTrainer(config, ROWS) as trainer:
         hours = iter(range(0, 10_000, 60))  # a clock by which each step takes a minute
-        trainer.saving.clock = lambda: float(next(hours))
-        trainer.saving.__post_init__()
-        monkeypatch.setattr(trainer, "save", lambda name: (tmp_path / name).mkdir())
+        trainer.saver.frequency.clock = lambda: float(next(hours))
+        trainer.saver.frequency.__post_init__()
+        monkeypatch.setattr(trainer.saver, "save", lambda name: (tmp_path / name).mkdir())
         trainer.train()
     assert {path.name for path in tmp_path.glob("globalstep*")} == {f"globalstep{step}" for step in steps}
 

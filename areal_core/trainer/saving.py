@@ -1,0 +1,68 @@
+"""Models in Hugging Face format, as often as `saver` says.
+
+```
+{fileroot}/checkpoints/{user}/{experiment}/{trial}/
+  default/globalstep41/   the policy, or the only model, after step 41
+  critic/globalstep41/    another model that the run trains
+```
+"""
+
+import threading
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.config import BaseExperimentConfig
+from areal_core.engine.background_save import BackgroundSave
+from areal_core.engine.checkpoint import Engines
+from areal_core.engine.hf_folder import HFFolder, take_hf
+from areal_core.paths import run_folder
+from areal_core.trainer.frequency import Frequency
+
+
+class Saver:
+    """A rank's part in writing models; with `saver.mode` "async" a thread of rank 0 writes them while training goes on."""
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        engines: Engines,
+        tokenizer: PreTrainedTokenizerBase,
+        frequency: Frequency,
+    ) -> None:
+        self.folder = run_folder(config, "checkpoints")
+        self.is_async = config.saver.mode == "async"
+        self.engines, self.tokenizer, self.frequency = engines, tokenizer, frequency
+        self._writing = BackgroundSave()
+
+    def save_when_due(self, step: int) -> None:
+        """Writes the models after `step` if one of `saver.freq_*` has passed; a collective. Raises what writing the last ones raised."""
+        self._writing.finished()
+        if self.frequency.is_due(step):
+            self.save(f"globalstep{step}")
+
+    def save(self, name: str) -> None:
+        """Writes the models into folders of that name; a collective."""
+        self._writing.wait()
+        folders = [
+            take_hf(self.folder / ("default" if model == "actor" else model) / name, engine, self.tokenizer)
+            for model, engine in self.engines.items()
+        ]
+        self._writing.start(self.folder, partial(write_all, folders))
+        if not self.is_async:
+            self._writing.wait()
+
+    def finish(self) -> None:
+        """Waits for the models that are being written."""
+        self._writing.wait()
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        self._writing.close()
+
+
+def write_all(folders: list[HFFolder], given_up: threading.Event) -> None:
+    """Writes the models, unless they were given up."""
+    for folder in folders:
+        if not given_up.is_set():
+            folder.write()
