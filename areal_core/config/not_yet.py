@@ -23,8 +23,6 @@ class NotYet:
 NOT_YET = (
     NotYet("dynamic_bs", (False,), "every step takes train_dataset.batch_size prompts: set it to false"),
     NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
-    NotYet("recover.no_save_optim", (False,), "a run continues with its optimiser states: set it to false"),
-    NotYet("recover.no_load_optim", (False,), "a run continues with its optimiser states: set it to false"),
     NotYet("cluster.name_resolve.type", ("nfs",), "use nfs"),
     NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
     NotYet("gconfig.lora_name", ("default_lora",), "adapters are not built"),
@@ -48,7 +46,6 @@ NOT_YET = (
     NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "each layer's states are fetched at its turn", refused=False),
     NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
     NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
-    NotYet("saver.mode", ("auto", "sync"), "checkpoints are written while training waits", refused=False),
     NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 
