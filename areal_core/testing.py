@@ -6,18 +6,56 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from areal_core.batch import Batch
 from areal_core.rollout.types import ModelRequest, ModelResponse
+
+if TYPE_CHECKING:
+    from areal_core.engine.fsdp import FSDPEngine, TrainResult
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+# What a family needs besides the sizes that all have; `tie_word_embeddings` in turns, so that both are tested.
+TINY_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+    },
+}
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,6 +112,52 @@ def make_tiny_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random model of one of `TINY_FAMILIES` (`model_type` in Transformers) to `folder`, float32, with no tokenizer.
+
+    Every weight is random, biases and norms too, so that one that is left out is seen. `changes` are options of its config.
+    """
+    sizes = {
+        "vocab_size": 103,  # odd, so that no number of ranks divides it
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "dtype": "float32",
+    }
+    config = AutoConfig.for_model(family, **sizes | TINY_FAMILIES[family] | changes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def step_with_gradients(engine: "FSDPEngine", batch: Batch) -> tuple["TrainResult", dict[str, torch.Tensor]]:
+    """One step of maximum likelihood with an entropy bonus, and the gradients that it took, whole, before clipping; a collective."""
+    from areal_core.engine.sharding import whole
+
+    gradients = {}
+
+    def keep(event: str, **_: object) -> None:
+        if event == "gradients":
+            parameters = engine.model.named_parameters()
+            gradients.update({name: whole(parameter.grad).clone() for name, parameter in parameters})
+
+    result = engine.train_batch(
+        batch,
+        lambda logprobs, entropy, flat: -((logprobs + 0.1 * entropy) * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+        keep,
+    )
+    return result, gradients
 
 
 @dataclass

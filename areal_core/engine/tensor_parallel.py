@@ -69,12 +69,17 @@ def split_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: the one-dimensional mesh of the group.
 
     Raises:
-        ModelError: as of `check_tensor_parallel`.
+        ModelError: as of `check_tensor_parallel`, or a layer to be split has an adapter.
     """
     check_tensor_parallel(model.config, mesh.size())
     divided: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
+        if name in (*COLUMNS, *ROWS) and not isinstance(module, nn.Linear):
+            raise ModelError(
+                f"tensor parallelism cannot split {path}, which is no plain linear layer but {type(module).__name__}: "
+                f"leave t{mesh.size()} out of the allocation to train adapters"
+            )
         if any(child in COLUMNS for child, _ in module.named_children()):
             module.register_forward_pre_hook(_sum_gradient_of_input(mesh.get_group()), with_kwargs=True)
         if module._parameters:

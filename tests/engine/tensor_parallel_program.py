@@ -1,0 +1,101 @@
+"""What two tensor-parallel ranks compute, for a test that compares it with one rank.
+
+Arguments: a folder with one model a family, and a checkpoint of one rank called `one`; the family that the checkpoint is of. Each model's
+gradients are left in its folder; a checkpoint `two` and a Hugging Face folder `hf` beside `one`. Prints what else was seen.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.hf_folder import save_hf
+from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyPart
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.testing import step_with_gradients
+
+spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+
+VOCABULARY, FIRST_PART = 23, 12
+MAX_TOKENS = 30
+
+
+def main(folder: Path, family: str) -> None:
+    ranks = join_ranks("cpu", tensor_parallel=2)
+    group = ranks.tensor_mesh.get_group()
+    seen = {
+        "vocabulary": {
+            f"{temperature} {softcap}": vocabulary_differences(ranks.rank, group, temperature, softcap)
+            for temperature in (1.0, 0.7)
+            for softcap in (None, 5.0)
+        },
+        "uniform": uniform(VocabularyPart(4 * ranks.rank, group)),
+        "steps": {path.parent.name: one_step(ranks, path.parent) for path in folder.glob("*/config.json")},
+        "checkpoints": checkpoints(ranks, folder, family),
+    }
+    everywhere = ranks.gather_objects(seen)
+    if ranks.rank == 0:
+        print(json.dumps(everywhere))
+    leave_ranks()
+
+
+def vocabulary_differences(
+    rank: int, group: torch.distributed.ProcessGroup, temperature: float, softcap: float | None
+) -> list[float]:
+    """How far, relative to the largest number, this rank's part of a vocabulary is from all of it: result, gradients of hidden and weight."""
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(1, 10, 6), 3 * torch.randn(VOCABULARY, 6)
+    labels, upstream = torch.randint(VOCABULARY, (10,)), torch.randn(1, 10, 2)
+    mine = slice(FIRST_PART * rank, FIRST_PART * (rank + 1))
+
+    def run(weight: torch.Tensor, part: VocabularyPart | None) -> list[torch.Tensor]:
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        result = ChunkedLogprobs.apply(*inputs, labels, temperature, softcap, part)
+        return [result.detach(), *torch.autograd.grad(result, inputs, upstream)]
+
+    expected = run(weight, None)
+    got = run(weight[mine], VocabularyPart(mine.start, group))
+    expected[2] = expected[2][mine]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
+
+
+def uniform(part: VocabularyPart) -> list[list[float]]:
+    """(logprob, entropy) of three labels under eight equal logits, four on a rank."""
+    labels = torch.tensor([0, 3, 7])
+    return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), labels, 1.0, None, part)[0].tolist()
+
+
+def one_step(ranks: Ranks, model: Path) -> dict:
+    """Checksums before and after one step in several micro-batches, and its loss and norm; gradients go to a file."""
+    engine = program.make_engine(ranks, str(model), MAX_TOKENS)
+    untrained = engine.checksums()
+    result, gradients = step_with_gradients(engine, program.rows())
+    if ranks.rank == 0:
+        save_file(gradients, model / "gradients.safetensors")
+    return {
+        "untrained": untrained,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "trained": engine.checksums(),
+    }
+
+
+def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:
+    """Goes on from one rank's checkpoint, and leaves one for it."""
+    engine = program.make_engine(ranks, str(folder / family), MAX_TOKENS)
+    load_checkpoint(folder / "one", {"actor": engine})
+    seen = {"loaded": engine.checksums(), "next": program.train_step(engine, program.rows())}
+    save_checkpoint(folder / "two", {"actor": engine}, {})
+    save_hf(folder / "hf", engine)
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,68 @@
+"""Each family that we vouch for, at tiny size: our packed, sharded forward and backward against Transformers' own, a sequence at a time."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_core.engine.hf_folder import save_hf
+from areal_core.engine.model import load_model
+from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
+
+FOLDER = Path(__file__).parent
+spec = importlib.util.spec_from_file_location("steps_program", FOLDER / "steps_program.py")
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+
+
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
+def model(request, tmp_path_factory):
+    return make_tiny_family(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def transformers_own(path, batch):
+    """Logprobs [B, T], loss and gradients of the same objective in float64, a sequence at a time through plain attention."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", experts_implementation="eager"
+    ).double()
+    logprobs = torch.zeros(batch["attention_mask"].shape, dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        ids = batch["input_ids"][row, :length].long()
+        log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
+        at_label = log_p.gather(1, ids[1:, None])[:, 0]
+        loss = loss - (at_label - 0.1 * (log_p.exp() * log_p).sum(-1)).sum()
+        logprobs[row, : length - 1] = at_label.detach()
+    loss = loss / batch["loss_mask"].sum()
+    loss.backward()
+    return (
+        logprobs,
+        float(loss.detach()),
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+    )
+
+
+def test_logprobs_loss_and_gradients_are_those_of_transformers(ranks, model):
+    batch = program.rows()
+    logprobs, loss, gradients = transformers_own(model, batch)
+    engine = program.make_engine(ranks, str(model), 24)
+    torch.testing.assert_close(engine.compute_logprobs(batch).double(), logprobs, rtol=0, atol=5e-6)
+    result, mine = step_with_gradients(engine, batch)
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_a_step_moves_every_weight_and_what_is_saved_holds_it(ranks, model, tmp_path):
+    engine = program.make_engine(ranks, str(model), 24)
+    before = {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
+    step_with_gradients(engine, program.rows())
+    after = dict(engine.named_full_tensors())
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    save_hf(tmp_path, engine)
+    saved = dict(load_model(str(tmp_path)).named_parameters())
+    assert saved.keys() == after.keys()
+    assert [name for name in after if not torch.equal(saved[name], after[name])] == []

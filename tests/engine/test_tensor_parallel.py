@@ -1,0 +1,113 @@
+"""Two tensor-parallel ranks against one: the same logprobs, losses, gradients and weights, of every family."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.errors import ModelError
+from areal_core.engine.model import load_model
+from areal_core.engine.tensor_parallel import FAMILIES, check_tensor_parallel, split_over_ranks
+from areal_core.testing import make_tiny_family, step_with_gradients
+
+PROGRAM = Path(__file__).parent / "tensor_parallel_program.py"
+spec = importlib.util.spec_from_file_location("tensor_parallel_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+steps = program.program
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory):
+    """A model of each family, and a checkpoint of the first after one step on one rank."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_tiny_family(folder / family, family)
+    engine = steps.make_engine(ranks, str(folder / FAMILIES[0]), program.MAX_TOKENS)
+    steps.train_step(engine, steps.rows())
+    save_checkpoint(folder / "one", {"actor": engine}, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(torchrun, folder):
+    """What each of the two ranks saw."""
+    return torchrun(PROGRAM, 2, folder, FAMILIES[0])
+
+
+def test_parts_of_a_vocabulary_give_the_logprobs_and_gradients_of_the_whole(two_ranks):
+    for rank in two_ranks:
+        for case, differences in rank["vocabulary"].items():
+            assert max(differences) < 2e-6, case
+
+
+def test_eight_equal_logits_on_two_ranks_give_log_8(two_ranks):
+    for rank in two_ranks:
+        assert rank["uniform"] == [pytest.approx([-2.0794415, 2.0794415])] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_take_the_step_of_one(ranks, folder, two_ranks, family):
+    engine = steps.make_engine(ranks, str(folder / family), program.MAX_TOKENS)
+    first, second = (rank["steps"][family] for rank in two_ranks)
+    assert first == second
+    assert first["untrained"] == engine.checksums()
+    result, gradients = step_with_gradients(engine, steps.rows())
+    assert first["loss"] == pytest.approx(result.loss, rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(result.grad_norm, rel=1e-5)
+    split = load_file(folder / family / "gradients.safetensors")
+    assert split.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert [name for name, sum_ in first["trained"].items() if sum_ == first["untrained"][name]] == []
+
+
+def test_a_checkpoint_goes_from_one_rank_to_two_and_back(ranks, folder, two_ranks):
+    engine = steps.make_engine(ranks, str(folder / FAMILIES[0]), program.MAX_TOKENS)
+    load_checkpoint(folder / "one", {"actor": engine})
+    seen = two_ranks[0]["checkpoints"]
+    assert seen["loaded"] == engine.checksums()
+    alone = steps.train_step(engine, steps.rows())
+    assert seen["next"]["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert seen["next"]["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    load_checkpoint(folder / "two", {"actor": engine})
+    assert engine.checksums() == seen["next"]["checksums"]
+
+
+def test_a_hugging_face_folder_of_two_ranks_holds_their_weights(ranks, folder, two_ranks):
+    engine = steps.make_engine(ranks, str(folder / "hf"), program.MAX_TOKENS)
+    assert engine.checksums() == two_ranks[0]["checkpoints"]["next"]["checksums"]
+
+
+def test_a_family_without_a_plan_is_refused_by_name():
+    with pytest.raises(
+        ModelError, match=r"no plan for 'gemma2' models, only for gemma3_text, llama, .*leave t2 out"
+    ):
+        check_tensor_parallel(AutoConfig.for_model("gemma2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_attention_heads": 6}, "6 attention heads, which do not divide among 4"),
+        ({"num_key_value_heads": 2}, "2 key-value heads"),
+        ({"intermediate_size": 98}, "98 MLP features"),
+        ({"num_experts": 6}, "6 experts"),
+    ],
+)
+def test_what_does_not_divide_is_said_in_one_sentence(sizes, said):
+    even = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "num_experts": 8}
+    with pytest.raises(ModelError, match=said):
+        check_tensor_parallel(AutoConfig.for_model("qwen3_moe", **even | sizes), 4)
+
+
+def test_an_adapter_on_a_layer_to_be_split_is_refused_by_name(ranks, folder):
+    model = load_model(str(folder / "llama"))
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.o_proj, which is no plain .* Sequential"):
+        split_over_ranks(model, ranks.tensor_mesh)
