@@ -10,6 +10,7 @@ from recorder.header import describe_run
 from replayer.compare import HeaderComparison, StepComparison, compare_headers, compare_outcomes
 from replayer.errors import ReplayError
 from replayer.noise import Promise, Trajectory, Verdict, is_division, promise, smooth
+from replayer.options import is_younger
 
 # Options that say where a run keeps its files, what it tells, and whether it is recorded: none changes a number.
 WITHOUT_EFFECT = frozenset(
@@ -152,7 +153,7 @@ class ReplayCheck:
 
     Args:
         record: what the run did.
-        rank, gather: this rank, and every rank's value of an object in rank order (a collective).
+        rank, gather: this data-parallel rank, and the value of an object on each of them, in their order (a collective).
         first_step: steps before it are run, not reported.
         edits: what was done to the recorded rows, a phrase each; their losses are then not the recorded ones.
         stop_at_difference: raise StoppedAtDifference, on every rank, at the first step that differs.
@@ -272,7 +273,11 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
     moved = () if comparison.model else moved_paths(record.header, current)
     config = tuple(
-        d for d in comparison.config if d.where.split(".")[0] not in WITHOUT_EFFECT and d.where not in moved
+        d
+        for d in comparison.config
+        if d.where.split(".")[0] not in WITHOUT_EFFECT
+        and d.where not in moved
+        and not is_younger(d.where, d.current, record.header.config)
     )
     return HeaderComparison(
         config=config if has_config else (),

@@ -1,12 +1,13 @@
 """The options of a replay: those of the recorded run, with what was asked for, and without what would leave traces. Imports no torch."""
 
 import copy
-from collections.abc import Sequence
-from typing import TypeVar
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
-from areal_core.config.loading import apply_override
+from areal_core.config.loading import apply_override, sections_of
 from recorder import Record
 
 C = TypeVar("C", bound=PPOConfig)
@@ -36,6 +37,23 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
         config.actor.path = model
         config.tokenizer_path = config.tokenizer_path and model
     return without_side_effects(config)
+
+
+def is_younger(option: str, value: Any, recorded: Mapping[str, Any]) -> bool:
+    """Whether a record's config knows nothing of an option, and `value` is its default: what was done before there was a choice."""
+    *sections, name = option.split(".")
+    cls: type | None = PPOConfig
+    for section in sections:
+        recorded = recorded.get(section) or {}
+        cls = sections_of(cls).get(section) if cls is not None else None
+    fields = {field.name: field for field in dataclasses.fields(cls)} if cls is not None else {}
+    if name in recorded or name not in fields:
+        return False
+    factory = fields[name].default_factory
+    default = fields[name].default if factory is dataclasses.MISSING else factory()
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        default = dataclasses.asdict(default)
+    return bool(value == default)
 
 
 def without_side_effects(config: C) -> C:
