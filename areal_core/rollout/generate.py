@@ -83,18 +83,14 @@ def generate(
     """
     for sampling in samplings:
         refuse_unsupported(sampling)
-    tokens, attention_mask = left_pad(input_ids, pad_token_id)  # [B, width]
+    logits, attention_mask, cache = prefill(forward, input_ids, pad_token_id, device)
     rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size, attention_mask)
     rows = Rows(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
-    cache = DynamicCache()
     done: list[list[tuple[int, float]]] = [[] for _ in input_ids]
     finish = ["length"] * len(input_ids)
-    fed = tokens.to(device)
     running = torch.ones(len(input_ids), dtype=torch.bool, device=device)
     step = 0
     while True:
-        positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]  # [B, t]
-        logits = forward(fed, rows.attention_mask, positions, cache)
         sampled, logprobs = sample(logits.float(), rows, step)
         stopped = rows.stops.gather(1, sampled[:, None]).squeeze(1)
         for row, token, logprob, live, stop in zip(
@@ -119,6 +115,7 @@ def generate(
             keep = running.nonzero().squeeze(1)
             rows, fed, running = rows.select(keep), fed[keep], running[keep]
             cache.batch_select_indices(keep)
+        logits = forward(fed, rows.attention_mask, positions_of(rows.attention_mask)[:, -1:], cache)
     return [
         Completion([t for t, _ in row], [p for _, p in row], f) for row, f in zip(done, finish, strict=True)
     ]
@@ -134,6 +131,28 @@ def refuse_unsupported(sampling: Sampling) -> None:
         raise UnsupportedSampling(
             f"gconfig.frequency_penalty is {sampling.frequency_penalty}, but the embedded engine has none: set it to 0"
         )
+
+
+def prefill(
+    forward: Forward, input_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, DynamicCache]:
+    """Logits after each prompt [B, vocab], the attention mask int64 [B, width], and the cache of the prompts.
+
+    Rows with the same prompt, as the samples of a group, share one pass through the model.
+    """
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, input_ids))]
+    place = {tuple(prompt): i for i, prompt in enumerate(prompts)}
+    of_row = torch.tensor([place[tuple(row)] for row in input_ids], device=device)
+    tokens, attention_mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
+    cache = DynamicCache()
+    logits = forward(tokens, attention_mask, positions_of(attention_mask), cache)
+    cache.batch_select_indices(of_row)
+    return logits[of_row], attention_mask[of_row], cache
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Position of each token in its left-padded row, int64 [B, width]."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def left_pad(input_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -182,11 +201,14 @@ def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
     The logprob is of softmax(logits / temperature) after end tokens are barred by `min_new_tokens` and before top-k and
     top-p, as in SGLang.
     """
-    barred = rows.stops & (rows.min_new > step)[:, None]
-    scaled = logits.masked_fill(barred, -torch.inf) / rows.temperature[:, None]
+    early = rows.min_new > step
+    if bool(early.any()):
+        logits = logits.masked_fill(rows.stops & early[:, None], -torch.inf)
+    scaled = logits / rows.temperature[:, None]
     all_logprobs = scaled.log_softmax(dim=-1)  # [B, vocab]
-    drawn = draw(all_logprobs.exp(), rows.uniforms[:, step], rows.top_k, rows.top_p)
-    tokens = torch.where(rows.greedy, scaled.argmax(dim=-1), drawn)
+    tokens = draw(all_logprobs.exp(), rows.uniforms[:, step], rows.top_k, rows.top_p)
+    if bool(rows.greedy.any()):
+        tokens = torch.where(rows.greedy, scaled.argmax(dim=-1), tokens)
     return tokens, all_logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 

@@ -235,4 +235,4 @@ def test_finished_rows_leave_the_batch():
 
     sampling = Sampling()
     generate(forward, [[1]] * 4, [sampling] * 4, [2, 2, 6, 6], [0, 1, 2, 3], vocab_size=4)
-    assert widths == [4, 4, 2, 2, 2, 2]
+    assert widths == [1, 4, 2, 2, 2, 2]  # the prompt is read once for all its samples
