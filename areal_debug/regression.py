@@ -103,7 +103,7 @@ def request_of(spec: Spec, record: Record) -> Request:
 def run_quietly(request: Request) -> ReplayReport:
     """One replay on as many ranks as recorded."""
     try:
-        return run_once(request, open_record(request.record).header.num_ranks, quiet=True)
+        return run_once(request, open_record(request.record).header.world_size, quiet=True)
     except SystemExit as ended:
         raise RegressionError(
             f"the replay of {request.record} ended with exit code {ended.code}: what it said is in the captured output"

@@ -81,20 +81,28 @@ def recorder_of(
 ) -> Observer:
     """An observer that records the run into a folder, or through it into an archive, with anchors as the section `debug` says."""
     ranks = trainer.ranks
-    writer = RecordWriter(
-        folder, ranks.rank, ranks.world_size, ranks.gather_objects, options, archive=archive
-    )
+    writer = None
+    if ranks.is_data_parallel_head:
+        row, num_rows = ranks.data_parallel_rank, ranks.data_parallel_size
+        writer = RecordWriter(folder, row, num_rows, ranks.gather_rows, options, archive=archive)
     anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
     checksums = {
         "gradients": ("gradients", gradient_checksums),
         "optimizer": ("weights", parameter_checksums),
     }
 
+    def wants(step: int) -> bool:
+        # Checksums are collectives of all ranks, and only heads know whether recording has ended.
+        return ranks.share(writer is not None and writer.wants(step))
+
     def observe(event: str, **facts: Any) -> None:
-        writer(event, **facts)
-        if options.recording.scope == "full" and event in checksums and writer.wants(facts["step"]):
+        if writer is not None:
+            writer(event, **facts)
+        if options.recording.scope == "full" and event in checksums and wants(facts["step"]):
             of, compute = checksums[event]
-            writer("checksums", step=facts["step"], of=of, values=compute(trainer.actor.model, ranks))
+            values = compute(trainer.actor.model, ranks)
+            if writer is not None:
+                writer("checksums", step=facts["step"], of=of, values=values)
         anchors(event, **facts)
 
     return observe
@@ -135,5 +143,5 @@ def make_consistency_check(trainer: PPOTrainer) -> Observer:
     """An observer that compares the engine's logprobs with the trainer's while the run trains."""
     file = run_folder(trainer.config, "logs") / "consistency.jsonl"
     return InLoop(
-        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_objects, trainer.ranks.rank
+        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_heads, trainer.ranks.rank
     )

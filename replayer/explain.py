@@ -111,20 +111,20 @@ class Explainer:
         ranks = self.trainer.ranks
         parameters = [p for p in self.trainer.actor.model.parameters() if p.grad is not None]
         whole = [p.grad for p in parameters]
-        norm = float(ranks.sum(dot(whole, whole)).sqrt())
+        norm = float(ranks.sum_parts(dot(whole, whole)).sqrt())
         shares: list[SampleShare] = []
-        for owner, count in enumerate(ranks.gather_objects(len(facts["rows"]))):
+        for owner, count in enumerate(ranks.gather_heads(len(facts["rows"]))):
             for position in range(count):
                 for parameter in parameters:
                     parameter.grad = None
-                loss = self.run_sample(facts, position if owner == ranks.rank else None)
+                loss = self.run_sample(facts, position if owner == ranks.data_parallel_rank else None)
                 own = [p.grad for p in parameters]
-                along, length = (float(ranks.sum(dot(own, other))) for other in (whole, own))
-                if owner == ranks.rank:
+                along, length = (float(ranks.sum_parts(dot(own, other))) for other in (whole, own))
+                if owner == ranks.data_parallel_rank:
                     shares.append(self.share(facts, position, loss, along / norm**2, length**0.5 / norm))
         for parameter, gradient in zip(parameters, whole, strict=True):
             parameter.grad = gradient
-        everyone = [share for of_rank in ranks.gather_objects(shares) for share in of_rank]
+        everyone = [share for of_rank in ranks.gather_heads(shares) for share in of_rank]
         total = sum(abs(share.loss) for share in everyone) or 1.0
         self.found.grad_norms.append(norm)
         self.found.samples += [replace(share, loss_share=abs(share.loss) / total) for share in everyone]
@@ -149,7 +149,7 @@ class Explainer:
         trained = batch["loss_mask"][position].bool()
         advantages = batch["advantages"][position][trained]
         return SampleShare(
-            rank=self.trainer.ranks.rank,
+            rank=self.trainer.ranks.data_parallel_rank,
             row=facts["rows"][position],
             minibatch=facts["minibatch"],
             prompt_id=int(batch["prompt_id"][position]),
@@ -173,5 +173,9 @@ def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part; nothing of what another rank before it holds as well."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    is_copy = any(coordinate > 0 and placed.is_replicate() for coordinate, placed in places)
+    return tensor.to_local()[:0] if is_copy else tensor.to_local()

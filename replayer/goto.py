@@ -178,7 +178,7 @@ class Visitor:
         before = self.report.step - 1
         if before not in self.record.steps:
             return
-        recorded = self.record.step(before).outcome(self.trainer.ranks.rank).checksums
+        recorded = self.record.step(before).outcome(self.trainer.ranks.data_parallel_rank).checksums
         found = self.trainer.checksums()
         self.report.num_parameters = len(found)
         self.report.wrong_parameters = sorted({name for name, _ in found.items() ^ recorded.items()})
@@ -186,7 +186,7 @@ class Visitor:
     def scene(self, facts: Mapping[str, Any]) -> Scene:
         """What is in hand now."""
         recorded = self.record.step(self.report.step)
-        rank = self.trainer.ranks.rank
+        rank = self.trainer.ranks.data_parallel_rank
         return Scene(
             self.trainer,
             self.record,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areal_core.allocation import parse_allocation
 from recorder.difference import Difference, find_differences
 from recorder.format import RecordHeader
 
@@ -104,10 +105,18 @@ def promise(
         if minibatches > 1:
             because = f"rows are dealt anew into {minibatches} minibatches on other ranks"
             return Promise("statistical", (*reasons, because))
+    elif layout(current) != layout(recorded):
+        reasons.append(f"{layout(current)}, recorded with {layout(recorded)}")
     reasons += [f"{d.where}: {d.current}, recorded {d.recorded}" for d in other_machine(recorded, current)]
     if not recorded.config["deterministic"]:
         reasons.append("recorded without deterministic=true")
     return Promise("noise" if reasons else "bitwise", tuple(reasons))
+
+
+def layout(header: RecordHeader) -> str:
+    """How ranks shared the rows."""
+    trainer = parse_allocation(header.allocation).trainer if header.allocation else ""
+    return f"{header.world_size} ranks" + (f" as {trainer}" if trainer else "")
 
 
 def smooth(stats: Mapping[str, float]) -> dict[str, float]:

@@ -34,6 +34,7 @@ class RandomRollouts:
     Args:
         vocab_size: tokens are drawn below it.
         num_prompts, num_samples: of this rank, per step.
+        rank: the data-parallel one.
         longest: tokens of the longest row; a quarter of each row is its prompt.
     """
 
@@ -155,11 +156,11 @@ def random_rollouts(config: PPOConfig, trainer: PPOTrainer) -> RandomRollouts:
     limit = config.actor.mb_spec.max_tokens_per_mb or LONGEST
     return RandomRollouts(
         trainer.actor.model.config.vocab_size,
-        max(1, config.train_dataset.batch_size // ranks.world_size),
+        max(1, config.train_dataset.batch_size // ranks.data_parallel_size),
         config.gconfig.n_samples,
         min(LONGEST, limit, (config.train_dataset.max_length or LONGEST) + config.gconfig.max_new_tokens),
         config.seed,
-        ranks.rank,
+        ranks.data_parallel_rank,
     )
 
 

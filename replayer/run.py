@@ -29,7 +29,7 @@ def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> di
 
 def make_source(record: Record, trainer: PPOTrainer, request: Request) -> RecordedRollouts | EditedRollouts:
     """The recorded batches of this rank, edited as asked."""
-    source = RecordedRollouts(record, trainer.ranks.rank, trainer.ranks.world_size)
+    source = RecordedRollouts(record, trainer.ranks.data_parallel_rank, trainer.ranks.data_parallel_size)
     edits: list[Edit] = []
     closing: list[Callable[[], None]] = []
     if request.row_filter is not None:
@@ -88,8 +88,8 @@ def check_of(record: Record, trainer: PPOTrainer, request: Request, **told: Any)
     """The comparison that a request asks for, on this rank of the trainer; `told` are its callbacks."""
     return ReplayCheck(
         record,
-        trainer.ranks.rank,
-        trainer.ranks.gather_objects,
+        trainer.ranks.data_parallel_rank,
+        trainer.ranks.gather_heads,
         request.first,
         request.edits,
         request.stop_at_difference,

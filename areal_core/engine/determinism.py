@@ -6,6 +6,8 @@ all. So both are errors here.
 """
 
 import base64
+import hashlib
+import json
 import os
 import random
 import sys
@@ -58,6 +60,16 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(stream)
     np.random.seed(stream % 2**32)
     torch.manual_seed(stream)
+
+
+def branch_rng(index: int) -> None:
+    """Go on with stream `index` of those that follow from the present random states; stream 0 is to leave them as they are.
+
+    Ranks that share the tokens of a row share what was recorded of its random states, and must not drop the same places of their slices.
+    """
+    if index:
+        digest = hashlib.sha256(json.dumps(rng_state(), sort_keys=True).encode()).digest()
+        seed_everything(int.from_bytes(digest[:5], "big"), index)
 
 
 def rng_state() -> dict[str, str]:

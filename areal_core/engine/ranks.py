@@ -108,8 +108,18 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def sum_parts(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, each of which has another part of the model; a collective."""
+        total = tensor.to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
+    def gather_heads(self, value: object) -> list:
+        """The values of the groups' heads, in data-parallel order, on every rank; a collective."""
+        return self.gather_objects(value)[:: self.model_parallel_size]
+
     def gather_rows(self, value: object) -> list:
-        """The values of the data-parallel ranks, in their order; a collective of the heads, or of all ranks."""
+        """The values of the data-parallel ranks, in their order; a collective of the heads alone, or of all ranks."""
         values: list = [None] * self.data_parallel_size
         dist.all_gather_object(values, value, group=self.meshes.whole.get_group("dp"))
         return values

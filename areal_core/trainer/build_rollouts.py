@@ -22,12 +22,14 @@ from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptLoader
 from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.shared import SharedRollouts
+from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
-from areal_core.trainer.build_servers import build_sglang
+from areal_core.trainer.build_servers import build_push, build_sglang
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.frequency import Frequency
 
@@ -60,7 +62,7 @@ def build_live_rollouts(
     executor = Executor(
         engine,
         StalenessControl(
-            batch_size=per_rank(config.train_dataset.batch_size, ranks.world_size),
+            batch_size=per_rank(config.train_dataset.batch_size, ranks.data_parallel_size),
             max_concurrent=prompts_at_once(config, ranks),
             max_head_offpolicyness=options.max_head_offpolicyness,
             num_steps=num_steps,
@@ -79,16 +81,38 @@ def build_live_rollouts(
     )
 
 
+def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -> RolloutSource:
+    """The source of this rank: its own rollouts, or, where several ranks hold the same rows, those of their head.
+
+    Args:
+        live: of the head; None on the other ranks of its group.
+    """
+    if ranks.model_parallel_size == 1:
+        assert live is not None
+        return live
+    push = None
+    if live is None and resolve_allocation(config).rollout_backend == "sglang":
+        ranks.barrier()  # that of the heads in `build_sglang`
+        push = build_push(config, ranks, pool=None)
+    return SharedRollouts(live, push, ranks.share)
+
+
 def build_evaluation(
     config: PPOConfig,
     ranks: Ranks,
-    live: LiveRollouts,
-    workflow: RolloutWorkflow,
+    live: LiveRollouts | None,
+    workflow: Callable[[], RolloutWorkflow],
     dataset: Sequence[dict[str, Any]],
     frequency: Frequency,
     stats: Stats,
 ) -> Evaluation:
-    """Runs validation prompts beside the training ones, on the same engine and event loop, however old they get."""
+    """Runs validation prompts beside the training ones, on the same engine and event loop, however old they get.
+
+    Args:
+        live: None on a rank whose group's head validates for it; no workflow is made there.
+    """
+    if live is None:
+        return Evaluation(None, (), frequency, stats)
     executor = Executor(
         live.executor.engine,
         StalenessControl(1, prompts_at_once(config, ranks), NO_LIMIT),
@@ -96,16 +120,8 @@ def build_evaluation(
         max_failures=config.rollout.max_failures,
         check_format=config.rollout.check_trajectory_format,
     )
-    return Evaluation(
-        executor,
-        workflow,
-        dataset,
-        frequency=frequency,
-        n_samples=eval_gconfig(config).n_samples,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        stats=stats,
-    )
+    rows = [(i, dataset[i]) for i in range(ranks.data_parallel_rank, len(dataset), ranks.data_parallel_size)]
+    return Evaluation(executor, rows, frequency, stats, workflow(), eval_gconfig(config).n_samples)
 
 
 def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
@@ -116,7 +132,7 @@ def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
 def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
     """This rank's share of `rollout.max_concurrent_rollouts`, by default a batch."""
     total = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
-    return per_rank(total, ranks.world_size)
+    return per_rank(total, ranks.data_parallel_size)
 
 
 def build_embedded(

@@ -17,26 +17,24 @@ class Evaluation:
     Training prompts that are under way go on beside it. The weights do not move meanwhile, so all rows meet the same ones.
 
     Args:
-        dataset: all validation rows; rank r takes rows r, r + world_size, ...
+        executor, workflow: not needed, and not asked, where there are no rows.
+        rows: (number, row) of each.
         frequency: after which steps.
         stats: gets the rewards under `eval-rollout/`.
     """
 
     def __init__(
         self,
-        executor: Executor,
-        workflow: RolloutWorkflow,
-        dataset: Sequence[dict[str, Any]],
-        *,
+        executor: Executor | None,
+        rows: Sequence[tuple[int, dict[str, Any]]],
         frequency: Frequency,
-        n_samples: int,
-        rank: int,
-        world_size: int,
         stats: Stats,
+        workflow: RolloutWorkflow | None = None,
+        n_samples: int = 1,
     ) -> None:
         self.executor = executor
         self.workflow = workflow
-        self.rows = [(i, dataset[i]) for i in range(rank, len(dataset), world_size)]
+        self.rows = rows
         self.frequency = frequency
         self.n_samples = n_samples
         self.stats = stats
@@ -50,6 +48,8 @@ class Evaluation:
         """Every row once, `n_samples` times. Raises the exception of an episode, as training does."""
         if not self.rows:
             return
+        assert self.executor is not None
+        assert self.workflow is not None
         batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
         every = torch.ones_like(batch["rewards"], dtype=torch.bool)
         control = self.executor.control

@@ -11,7 +11,7 @@ from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_to_dict, without_keys
 from areal_core.dataset import get_dataset
 from areal_core.engine.checkpoint import save_checkpoint
-from areal_core.engine.determinism import rng_state
+from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.rollout.group import AcceptFn
@@ -82,9 +82,10 @@ class PPOTrainer:
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
         # What is trained, and so what checkpoints hold.
         self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        self.stats = Stats()
+        counts = self.ranks.is_data_parallel_head
+        self.stats = Stats(counts)
         # Of rollouts and validation: a replay has none, so that a record does not hold them.
-        self.live_stats = Stats()
+        self.live_stats = Stats(counts)
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
         steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
@@ -125,10 +126,13 @@ class PPOTrainer:
         arguments = workflow_kwargs or {}
         source, evaluation = self.source, None
         if source is None:
-            source = self._live_rollouts(workflow, arguments, dynamic_filter_fn)
+            live = self._live_rollouts(workflow, arguments, dynamic_filter_fn)
+            source = build_rollouts.share_rollouts(self.config, self.ranks, live)
+            if self.version > 0:  # the engine holds the weights that the run began with
+                source.update_weights(self.actor, self.version)
             if eval_workflow_kwargs is None:
                 eval_workflow_kwargs = arguments | {"gconfig": build_rollouts.eval_gconfig(self.config)}
-            evaluation = self._evaluation(source, eval_workflow or workflow, eval_workflow_kwargs)
+            evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs)
         self._cleanup.callback(source.close)
         if self.recovery.restore(source):
             source.update_weights(self.actor, self.version)
@@ -164,6 +168,7 @@ class PPOTrainer:
         with timing("rollout"):
             batch = source.next_batch(step, self.version)
         self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
+        branch_rng(self.ranks.sequence_parallel_rank)
         values = None
         if self.critic is not None:
             with timing("critic_values"):
@@ -209,10 +214,13 @@ class PPOTrainer:
 
     def _live_rollouts(
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
-    ) -> LiveRollouts:
+    ) -> LiveRollouts | None:
+        """Those of this rank; None where the head of its group samples the rows that they share."""
         if self.train_dataset is None:
             raise ConfigError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
-        live = build_rollouts.build_live_rollouts(
+        if not self.ranks.is_data_parallel_head:
+            return None
+        return build_rollouts.build_live_rollouts(
             self.config,
             self.ranks,
             build.build_loader(self.config, self.ranks, self.train_dataset),
@@ -223,11 +231,10 @@ class PPOTrainer:
             stats=self.live_stats,
             tracing=self.tracing,
         )
-        if self.version > 0:  # the engine holds the weights that the run began with
-            live.update_weights(self.actor, self.version)
-        return live
 
-    def _evaluation(self, live: LiveRollouts, workflow: Any, arguments: dict[str, Any]) -> Evaluation | None:
+    def _evaluation(
+        self, live: LiveRollouts | None, workflow: Any, arguments: dict[str, Any]
+    ) -> Evaluation | None:
         evaluator, dataset = self.config.evaluator, self.valid_dataset
         steps_per_epoch = max(1, len(self.train_dataset or ()) // self.config.train_dataset.batch_size)
         frequency = self.recovery.keep(
@@ -243,9 +250,10 @@ class PPOTrainer:
                 f"{evaluator.freq_secs} and valid_dataset is None: give the section, or the argument of PPOTrainer, or set "
                 f"the periods to null"
             )
-        built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(self.config))
+        gconfig = build_rollouts.eval_gconfig(self.config)
+        make = partial(self._workflow, workflow, arguments, gconfig)
         return build_rollouts.build_evaluation(
-            self.config, self.ranks, live, built, dataset, frequency, self.live_stats
+            self.config, self.ranks, live, make, dataset, frequency, self.live_stats
         )
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
@@ -260,8 +268,8 @@ class PPOTrainer:
             config=without_keys(config_to_dict(self.config)),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
-            data_parallel_rank=self.ranks.rank,
-            data_parallel_size=self.ranks.world_size,
+            data_parallel_rank=self.ranks.data_parallel_rank,
+            data_parallel_size=self.ranks.data_parallel_size,
             model_path=self.config.actor.path,
             tokenizer=self.tokenizer,
             version=self.version,

@@ -59,7 +59,7 @@ def command(
     if stage != "batch" and not (shell or with_pdb):
         raise ValueError(f"--at {stage} says where to stop: add --shell or --pdb")
     opened = open_record(record)
-    num_ranks = opened.header.num_ranks
+    num_ranks = opened.header.world_size
     if rank >= num_ranks:
         raise ValueError(f"--rank {rank}: the record has ranks 0 to {num_ranks - 1}")
     step_range(opened, step, step)

@@ -84,7 +84,7 @@ def command(
     out = console()
     report = replay_on_ranks(
         request,
-        nproc or opened.header.num_ranks,
+        nproc or opened.header.world_size,
         as_json,
         tell=lambda why: console(stderr=as_json).print(why, highlight=False),
     )
@@ -110,7 +110,7 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
     check_way(record, step, step)
     check_model(record, model or record.header.config["actor"]["path"], step)
     arguments = ["-m", "areal_debug.explain_rank", record.path, str(step), model or ""]
-    found = report_of_ranks(arguments, record.header.num_ranks)
+    found = report_of_ranks(arguments, record.header.world_size)
     if as_json:
         print_json(found)
     else:

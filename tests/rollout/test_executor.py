@@ -192,18 +192,10 @@ def test_validation_runs_beside_training_and_is_not_held_up_by_it(start):
     stats = Stats()
     beside = start(batch_size=1, max_concurrent=2, ahead=10**12, engine=executor.engine, loop=executor.loop)
     workflow = Rewarded(lambda prompt_id, sample_id: float(prompt_id))
-    dataset = [{"number": 100 + i} for i in range(5)]
+    rows = [(i, {"number": 100 + i}) for i in range(5)]
     for rank in range(2):
-        evaluation = Evaluation(
-            beside,
-            workflow,
-            dataset,
-            frequency=Frequency(None, 2, None, 10),
-            n_samples=3,
-            rank=rank,
-            world_size=2,
-            stats=stats,
-        )
+        frequency = Frequency(None, 2, None, 10)
+        evaluation = Evaluation(beside, rows[rank::2], frequency, stats, workflow, n_samples=3)
         evaluation.after_step(0)
         evaluation.after_step(1)
     exported = stats.export()
