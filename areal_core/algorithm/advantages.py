@@ -40,19 +40,19 @@ def compute_advantages(
 
     `rewards` [B] are already shaped and normalised; `loss_mask`, `logprobs`, `reference_logprobs` and `values` [B, T] are
     next-token aligned (`alignment.to_next_token`); `finish_reason` [B] is 1 where the completion was cut off. Such a row
-    gets no reward if `mask_no_eos_with_zero`, and its return goes on with the value after its last token.
+    gets no reward if `mask_no_eos_with_zero`, and its return goes on with the value after its last token instead. With both, a
+    policy would be paid twice for being cut off, and values would grow by themselves where most rows are.
     """
     mask = loss_mask.bool()
-    truncated = finish_reason == CUT_OFF  # [B]
-    if mask_no_eos_with_zero:
-        rewards = torch.where(truncated, 0.0, rewards)
+    goes_on = (finish_reason == CUT_OFF) & mask_no_eos_with_zero  # [B]
+    rewards = torch.where(goes_on, 0.0, rewards)
     kl_rewards = torch.zeros_like(logprobs)
     if reference_logprobs is not None:
         kl_rewards = torch.where(mask, -kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), 0.0)
     total_rewards = kl_rewards + terminal_rewards(rewards, mask)
     values = torch.zeros_like(logprobs) if values is None else values
     after_last = values.gather(1, attention_mask.sum(1, keepdim=True).long().sub(1).clamp(min=0))[:, 0]  # [B]
-    bootstrap = torch.where(truncated, after_last, 0.0)
+    bootstrap = torch.where(goes_on, after_last, 0.0)
     advantages = gae(total_rewards, values, mask, bootstrap, discount, gae_lambda)
     return Advantages(advantages, torch.where(mask, advantages + values, 0.0), kl_rewards, total_rewards)
 

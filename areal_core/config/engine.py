@@ -162,7 +162,9 @@ class PPOActorConfig(TrainEngineConfig):
     overlong_reward_penalty: bool = option(False, "Punish completions that come near max_new_tokens (DAPO).")
     overlong_tokens: int | None = option(None, "Length of the zone in which the penalty grows.")
     overlong_penalty_factor: float | None = option(None, "Penalty at max_new_tokens.")
-    mask_no_eos_with_zero: bool = option(False, "Give truncated completions no reward.")
+    mask_no_eos_with_zero: bool = option(
+        False, "Give truncated completions no reward; with a critic, its value of what would follow."
+    )
     discount: float = option(1.0, "Discount of GAE.")
     gae_lambda: float = option(1.0, "Lambda of GAE.")
     adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")

@@ -51,15 +51,16 @@ def test_masked_tokens_between_are_no_steps_of_the_policy():
     assert got.tolist() == [[0.5, 0.0, 0.0, 2.0]]
 
 
-def test_truncated_row_goes_on_with_the_value_after_its_last_token():
+def test_truncated_row_has_its_reward_or_goes_on_with_the_value_after_its_last_token():
     values = torch.tensor([[1.0, 2.0, 8.0, 0.0]])
     attention = torch.tensor([[1, 1, 1, 0]], dtype=torch.bool)
     options = {"values": values, "attention_mask": attention, "discount": 0.5}
     stopped = advantages_of([4.0], [[1, 1, 0, 0]], **options)
     cut_off = advantages_of([4.0], [[1, 1, 0, 0]], LENGTH, **options)
-    assert stopped.advantages[0, 1] == 4 - 2
-    assert cut_off.advantages[0, 1] == 4 + 0.5 * 8 - 2
-    assert cut_off.returns[0, 1] == 4 + 0.5 * 8
+    goes_on = advantages_of([4.0], [[1, 1, 0, 0]], LENGTH, mask_no_eos_with_zero=True, **options)
+    assert stopped.advantages[0, 1] == cut_off.advantages[0, 1] == 4 - 2
+    assert goes_on.advantages[0, 1] == 0.5 * 8 - 2
+    assert goes_on.returns[0, 1] == 0.5 * 8
 
 
 def test_only_truncated_rows_lose_their_reward_and_the_longest_row_does_not():

@@ -241,8 +241,9 @@ def advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, c
         d = logprobs[row, steps] - reference[row, steps]
         kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[options["kl_estimator"]]
         r = -options["kl_ctl"] * np.clip(kl, -10, 10)
-        r[-1] += 0.0 if cut_off[row] and options["mask_no_eos_with_zero"] else rewards[row]
-        after = values[row, attention[row].sum() - 1] if cut_off[row] else 0.0
+        goes_on = cut_off[row] and options["mask_no_eos_with_zero"]
+        r[-1] += 0.0 if goes_on else rewards[row]
+        after = values[row, attention[row].sum() - 1] if goes_on else 0.0
         v = np.append(values[row, steps], after)
         delta = r + options["discount"] * v[1:] - v[:-1]
         decay = options["discount"] * options["gae_lambda"]

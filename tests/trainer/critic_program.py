@@ -51,6 +51,7 @@ def build(
     num_steps: int,
     *overrides: str,
     observers: Sequence[Callable[..., Any]] = (),
+    rollouts: Callable[[Ranks], RandomRollouts] = Conversations,
     **options: Any,
 ) -> PPOTrainer:
     """A trainer of so many steps, its files below `folder`."""
@@ -62,37 +63,36 @@ def build(
         *overrides,
     ]
     config, _ = load_expr_config(["--config", str(TINY), *given], PPOConfig)
-    return PPOTrainer(
-        config,
-        source=lambda trainer: Conversations(trainer.ranks),
-        observers=observers,
-        total_steps=num_steps,
-        print_steps=False,
-        **options,
-    )
+    source = {"source": lambda trainer: rollouts(trainer.ranks), "total_steps": num_steps}
+    return PPOTrainer(config, observers=observers, print_steps=False, **source, **options)
 
 
-def measure(trainer: PPOTrainer) -> Callable[..., None]:
-    """An observer that keeps the statistics of each step in `trainer.measured`."""
-    trainer.measured = []
+def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Callable[..., None]]:
+    """Maker of an observer that puts the statistics of each step into a list."""
 
     def observe(event: str, **facts: Any) -> None:
         if event == "step":
-            trainer.measured.append(facts["stats"])
+            measured.append(facts["stats"])
 
-    return observe
+    return lambda trainer: observe
+
+
+def norms_of_weights(trainer: PPOTrainer) -> dict[str, float]:
+    """Of every parameter of actor and critic; a collective."""
+    return {
+        f"{engine}.{name}": float(tensor.double().norm())
+        for engine, trained in trainer.engines.items()
+        for name, tensor in trained.named_full_tensors()
+    }
 
 
 def main(model: str, folder: str, *overrides: str) -> None:
-    with build(Path(model), Path(folder), 3, *overrides, observers=[measure]) as trainer:
+    measured: list[dict[str, float]] = []
+    with build(Path(model), Path(folder), 3, *overrides, observers=[measure_into(measured)]) as trainer:
         trainer.train()
-        weights = {
-            f"{engine}.{name}": float(tensor.double().norm())
-            for engine, trained in trainer.engines.items()
-            for name, tensor in trained.named_full_tensors()
-        }
+        weights = norms_of_weights(trainer)
         if trainer.ranks.rank == 0:
-            print(json.dumps({"steps": trainer.measured, "weights": weights}))
+            print(json.dumps({"steps": measured, "weights": weights}))
 
 
 if __name__ == "__main__":
