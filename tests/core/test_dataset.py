@@ -227,5 +227,5 @@ def test_state_of_another_order_is_refused():
 def test_batch_that_can_never_be_filled_is_refused():
     with pytest.raises(DatasetError, match="batch_size is 4 and the dataset has 3 rows"):
         PromptLoader(rows_of(3), 4)
-    with pytest.raises(DatasetError, match="batch_size is 4 and there are 3 ranks"):
+    with pytest.raises(DatasetError, match="batch_size is 4 and there are 3 data-parallel ranks"):
         PromptLoader(rows_of(13), 4, 0, 3)
