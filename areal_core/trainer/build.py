@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.paths import run_folder
-from areal_core.telemetry import JsonlLogger, Stats, StatsLogger, step_summary
+from areal_core.telemetry import JsonlLogger, Stats, StatsLogger
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.build_services import build_services
 from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.run_lines import RunLines
 
 Dataset = Any  # a sequence of rows
 logger = logging.getLogger(__name__)
@@ -196,19 +197,22 @@ def build_tracing(
     )
 
 
+@contextmanager
 def build_loggers(
-    config: BaseExperimentConfig, ranks: Ranks, total_steps: int, print_steps: bool = True
-) -> StatsLogger:
-    """On rank 0: stats.jsonl with the config that it is of, the services that are asked for, and one printed line a step."""
-    if ranks.rank != 0:
-        return StatsLogger(rank=ranks.rank)
-    folder = run_folder(config, "logs")
-    loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder)]
-    shown = without_keys(config_to_dict(config))
-    (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
-    return StatsLogger(loggers, printers=[partial(print_summary, total_steps)] if print_steps else [])
+    config: BaseExperimentConfig, ranks: Ranks, steps: tuple[int, int], print_steps: bool = True
+) -> Iterator[StatsLogger]:
+    """On rank 0: stats.jsonl with the config that it is of, the services that are asked for, and the printed lines of the run.
 
-
-def print_summary(total_steps: int, step: int, stats: dict[str, float]) -> None:
-    """One line on standard output."""
-    print(step_summary(step, stats, total_steps, stats.get("timeperf/step")), flush=True)
+    `steps` are the first one and the one after the last. On every rank signals end what runs inside in order.
+    """
+    prints = print_steps and ranks.rank == 0
+    with RunLines(config, *steps, prints) as lines:
+        if ranks.rank != 0:
+            yield StatsLogger(rank=ranks.rank)
+            return
+        folder = run_folder(config, "logs")
+        loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder)]
+        shown = without_keys(config_to_dict(config))
+        (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
+        with StatsLogger(loggers, printers=[lines]) as logger:
+            yield logger

@@ -139,7 +139,8 @@ class PPOTrainer:
         error = None
         try:
             self._observe_start()
-            with build.build_loggers(self.config, self.ranks, self.total_steps, self.print_steps) as logger:
+            steps = (self.first_step, self.total_steps)
+            with build.build_loggers(self.config, self.ranks, steps, self.print_steps) as logger:
                 if evaluation is not None and self.config.evaluator.eval_before_train and not self.first_step:
                     evaluation.run()
                 for step in range(self.first_step, self.end_step):

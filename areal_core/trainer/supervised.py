@@ -87,7 +87,8 @@ class SupervisedTrainer:
             stop: is asked on every rank and must answer alike.
             before: is called before the first step, `after_step` after each, before its statistics are written.
         """
-        with build.build_loggers(self.config, self.ranks, self.total_steps) as logger:
+        steps = (self.first_step, self.total_steps)
+        with build.build_loggers(self.config, self.ranks, steps) as logger:
             before()
             for step in range(self.first_step, self.total_steps):
                 with self.stats.timing("step"), self.stats.scope(scope):
@@ -100,9 +101,9 @@ class SupervisedTrainer:
                 self.recovery.save_when_due(step, step + 1, self.engines, self.loader)
                 if stop(step):
                     break
-        self.saver.save("final")
-        self.saver.finish()
-        self.recovery.finish()
+            self.saver.save("final")
+            self.saver.finish()
+            self.recovery.finish()
 
     def update(self, batch: Batch, loss: LossFunction, weight: Callable[[Batch], Tensor]) -> None:
         """One optimizer step, and one of the schedule; a collective."""

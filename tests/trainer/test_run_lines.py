@@ -1,0 +1,89 @@
+"""The lines of a run, and signals that end it in order."""
+
+import os
+import signal
+
+import pytest
+
+from areal_core.config import SFTConfig
+from areal_core.engine.checkpoint_file import Checkpoint, write_checkpoint_file
+from areal_core.trainer.run_lines import RunLines
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = SFTConfig(experiment_name="sums", trial_name="first")
+    config.cluster.fileroot = str(tmp_path)
+    return config
+
+
+def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config, capsys):
+    with RunLines(config, 0, 2, prints=True) as lines:
+        for step in (0, 1):
+            lines(step, {"sft/loss/avg": 0.5})
+    first, *steps, last = capsys.readouterr().out.splitlines()
+    assert first == f"sums/first: steps 1 to 2; results in {lines.logs}"
+    assert steps == ["step 1/2  loss 0.5000", "step 2/2  loss 0.5000"]
+    assert last.startswith("sums/first: done, 2 steps in ")
+    assert last.endswith(f"statistics in {lines.logs}/stats.jsonl, checkpoints in {lines.checkpoints}")
+
+
+def test_a_run_that_was_complete_says_that_nothing_is_left(config, capsys):
+    with RunLines(config, 3, 3, prints=True):
+        pass
+    assert capsys.readouterr().out.startswith("sums/first: all 3 steps were trained before; nothing is left to do\n")  # fmt: skip
+
+
+def test_other_ranks_tell_nothing(config, capsys):
+    with RunLines(config, 0, 2, prints=False) as lines:
+        lines(0, {})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+def test_a_signal_leaves_the_loop_by_an_exception_and_is_told(config, capsys, number, name):
+    def run():
+        with RunLines(config, 0, 9, prints=True) as lines:
+            lines(0, {})
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal did not end the loop")
+
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"sums/first: ended by {name} after 1 of 9 steps; there is no checkpoint to go on")
+
+
+def test_a_second_signal_ends_the_process_at_once(config):
+    child = os.fork()
+    if child == 0:
+        try:
+            with RunLines(config, 0, 5, prints=False):
+                try:
+                    os.kill(os.getpid(), signal.SIGINT)
+                finally:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_an_exception_is_named_with_the_checkpoint_to_go_on_from(config, capsys, monkeypatch, tmp_path):
+    def run(lines):
+        with lines:
+            raise ValueError("no reward")
+
+    monkeypatch.chdir(tmp_path)
+    lines = RunLines(config, 0, 9, prints=True)
+    for step in (2, 4, 6):
+        folder = lines.checkpoints / f"recover/step-{step:06d}"
+        folder.mkdir(parents=True)
+        if step < 6:  # the last one was cut off
+            write_checkpoint_file(folder, Checkpoint({}, [], {}, {}))
+    with pytest.raises(ValueError, match="no reward"):
+        run(lines)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "ended by ValueError after 0 of 9 steps; with recover.mode=auto it goes on after step 4, from checkpoints/" in last  # fmt: skip
