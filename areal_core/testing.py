@@ -22,7 +22,7 @@ from areal_core.batch import Batch
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
-    from areal_core.engine.fsdp import FSDPEngine, TrainResult
+    from areal_core.engine.fsdp import FSDPEngine, LossFunction, TrainResult
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -140,8 +140,15 @@ def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **change
     return Path(folder)
 
 
-def step_with_gradients(engine: "FSDPEngine", batch: Batch) -> tuple["TrainResult", dict[str, torch.Tensor]]:
-    """One step of maximum likelihood with an entropy bonus, and the gradients that it took, whole, before clipping; a collective."""
+def likelihood_with_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, flat: Batch) -> torch.Tensor:
+    """A loss that both numbers of a token have a part in."""
+    return -((logprobs + 0.1 * entropy) * flat["loss_mask"]).sum()
+
+
+def step_with_gradients(
+    engine: "FSDPEngine", batch: Batch, loss_fn: "LossFunction" = likelihood_with_entropy
+) -> tuple["TrainResult", dict[str, torch.Tensor]]:
+    """One step, and the gradients that it took, whole, before clipping; a collective."""
     from areal_core.engine.sharding import whole
 
     gradients = {}
@@ -153,7 +160,7 @@ def step_with_gradients(engine: "FSDPEngine", batch: Batch) -> tuple["TrainResul
 
     result = engine.train_batch(
         batch,
-        lambda logprobs, entropy, flat: -((logprobs + 0.1 * entropy) * flat["loss_mask"]).sum(),
+        loss_fn,
         lambda part: part["loss_mask"].sum(),
         keep,
     )

@@ -11,6 +11,7 @@ from areal_core.engine.errors import ModelError
 from areal_core.engine.loading import take_buffers_from_rank_0, take_parameters_from_rank_0
 from areal_core.engine.logprobs import take_labels_in_output_layer
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks
 
 
@@ -38,11 +39,13 @@ def shard_model(
 
     Raises:
         ModelError: no module of the model has one of the class names, or tensor parallelism cannot split it.
+        RanksError: the ranks of a group cannot share its attention heads.
     """
     if model.get_output_embeddings() is not None:  # a reward model has none
         take_labels_in_output_layer(model)
     if from_rank_0:
         take_buffers_from_rank_0(model, ranks)
+    check_heads(model.config, ranks)
     if ranks.tensor_parallel_size > 1:
         if from_rank_0:  # its parts are cut from whole layers, all of them before the first is sharded
             take_parameters_from_rank_0(model, ranks)

@@ -5,6 +5,7 @@ Arguments: model folder, tokens per micro-batch, checkpoint folder to write afte
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -27,8 +28,10 @@ def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
     return {key: tensor[rank::world_size] for key, tensor in batch.items()}
 
 
-def make_engine(ranks: Ranks, model: str, max_tokens: int, dtype: torch.dtype = torch.float32) -> FSDPEngine:
-    sharded = shard_model(load_model(model), ranks, dtype=dtype)
+def make_engine(
+    ranks: Ranks, model: str, max_tokens: int, dtype: torch.dtype = torch.float32, load: Callable = load_model
+) -> FSDPEngine:
+    sharded = shard_model(load(model), ranks, dtype=dtype)
     optimizer = build_optimizer(
         sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8
     )

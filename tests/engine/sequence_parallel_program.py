@@ -1,0 +1,117 @@
+"""One step of three losses that need whole rows, on ranks that share the tokens of the same rows: for a test that compares with one rank.
+
+Arguments: a folder with models called gemma3_text and llama (which has one key-value head), sequence-parallel ranks, and where rank 0
+leaves the gradients. Prints the loss of each case as rank 0 and the other ranks have it, and what scoring gives.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_core.algorithm.dpo_loss import dpo_loss
+from areal_core.algorithm.policy_loss import policy_loss
+from areal_core.algorithm.reward_model_loss import reward_model_loss
+from areal_core.batch import Batch
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.scores import load_score_model
+from areal_core.testing import step_with_gradients
+
+spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
+steps = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(steps)
+
+MAX_TOKENS = 36  # of a micro-batch: pairs of the lengths below need three
+LENGTHS = [12, 5, 21, 9, 3, 14, 7, 7]
+PROMPT = 8  # tokens that are not trained on, so that some slices hold none that are
+
+
+def rows(rank: int = 0, num_ranks: int = 1) -> Batch:
+    """This data-parallel rank's pairs of eight rows."""
+    lengths, position = torch.tensor(LENGTHS)[:, None], torch.arange(max(LENGTHS))
+    mask = position < lengths
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 100, mask.shape, generator=generator, dtype=torch.int32) * mask
+    trained = (position < lengths - 1) & ((position >= PROMPT) | (lengths <= PROMPT))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "loss_mask": trained.int(),
+        "advantages": torch.randn(mask.shape, generator=generator),
+        "old_logp": -4 + 0.1 * torch.randn(mask.shape, generator=generator),
+    }
+    mine = [row for row in range(len(LENGTHS)) if row // 2 % num_ranks == rank]
+    return {key: tensor[mine] for key, tensor in batch.items()}
+
+
+def sequence_level_policy_loss(logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+    masked = logprobs, flat["old_logp"], flat["advantages"], flat["loss_mask"].bool(), flat["cu_seqlens"]
+    return policy_loss(*masked, eps_clip=10.0, level="sequence")[0]
+
+
+def preference_loss(logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+    return dpo_loss(logprobs, flat["old_logp"], flat["loss_mask"], flat["cu_seqlens"])[0]
+
+
+def pairwise_loss(scores: Tensor, flat: Batch) -> Tensor:
+    return reward_model_loss(scores, flat["cu_seqlens"])[0]
+
+
+def load_with_scores(path: str, **options: object) -> torch.nn.Module:
+    """A reward model whose head is not 0, which would leave the gradient of all else 0."""
+    model = load_score_model(path, **options)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+# name of a case -> folder of its model, what reads it, its loss
+CASES: dict[str, tuple[str, Callable, Callable]] = {
+    "policy": ("gemma3_text", load_model, sequence_level_policy_loss),
+    "preference": ("llama", load_model, preference_loss),
+    "scores": ("llama", load_with_scores, pairwise_loss),
+}
+
+
+def make_engine(ranks: Ranks, folder: Path, case: str) -> FSDPEngine:
+    model, load, _ = CASES[case]
+    engine = steps.make_engine(ranks, str(folder / model), MAX_TOKENS, load=load)
+    engine.granularity = 2
+    return engine
+
+
+def take_step(ranks: Ranks, folder: Path, case: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one step and its gradients, whole."""
+    batch = rows(ranks.data_parallel_rank, ranks.data_parallel_size)
+    engine = make_engine(ranks, folder, case)
+    result, gradients = step_with_gradients(engine, batch, CASES[case][2])
+    return result.loss, gradients
+
+
+def main(folder: Path, sequence_parallel: int, output: Path) -> None:
+    ranks = join_ranks("cpu", sequence_parallel=sequence_parallel)
+    losses, repeats = {}, {}
+    for case in CASES:
+        loss, gradients = take_step(ranks, folder, case)
+        again = take_step(ranks, folder, case)
+        repeats[case] = loss == again[0] and all(torch.equal(g, again[1][n]) for n, g in gradients.items())
+        losses[case] = ranks.gather_objects(loss)
+        if ranks.rank == 0:
+            save_file(gradients, output / f"{case}.safetensors")
+    scored = [column.tolist() for column in make_engine(ranks, folder, "preference").score(rows())]
+    values = make_engine(ranks, folder, "scores").compute_values(rows()).tolist()
+    if ranks.rank == 0:
+        seen = {"losses": losses, "repeats": repeats, "scored": scored, "values": values}
+        print(json.dumps(seen))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
