@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_core.allocation import Allocation, resolve_allocation
+from areal_core.allocation import Allocation, Parallel, resolve_allocation
 from areal_core.config.experiment import DatasetConfig, TimerConfig
 from areal_core.dataset.sources import get_dataset, jsonl_of_split, read_rows
 from areal_core.errors import ConfigError
@@ -170,8 +170,16 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
             else on_machines(range(placement.num_trainer_nodes), placement)
         )
         kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
-        found.append(Processes(kind, world, 1, where))
+        found.append(Processes(kind, world, 1, where + say_groups(allocation.train)))
     return found
+
+
+def say_groups(sizes: Parallel) -> str:
+    """`; 2 groups of 4 with the same rows: 2 share the tokens, 2 the layers`; empty where each rank has rows of its own."""
+    shared = {"tokens (c)": sizes.context, "layers (t)": sizes.tensor}
+    said = " x ".join(f"{size} share the {what}" for what, size in shared.items() if size > 1)
+    num_groups = f"{sizes.data} group{'s' * (sizes.data != 1)}"
+    return said and f"; {num_groups} of {sizes.context * sizes.tensor} with the same rows: {said}"
 
 
 def on_this_machine(config: AnyConfig, first: int, count: int) -> str:

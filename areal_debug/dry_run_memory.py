@@ -6,7 +6,7 @@ States are exact (parameters divided by ranks); activations and caches are rough
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.allocation import Allocation
+from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, TrainEngineConfig
 from areal_debug.dry_run_step import AnyConfig
 
@@ -17,14 +17,18 @@ OPTIMISER_STATES = {"adam": 2, "sgd": 0, "adam_bf16": 2}
 # two norms in float32 with their outputs, queries twice, keys and values, attention, residual; gate, up, activation, product.
 # Within 15 % of what autograd keeps of Llama and Qwen2 layers in float32 and bfloat16 (a test holds it).
 KEPT_HIDDEN, KEPT_INTERMEDIATE = 12, 4
+KEPT_IN_HEADS = (
+    5  # of the hidden widths: queries twice, keys and values, attention; tensor parallelism divides them
+)
 LAYERS_AT_HAND = 2  # FSDP2 gathers the next layer while one computes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, in elements."""
+    """Sizes of a model, in elements. `undivided` are those of `num_parameters` that tensor-parallel ranks hold alike: norms, routers."""
 
     num_parameters: int
+    undivided: int
     outside_layers: int
     largest_layer: int
     num_layers: int
@@ -65,20 +69,20 @@ class Model:
 
 def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
     """What a rank, and a device of a server, would hold."""
-    models = models_of(config)
-    shape = read_shape(models[0])
+    models, sizes = models_of(config), allocation.train or Parallel()
+    shape = read_shape(models[0], sizes.tensor)
     if shape is None:
         return Memory(None, (), (), (f"{config.actor.path} has no config.json here",))
     rank: list[Part] = []
     unknown: list[str] = []
     if allocation.train is not None:
         for model in models:
-            other = shape if model is models[0] else read_shape(model)
+            other = shape if model is models[0] else read_shape(model, sizes.tensor)
             if other is None:
                 unknown.append(f"{model.name}: {model.options.path} has no config.json here")
             else:
-                rank += state_parts(model, other, allocation.train.world_size)
-        rank += working_parts(config, shape, allocation.train.data, unknown)
+                rank += state_parts(model, other, sizes)
+        rank += working_parts(config, shape, sizes, unknown)
         unknown += [f"what {name} saves" for name in savings(config.actor)]
     server: list[Part] = []
     if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
@@ -116,10 +120,13 @@ def savings(options: TrainEngineConfig) -> list[str]:
     return [name for name, is_on in in_use.items() if is_on]
 
 
-def state_parts(model: Model, shape: Shape, num_ranks: int) -> list[Part]:
+def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
     """What lives as long as the run, in shards of equal size."""
-    shard = -(-shape.num_parameters // num_ranks)
+    num_ranks = sizes.world_size
+    alike = shape.undivided if sizes.tensor > 1 else 0
+    shard = -(-(shape.num_parameters - alike) // num_ranks) - (-alike * sizes.tensor // num_ranks)
     over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
+    over += f", {alike:,} of them over {num_ranks // sizes.tensor}" if alike else ""
     parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}")]
     if model.trains:
         kind = model.options.optimizer.type if model.options.optimizer is not None else "adam"
@@ -149,8 +156,8 @@ def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> lis
     ]
 
 
-def working_parts(config: AnyConfig, shape: Shape, num_ranks: int, unknown: list[str]) -> list[Part]:
-    """What comes and goes within a step, at its peak."""
+def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: list[str]) -> list[Part]:
+    """What comes and goes within a step, at its peak. Tensor-parallel ranks divide layers and logits, sequence-parallel ones tokens."""
     from areal_core.engine.logprobs import LOGITS_AT_A_TIME, TOKENS_PER_WEIGHT_GRADIENT
 
     size = SIZES[config.actor.dtype]
@@ -158,28 +165,32 @@ def working_parts(config: AnyConfig, shape: Shape, num_ranks: int, unknown: list
     parts = [
         Part(
             "working copy",
-            size * gathered,
-            f"{config.actor.dtype}: all outside of layers, {LAYERS_AT_HAND} layers, gradients of one",
+            size * gathered // sizes.tensor,
+            f"{config.actor.dtype}: all outside of layers, {LAYERS_AT_HAND} layers, gradients of one"
+            + f"; over {sizes.tensor}" * (sizes.tensor > 1),
         )
     ]
-    tokens = tokens_of_micro_batch(config, num_ranks)
+    tokens = tokens_of_micro_batch(config, sizes.data)
     if tokens is None:
         unknown.append(
             "activations: neither actor.mb_spec.max_tokens_per_mb nor train_dataset.max_length is given"
         )
     else:
-        layer = KEPT_HIDDEN * shape.hidden + KEPT_INTERMEDIATE * shape.intermediate
+        tokens = -(-tokens // sizes.context)
+        divided = KEPT_IN_HEADS * shape.hidden + KEPT_INTERMEDIATE * shape.intermediate
+        layer = (KEPT_HIDDEN - KEPT_IN_HEADS) * shape.hidden + divided // sizes.tensor
         recomputes = config.actor.gradient_checkpointing
         kept = shape.num_layers * shape.hidden + layer if recomputes else shape.num_layers * layer
         how = "one layer and the inputs of all" if recomputes else f"{shape.num_layers} layers"
         parts.append(Part("activations", tokens * kept * size, f"roughly, {tokens:,} tokens through {how}"))
     logits = LOGITS_AT_A_TIME["cpu" if config.device == "cpu" else "cuda"]
-    chunk = 2 * FP32 * logits + TOKENS_PER_WEIGHT_GRADIENT * shape.vocab * size
+    vocab = shape.vocab // sizes.tensor
+    chunk = 2 * FP32 * logits + TOKENS_PER_WEIGHT_GRADIENT * vocab * size
     return [
         *parts,
         Part(
             "logits",
-            chunk + FP32 * shape.vocab * shape.hidden,
+            chunk + FP32 * vocab * shape.hidden,
             "a chunk at a time, and the output layer's gradient",
         ),
     ]
@@ -215,10 +226,16 @@ def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engi
     return Part("key-value cache", tokens * per_token, how)
 
 
-def read_shape(model: Model) -> Shape | None:
-    """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known."""
+def read_shape(model: Model, tensor: int = 1) -> Shape | None:
+    """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known.
+
+    Raises:
+        ModelError: `tensor` ranks cannot share its layers.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
 
     head = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
     try:
@@ -229,16 +246,24 @@ def read_shape(model: Model) -> Shape | None:
             built = head.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError):  # no such folder, or a model that Transformers does not know
         return None
+    if tensor > 1:
+        check_tensor_parallel(built.config, tensor)
     policy = model.options.fsdp.wrap_policy
     named = policy.transformer_layer_cls_to_wrap if policy else None
     classes = tuple(named or built._no_split_modules or ())
     layers = [module for module in built.modules() if type(module).__name__ in classes]
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     total = sum(parameter.numel() for parameter in built.parameters())
-    return parse_shape(config.get_text_config().to_dict(), total, sizes)
+    undivided = sum(
+        parameter.numel()
+        for name, part in built.named_modules()
+        for parameter in part.parameters(recurse=False)
+        if placement_of(name.rpartition(".")[2], parameter.ndim).is_replicate()
+    )
+    return parse_shape(config.get_text_config().to_dict(), total, undivided, sizes)
 
 
-def parse_shape(facts: dict[str, Any], num_parameters: int, layers: list[int]) -> Shape:
+def parse_shape(facts: dict[str, Any], num_parameters: int, undivided: int, layers: list[int]) -> Shape:
     """Sizes from `config.json`. A mixture of experts sends a token through a few of them only."""
     heads = facts["num_attention_heads"]
     head_dim = facts.get("head_dim") or facts["hidden_size"] // heads
@@ -247,6 +272,7 @@ def parse_shape(facts: dict[str, Any], num_parameters: int, layers: list[int]) -
     width = experts * facts["moe_intermediate_size"] if experts and "moe_intermediate_size" in facts else None
     return Shape(
         num_parameters=num_parameters,
+        undivided=undivided,
         outside_layers=num_parameters - sum(layers),
         largest_layer=max(layers, default=0),
         num_layers=facts["num_hidden_layers"],

@@ -92,13 +92,14 @@ def _divide_parameters(
 ) -> None:
     for kind, parameter in list(module.named_parameters(recurse=False)):
         if parameter not in divided:
-            placement = [_placement(name, parameter.ndim)]
-            part = distribute_tensor(parameter.detach(), mesh, placement, src_data_rank=None)
+            placements = [placement_of(name, parameter.ndim)]
+            part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             divided[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         module.register_parameter(kind, divided[parameter])
 
 
-def _placement(module_name: str, ndim: int) -> Placement:
+def placement_of(module_name: str, ndim: int) -> Placement:
+    """How a parameter of a module, by the last part of its name, is divided."""
     if module_name in (*COLUMNS, EMBEDDING, OUTPUT, EXPERTS):
         return Shard(0)
     # The bias of rows is whole: it is added once, after the sum.

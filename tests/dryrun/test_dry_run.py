@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from areal_core.allocation import parse_allocation
+from areal_core.allocation import Parallel, parse_allocation
 from areal_core.config import OptimizerConfig, PPOConfig, SFTConfig, TrainEngineConfig, load_expr_config
 from areal_debug.cli.train import command
 from areal_debug.dry_run_memory import Model, estimate_memory, parse_shape, read_shape, state_parts
@@ -211,8 +211,8 @@ def test_states_are_reckoned_to_the_byte(tiny_model):
         )
     ]
     shape = read_shape(actor)
-    assert [part.size_bytes for part in state_parts(actor, shape, 1)] == real
-    halves = [part.size_bytes for part in state_parts(actor, shape, 2)]
+    assert [part.size_bytes for part in state_parts(actor, shape, Parallel())] == real
+    halves = [part.size_bytes for part in state_parts(actor, shape, Parallel(2))]
     assert halves == [size // 2 for size in real]
 
 
@@ -245,6 +245,24 @@ def test_activations_are_near_what_autograd_keeps(tmp_path, dtype):
     )
     parts = {part.name: part.size_bytes for part in estimate_memory(config, parse_allocation("fsdp:d4")).rank}
     assert abs(parts["activations"] / real - 1) < 0.2
+
+
+def test_tensor_parallel_ranks_divide_all_but_norms(dry_run, tiny_model):
+    code, run = dry_run(TINY, f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d2t2")
+    assert code == 0
+    (ranks,) = run["processes"]
+    assert ranks["count"] == 4
+    assert ranks["where"].endswith("; 2 groups of 2 with the same rows: 2 share the layers (t)")
+    parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
+    # Of 129,920 parameters 320 are norms', over two ranks, the others over four.
+    assert parts["actor: masters"] == 4 * (129_600 // 4 + 320 // 2)
+
+
+def test_layers_that_ranks_cannot_share_are_refused_before_the_run(dry_run, tiny_model):
+    arguments = (f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d1t8")
+    code, output = dry_run(TINY, *arguments, as_json=False)
+    assert code == 2
+    assert "4 attention heads, which do not divide among 8 tensor-parallel ranks" in output
 
 
 def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
@@ -295,6 +313,6 @@ def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():
         "num_key_value_heads": 2,
         "head_dim": 32,
     }
-    assert parse_shape(facts, 1000, [300, 300]).intermediate == 256
-    shape = parse_shape(facts | experts, 1000, [300, 300])
+    assert parse_shape(facts, 1000, 10, [300, 300]).intermediate == 256
+    shape = parse_shape(facts | experts, 1000, 10, [300, 300])
     assert (shape.intermediate, shape.outside_layers, shape.cache_per_token) == (96, 400, 2 * 2 * 2 * 32)
