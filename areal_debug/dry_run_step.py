@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from areal_core.allocation import Allocation
+from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_core.config.experiment import TimerConfig
 from areal_core.paths import record_folder, run_folder
@@ -92,13 +92,25 @@ def plan_update(config: AnyConfig, allocation: Allocation) -> Stage:
     checkpointing = ", activations recomputed" if config.actor.gradient_checkpointing else ""
     unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"
     times = "1 optimiser step" if minibatches == 1 else f"{minibatches} optimiser steps"
-    return Stage("update", f"{times} over {rows:,} {unit} a rank, in {micro}{checkpointing}")
+    return Stage("update", f"{times} over {rows:,} {unit} {holders(allocation.train)}, in {micro}{checkpointing}")
+
+
+def holders(sizes: Parallel) -> str:
+    """Who holds rows: each rank, or each group of ranks and how they divide them."""
+    if sizes.context * sizes.tensor == 1:
+        return "a rank"
+    shares = [f"their tokens {sizes.context} ways"] * (sizes.context > 1)
+    shares += [f"the layers {sizes.tensor} ways"] * (sizes.tensor > 1)
+    return f"a group of {sizes.context * sizes.tensor} ranks, which divide {' and '.join(shares)}"
 
 
 def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
     """How the engine gets the new weights."""
     if allocation.rollout_backend == "embedded":
-        return Stage("push", "weights are copied into each rank's own replica")
+        assert allocation.train is not None
+        is_alone = allocation.train.context * allocation.train.tensor == 1
+        whose = "each rank's own replica" if is_alone else "the replica of each group's first rank"
+        return Stage("push", f"weights are copied into {whose}")
     assert allocation.rollout is not None
     ways = {"xccl": "broadcast to", "disk": "written to disk and read by"}
     check = config.rollout.verify_weights_every
