@@ -46,12 +46,18 @@ def start_process(config: BaseExperimentConfig) -> Ranks:
         enforce_determinism()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity_error()
-    sizes = resolve_allocation(config).train or Parallel()
+    sizes = trainer_sizes(config)
     ranks = join_ranks(config.device, sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
     logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, format="%(message)s")
     # Tensor-parallel ranks compute the same tokens, and so must drop the same.
     seed_everything(config.seed, ranks.rank // ranks.tensor_parallel_size)
     return ranks
+
+
+def trainer_sizes(config: BaseExperimentConfig) -> Parallel:
+    """How ranks share rows; data-parallel ones where the config, made by a script, names no allocation."""
+    names_one = config.allocation_mode or config.actor.backend
+    return (resolve_allocation(config).train if names_one else None) or Parallel()
 
 
 def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
