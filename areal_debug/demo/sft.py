@@ -42,14 +42,13 @@ def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int],
         if (step + 1) % STEPS_BETWEEN_TESTS:
             return False
         replica.load(trainer.actor.named_full_tensors())
-        return asyncio.run(share_right(trainer, replica, rows)) >= RIGHT_ENOUGH
+        return asyncio.run(share_right(replica, trainer.tokenizer, rows)) >= RIGHT_ENOUGH
 
     return stop
 
 
-async def share_right(trainer: SFTTrainer, replica: Replica, rows: Sequence[Row]) -> float:
-    """The share of questions to which one sampled answer is right."""
-    tokenizer: Any = trainer.tokenizer  # its methods return unions that no caller wants
+async def share_right(replica: Replica, tokenizer: Any, rows: Sequence[Row]) -> float:
+    """The share of questions to which one sampled answer is right. The tokenizer's methods return unions that no caller wants."""
     end = tokenizer.eos_token_id
     engine = EmbeddedEngine(replica, replica.model.config.vocab_size, end_token_ids=(end,))
     sampling = Sampling(max_new_tokens=4, stop_token_ids=[end])

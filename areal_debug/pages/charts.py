@@ -47,6 +47,25 @@ def line(x: Sequence[float], y: Sequence[float], first: str, last: str, marked: 
     return framed(f'<polyline class="line" points="{path}"/>{spots}', first, last)
 
 
+def shares(curves: Sequence[Sequence[tuple[float, float]]], first: str, last: str) -> Markup:
+    """Curves of (x, share) over one axis, between 0 and 1, with a line at a half; the last points of each get a dot."""
+    end = max(curve[-1][0] for curve in curves)
+    drawn = [
+        f'<line class="even" x1="{MARGIN}" y1="{GROUND - DOWN / 2}" x2="{WIDTH - MARGIN}" y2="{GROUND - DOWN / 2}"/>'
+    ]
+    for curve in curves:
+        points = [(MARGIN + ACROSS * x / end, GROUND - DOWN * share) for x, share in curve]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        drawn.append(f'<polyline class="line" points="{path}"/>')
+        drawn.append(f'<circle class="spot" cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3"/>')
+    ticks = [(1.0, "1"), (0.5, "½"), (0.0, "0")]
+    labels = [
+        f'<text x="{MARGIN - 6}" y="{GROUND - DOWN * share + 4}" text-anchor="end">{label}</text>'
+        for share, label in ticks
+    ]
+    return framed("".join(drawn + labels), first, last)
+
+
 def framed(inside: str, first: str, last: str) -> Markup:
     """A picture with a ground line and its two labels; `inside` is ours, the labels are escaped."""
     return Markup(

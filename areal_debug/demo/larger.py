@@ -1,0 +1,30 @@
+"""One task for every method: say the larger of two numbers. Numbers that meet in a held-out question never meet in training.
+
+A row serves every method: `messages` ask, `answer` is right, and `chosen` and `rejected` are the two numbers.
+"""
+
+import random
+from typing import Any
+
+Row = dict[str, Any]
+
+NUM_TRAINING, NUM_HELD_OUT = 1024, 128
+
+
+def larger_number_rows(seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows), the same for the same seed on every machine."""
+    numbers = random.Random(seed)
+    pairs = [(large, small) for large in range(10, 100) for small in range(10, large)]
+    rows = [ask(numbers, large, small) for large, small in numbers.sample(pairs, NUM_TRAINING + NUM_HELD_OUT)]
+    return rows[:NUM_TRAINING], rows[NUM_TRAINING:]
+
+
+def ask(numbers: random.Random, large: int, small: int) -> Row:
+    """A question that names the two in either order."""
+    first, second = numbers.sample([large, small], 2)
+    return {
+        "messages": [{"role": "user", "content": f"{first} {second}"}],
+        "answer": str(large),
+        "chosen": str(large),
+        "rejected": str(small),
+    }

@@ -1,0 +1,205 @@
+"""Trains every method on one tiny task and draws what it learned: docs/learning_curves.{svg,md} and the presets beside them.
+
+    python benchmarks/learning_curves.py [--seeds 3] [--only grpo,ppo] [--again]
+
+The task and the options are those of `areal_debug/demo/methods.py`, which the tests train, too. Curves are kept in
+docs/learning_curves.json as they come; those that are there are not trained again unless asked, so that it may be stopped.
+"""
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from areal_debug.demo.methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
+from areal_debug.pages.charts import HEIGHT, WIDTH, shares
+
+DOCS = Path(__file__).parents[1] / "docs"
+CURVES = DOCS / "learning_curves.json"
+COMMAND = "python benchmarks/learning_curves.py"
+COLUMNS, TITLE_HEIGHT, GAP = 3, 44, 10
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #5c6778; } .title { font-size: 14px; font-weight: 600; fill: #1d2430; }
+.paper { fill: #ffffff; } .axis { stroke: #8b95a5; } .even { stroke: #e3e5ea; stroke-dasharray: 3 4; }
+.line { fill: none; stroke: #2f62c9; stroke-width: 1.6; stroke-linejoin: round; opacity: 0.8; } .spot { fill: #2f62c9; }
+@media (prefers-color-scheme: dark) { text { fill: #9aa6b8; } .title { fill: #e5e9f0; } .paper { fill: #13161b; }
+.axis { stroke: #6d788a; } .even { stroke: #2b313b; } .line { stroke: #7ea6f4; } .spot { fill: #7ea6f4; } }
+"""
+
+PAGE = """# Learning curves
+
+A question names two numbers between 10 and 99 ("37 52"), and the larger is the answer. 1,024 questions are trained on; 128 others
+are held out, whose two numbers never meet in training. The model is a Llama of 2 layers, 64 wide, with one character a token. SFT and
+the reward model begin with random weights; the others with a model that SFT has brought to answer about three questions in ten. Each
+curve is one seed, of weights, order and sampling.
+
+![five methods](learning_curves.svg)
+
+{methods}
+
+The presets of [algorithms.md](algorithms.md) on the same questions, from the same model, with one learning rate for all: this shows
+that each learns, not which learns best.
+
+![presets](learning_curves_presets.svg)
+
+{presets}
+
+Made by `{command}` on one CPU thread ({dates}; {versions}), with the options of `larger_supervised.yaml`, `larger_rl.yaml` and
+`methods.py` in `areal_debug/demo/`. `tests/trainer/test_learning_curves.py` trains the same and holds each to its margin. All
+points are in [learning_curves.json](learning_curves.json).
+"""
+
+Trained = dict[str, Any]  # {"method", "seed", "curve", "cpu_s", "date", "versions"}, as it stands in the JSON
+
+
+def train(method: Method, seed: int, folder: Path) -> Trained:
+    """One curve, and what it was made with."""
+    began = time.process_time()
+    curve = quietly(learn, method, folder, seed)
+    return {
+        "method": method.name,
+        "seed": seed,
+        "curve": curve,
+        "cpu_s": round(time.process_time() - began, 1),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version()}
+        | {n: version(n) for n in ("torch", "transformers")},
+    }
+
+
+def quietly(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Its result; the lines that a run prints are left out."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return function(*arguments)
+
+
+def train_missing(methods: Sequence[Method], seeds: int, again: bool) -> None:
+    """Train what the JSON does not hold, and write it there, one curve after the other."""
+    kept = json.loads(CURVES.read_text()) if CURVES.exists() else []
+    names = {method.name for method in methods}
+    if again:
+        kept = [trained for trained in kept if trained["method"] not in names]
+    present = {(trained["method"], trained["seed"]) for trained in kept}
+    for seed in range(1, seeds + 1):
+        missing = [method for method in methods if (method.name, seed) not in present]
+        if not missing:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            quietly(teach, Path(name), seed)
+            for method in missing:
+                kept.append(train(method, seed, Path(name)))
+                print(f"{method.title}, seed {seed}: {told([kept[-1]['curve']])}", flush=True)
+                CURVES.write_text(json.dumps(kept).replace('{"method"', '\n{"method"') + "\n")
+
+
+def told(curves: Sequence[Curve]) -> str:
+    """First and last values, and those between which the seeds lie."""
+    first, last = ([curve[end][1] for curve in curves] for end in (0, -1))
+    return f"{span(first)} → {span(last)}"
+
+
+def span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def picture(methods: Sequence[Method], trained: Sequence[Trained]) -> str:
+    """One panel a method, its seeds in it, as an SVG without scripts or fonts that looks right on light and dark pages."""
+    panels = []
+    for index, method in enumerate(methods):
+        curves = curves_of(method, trained)
+        x, y = (index % COLUMNS) * (WIDTH + GAP), (index // COLUMNS) * (HEIGHT + TITLE_HEIGHT + GAP)
+        chart = shares(curves, "0", f"{curves[0][-1][0]} steps")
+        panels.append(
+            Markup(
+                '<text class="title" x="{0}" y="{1}">{2}</text><text x="{0}" y="{3}">{4}: {5}</text>'
+                '<svg x="{6}" y="{7}" width="{8}" height="{9}">{10}</svg>'
+            ).format(
+                *(x + GAP, y + 22, method.title, y + 40, method.measure, told(curves)),
+                *(x, y + TITLE_HEIGHT, WIDTH, HEIGHT, chart),
+            )
+        )
+    rows = -(-len(methods) // COLUMNS)
+    width, height = COLUMNS * (WIDTH + GAP), rows * (HEIGHT + TITLE_HEIGHT + GAP)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<style>{STYLE}</style><rect class="paper" width="{width}" height="{height}"/>{"".join(panels)}</svg>\n'
+    )
+
+
+def curves_of(method: Method, trained: Sequence[Trained]) -> list[Curve]:
+    return [one["curve"] for one in trained if one["method"] == method.name]
+
+
+def document(trained: Sequence[Trained]) -> str:
+    """The page: what is learned, both pictures, and the numbers."""
+    dates, made = sorted({one["date"] for one in trained}), trained[-1]["versions"]
+    versions = ", ".join(f"{name} {number}" for name, number in made.items())
+    return PAGE.format(
+        methods="\n".join(table(METHODS, trained)),
+        presets="\n".join(table(OTHER_PRESETS, trained)),
+        command=COMMAND,
+        dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        versions=versions,
+    )
+
+
+def table(methods: Sequence[Method], trained: Sequence[Trained]) -> list[str]:
+    lines = [
+        "| method | held-out measure | before → after | steps | seeds | CPU seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in methods:
+        seconds = [one["cpu_s"] for one in trained if one["method"] == method.name]
+        lines.append(
+            f"| {method.title} | {method.measure} | {told(curves_of(method, trained))} | {method.steps} "
+            f"| {len(seconds)} | {statistics.median(seconds):.0f} |"
+        )
+    return lines
+
+
+def draw(trained: Sequence[Trained]) -> dict[str, str]:
+    """The documents by file name; a pure function of the curves."""
+    return {
+        "learning_curves.svg": picture(METHODS, trained),
+        "learning_curves_presets.svg": picture(OTHER_PRESETS, trained),
+        "learning_curves.md": document(trained),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = {method.name: method for method in (*METHODS, *OTHER_PRESETS)}
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="curves of each of the five methods; presets have one"
+    )
+    parser.add_argument("--only", default=",".join(every), help="methods to train, with commas between")
+    parser.add_argument("--again", action="store_true", help="train also what is there already")
+    options = parser.parse_args()
+    if unknown := set(options.only.split(",")) - set(every):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(every)}")
+    chosen = [every[name] for name in options.only.split(",")]
+    train_missing([method for method in chosen if method in METHODS], options.seeds, options.again)
+    train_missing([method for method in chosen if method in OTHER_PRESETS], 1, options.again)
+    trained = json.loads(CURVES.read_text())
+    if missing := [name for name, method in every.items() if not curves_of(method, trained)]:
+        raise SystemExit(f"{CURVES} has no curve of {', '.join(missing)} yet: no picture is drawn")
+    for file, text in draw(trained).items():
+        (DOCS / file).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
