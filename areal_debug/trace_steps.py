@@ -110,7 +110,9 @@ def step_times(trace: RunTrace) -> list[StepTimes]:
 
 def times_of(ranks: Sequence[RankStep], by_prompt: dict[tuple[int, int], list[Episode]]) -> StepTimes:
     """One step over its ranks."""
-    slowest = max(ranks, key=lambda rank_step: rank_step.stage_s("rollout"))
+    # Of ranks that hold the same rows one samples; the others wait for it a little longer than it does.
+    sampling = [r for r in ranks if any((r.rank, prompt) in by_prompt for prompt in r.prompts)]
+    slowest = max(sampling or ranks, key=lambda rank_step: rank_step.stage_s("rollout"))
     stages = {name: slowest.stage_s(name) for name in STAGES}
     stages["other"] = max(0.0, slowest.seconds - sum(stages.values()))
     episodes = [e for prompt in slowest.prompts for e in by_prompt.get((slowest.rank, prompt), ())]
