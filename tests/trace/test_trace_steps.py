@@ -143,6 +143,17 @@ def test_the_rank_that_waited_longest_tells_of_the_step(tmp_path):
     assert shown.stages["rollout"] == pytest.approx(3.0)
 
 
+def test_of_ranks_that_share_rows_the_one_that_sampled_tells_of_the_step(tmp_path):
+    for rank, wait in ((0, 3.0), (1, 3.1)):
+        run = ByHand(tmp_path, rank, 2)
+        run.step(0, 0, rollout=wait)
+        if rank == 0:
+            run.episode(0, 0, 0, generation=2.9)
+        run.trace.close()
+    shown = report_of(tmp_path).shown
+    assert (shown.rank, shown.num_episodes) == (0, 1)
+
+
 def test_percentiles_are_nearest_rank():
     ordered = [float(n) for n in range(1, 21)]
     assert [percentile(ordered, p) for p in (50, 95, 100)] == [10.0, 19.0, 20.0]
