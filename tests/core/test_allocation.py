@@ -34,6 +34,12 @@ def decoupled(servers: int, ranks: int) -> Allocation:
         ("sglang:d4t2+eval", Allocation(Parallel(4, 2), None, "sglang", None, "eval")),
         ("sglang:d4+cpu", Allocation(Parallel(4), None, "sglang", None, "eval")),
         ("embedded|fsdp:d2", Allocation(Parallel(2), Parallel(2), "embedded", "fsdp", "colocated")),
+        ("fsdp:d2s2t1", Allocation(None, Parallel(2, context=2), None, "fsdp", "train_only")),
+        # The engine sits in one of the ranks that hold the same rows, with a whole model.
+        (
+            "embedded|fsdp:d2c2t2",
+            Allocation(Parallel(2), Parallel(2, 2, context=2), "embedded", "fsdp", "colocated"),
+        ),
         ("sglang:d2|fsdp:d2", Allocation(Parallel(2), Parallel(2), "sglang", "fsdp", "colocated")),
     ],
 )
@@ -57,6 +63,7 @@ def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
     ("text", "said"),
     [
         ("", "found the end at character 1"),
+        ("fsdp:d1c2s2", "each letter once, and 's' was given before"),
         ("sglang:d4+", "found the end at character 11, expected sizes"),
         ("sglang:x4", "found 'x4' at character 8, expected servers take d, t and p"),
         ("sglang d4", "found ' ' at character 7, expected ':'"),
