@@ -84,7 +84,7 @@ class Allocation:
 
 def parse_allocation(text: str) -> Allocation:
     """Read one allocation string. Raises AllocationError with the position and what was expected there."""
-    return AllocationParser(text.replace(" ", "")).allocation()
+    return AllocationParser(re.sub(r" *([+|]) *", r"\1", text.strip())).allocation()
 
 
 def allocation_from_backends(rollout_backend: str, train_backend: str) -> Allocation:
