@@ -10,7 +10,9 @@ from areal_core.config.engine import TrainEngineConfig
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
 
 ALL_LINEAR = "all-linear"  # upstream's word for every linear layer
-ADAPTERS_AT_ONCE = 2  # in a server's memory: that of the version before, until every client asks for the new one
+ADAPTERS_AT_ONCE = (
+    2  # in a server's memory: that of the version before, until every client asks for the new one
+)
 
 
 def serves_adapters(config: PPOConfig) -> bool:
@@ -78,8 +80,8 @@ def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
         )
     if config.rollout.pause_mode != "abort":
         yield (
-            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request goes on with the adapter it began "
-            "with, and only one that is cut takes the new one: set it to abort"
+            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request goes on with the adapter it "
+            "began with, and only one that is cut takes the new one: set it to abort"
         )
     if not config.gconfig.lora_name:
         yield "gconfig.lora_name is empty; give the adapter a name"

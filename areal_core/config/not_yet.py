@@ -25,8 +25,6 @@ NOT_YET = (
     NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
     NotYet("cluster.name_resolve.type", ("nfs",), "use nfs"),
     NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
-    NotYet("gconfig.lora_name", ("default_lora",), "adapters are not built"),
-    NotYet("*.use_lora", (False,), "adapters are not built: set it to false"),
     NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
     NotYet("*.enable_tree_training", (False,), "tree training is not built: set it to false"),
     NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not built: set it to false"),

@@ -85,13 +85,14 @@ class EmbeddedServer:
             end_token_ids=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
             max_rows=max_rows,
         )
+        self._weights = ServedWeights(self._replica, self.sampler)
         self._started = time.time()
 
     def application(self) -> web.Application:
         """All routes; the blocking ones on threads."""
         application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[failures_as_json])
         application.router.add_post("/generate", self._generate)
-        weights = ServedWeights(self._replica, self.sampler)
+        weights = self._weights
         for path in (
             "/health",
             "/health_generate",
@@ -108,6 +109,8 @@ class EmbeddedServer:
             "/flush_cache": self._flush_cache,
             "/update_weights_from_disk": weights.load_from_disk,
             "/update_weight_version": weights.rename_weights,
+            "/load_lora_adapter": weights.load_adapter,
+            "/unload_lora_adapter": weights.unload_adapter,
             "/weights_checker": weights.check_weights,
             "/init_weights_update_group": weights.join_group,
             "/destroy_weights_update_group": weights.leave_group,
@@ -121,8 +124,13 @@ class EmbeddedServer:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         wanted = parse_request(body, self.tokenizer, self.identity.context_length)
+        adapter = body.get("lora_path")
+        self._weights.check_adapter(adapter)
         started = time.monotonic()
         sampled = await self._answer(wanted)
+        self._weights.check_adapter(
+            adapter, sampled.versions
+        )  # another may have come while the request was held
         reply = generate_reply(wanted, sampled, self.sampler.version, self.tokenizer)
         reply["meta_info"]["e2e_latency"] = time.monotonic() - started
         return web.json_response(reply)
@@ -155,7 +163,7 @@ class EmbeddedServer:
             "dtype": self.identity.dtype,
             "quantization": None,
             "kv_cache_dtype": "auto",
-            "enable_lora": False,
+            "enable_lora": True,
             "device": "cpu",
             "tp_size": 1,
             "pid": os.getpid(),

@@ -1,20 +1,25 @@
 """How an embedded server gets new weights: from a folder, or by broadcast in a group that rank 0 of a trainer forms; and its checksums.
 
 Every method takes the JSON of the route that it answers (`embedded_server.py`), and runs on a thread of its own.
+
+An adapter is merged into the weights, so there is one at a time: a new one takes the place of the last, and a request that names
+another one, or none, is refused as one that SGLang has not loaded.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
+from areal_core.engine.lora import FILE_PREFIX, merged_weight
 from areal_core.engine.replica import Replica
 from areal_core.launch.embedded_wire import BadRequest, succeeded
+from areal_core.rollout.adapter_push import read_safetensors
 from areal_core.rollout.interruptible import InterruptibleSampler
 from areal_core.rollout.update_group import form_group
 from areal_core.rollout.weight_checksums import sha256_of
@@ -30,20 +35,60 @@ class ServedWeights:
         self._sampler = sampler
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._in_session = False
+        self._adapter: str | None = None
+        self._adapter_of: dict[str, str | None] = {}  # by version
+        self._beneath: dict[str, Tensor] = {}  # the weights that the adapter was merged into
 
     def load_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._sampler.load(read_safetensors(Path(body["model_path"])), body.get("weight_version"))
+        self._sampler.load(tensors_of(Path(body["model_path"])), body.get("weight_version"))
+        self._adapter, self._beneath = None, {}
         return succeeded("Succeeded to update model weights.")
+
+    def load_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if name == self._adapter:
+            raise BadRequest(f"Failed to load LoRA adapter {name} because it is already loaded")
+        layers, scaling = read_adapter(folder)
+        held = dict(self._replica.model.named_parameters())
+        if unknown := set(layers) - set(held):
+            raise BadRequest(
+                f"the model has no {', '.join(sorted(unknown))}, of which {folder} is an adapter"
+            )
+        beneath = self._beneath | {n: held[n].detach().clone() for n in layers if n not in self._beneath}
+        merged = {n: merged_weight(beneath[n], down, up, scaling) for n, (down, up) in layers.items()}
+        self._load_merged(name, beneath, merged)
+        return {**succeeded(""), "loaded_adapters": {name: str(folder)}}
+
+    def unload_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["lora_name"] != self._adapter:
+            raise BadRequest(f"LoRA with name {body['lora_name']} does not exist")
+        self._load_merged(None, self._beneath, {})
+        return {**succeeded(""), "loaded_adapters": {}}
+
+    def _load_merged(self, name: str | None, beneath: dict[str, Tensor], merged: dict[str, Tensor]) -> None:
+        self._sampler.load(iter((beneath | merged).items()), None)
+        self._adapter, self._beneath = name, beneath
+        self._adapter_of[self._sampler.version] = name
+
+    def check_adapter(self, name: str | None, versions: Collection[str] = ()) -> None:
+        """Raises `BadRequest` unless the adapter is the one in the weights now, or was in those that tokens were sampled by."""
+        held = {self._adapter_of.get(version) for version in versions} or {self._adapter}
+        if held != {name}:
+            raise BadRequest(
+                f"the request names the LoRA adapter {name}, and the server holds {self._adapter}"
+            )
 
     def rename_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         self._sampler.load(iter(()), body["new_version"])
+        self._adapter_of[self._sampler.version] = self._adapter
         return succeeded(f"Weight version updated to {body['new_version']}")
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("action", "checksum") != "checksum":
             raise BadRequest(f"action is {body['action']!r}; the embedded engine knows 'checksum'")
+        held = dict(self._replica.model.named_parameters()) | self._beneath
         rank = {
-            "checksums": {name: sha256_of(p) for name, p in self._replica.model.named_parameters()},
+            "checksums": {name: sha256_of(tensor) for name, tensor in held.items()},
             "parallelism_info": [{"role": "target", "tp_rank": 0, "tp_size": 1, "pp_size": 1}],
         }
         return {**succeeded("Success."), "ranks": [rank]}
@@ -93,15 +138,28 @@ class ServedWeights:
         return succeeded("Success")
 
 
-def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint folder. Raises `BadRequest` when it holds none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not any(folder.glob("*.safetensors")):
         raise BadRequest(f"no safetensors files in {folder}")
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                yield name, tensors.get_tensor(name)
+    return read_safetensors(folder)
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """(A, B) by name of the weight that they are added to, and the factor on B A. Raises `BadRequest` where there is no such thing."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        scaling = config["lora_alpha"] / config["r"]
+    except (OSError, KeyError, ValueError) as error:
+        raise BadRequest(f"{folder} holds no adapter_config.json of a LoRA adapter: {error!r}") from error
+    tensors = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in tensors_of(folder)}
+    layers = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    if set(tensors) != {f"{layer}.lora_{part}.weight" for layer in layers for part in "AB"}:
+        raise BadRequest(f"{folder} holds other tensors than lora_A.weight and lora_B.weight of layers")
+    return {
+        f"{layer}.weight": (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
+        for layer in layers
+    }, scaling
 
 
 def received(group: dist.ProcessGroup, body: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ GENERATE_FIELDS = {
     "top_logprobs_num",
     "stream",
     "rid",
+    "lora_path",
 }
 RENAMED = {"temperature", "top_k", "min_new_tokens", "max_new_tokens"}
 PLAIN = {"top_p", "stop_token_ids", "stop", "ignore_eos", "skip_special_tokens", "frequency_penalty"}

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.config import BaseExperimentConfig
+from areal_core.config.lora_checks import ALL_LINEAR
 from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 
@@ -31,13 +33,22 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
     devices_per_server = rollout.world_size // rollout.data
     plans = []
     for i in range(job.num_servers):
-        options = replace(config.sglang, random_seed=config.sglang.random_seed + i)
+        options = replace(
+            config.sglang,
+            random_seed=config.sglang.random_seed + i,
+            lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+        )
         first_device = i * devices_per_server if share_devices else 0
         args = server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
         model_path = config.sglang.model_path or config.actor.path
         log = str(job.log_dir / f"llm_server_{i}.log")
         plans.append(ServerPlan(model_path, log, args, env, config.rollout.setup_timeout))
     return plans
+
+
+def adapted_modules(config: BaseExperimentConfig) -> list[str]:
+    """The modules that a server makes room for adapters in."""
+    return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
 def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> SGLangServer:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from areal_core.config import SGLangConfig
+from areal_core.config.lora_checks import ALL_LINEAR
 from areal_core.launch.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start, thread_limits
 from areal_core.rollout.errors import ServerDied
@@ -95,10 +96,11 @@ def server_args(
 
 
 def on_cpu(options: SGLangConfig) -> SGLangConfig:
-    """The options with what the CPU needs: the torch-native path, a small share of the memory, a bounded cache."""
+    """The options with what the CPU needs: the torch-native paths, a small share of the memory, a bounded cache."""
     return replace(
         options,
         attention_backend="torch_native",
+        lora_backend="torch_native",
         mem_fraction_static=0.2,
         max_total_tokens=options.max_total_tokens or CPU_CACHE_TOKENS,
         disable_overlap_schedule=True,
@@ -113,6 +115,8 @@ def option_args(options: SGLangConfig) -> list[str]:
         value = getattr(options, field.name)
         if field.name in NOT_FLAGS or value is None or value is False or value == "" or value == []:
             continue
+        if field.name == "lora_target_modules" and ALL_LINEAR in value:
+            value = ["all"]
         args.append("--" + field.name.replace("_", "-"))
         if value is not True:
             args += [str(v) for v in value] if isinstance(value, list) else [str(value)]

@@ -32,6 +32,7 @@ class LiveRollouts:
         n_samples: episodes per prompt.
         should_accept: which prompts are trained on, told their rows.
         stats: gets rewards and counts under `rollout/`.
+        pushes_adapter: the push takes the adapter, not the weights with the adapter in them.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LiveRollouts:
         n_samples: int = 1,
         should_accept: AcceptFn | None = None,
         stats: Stats | None = None,
+        pushes_adapter: bool = False,
     ) -> None:
         self.executor = executor
         self.feed = PromptFeed(loader)
@@ -52,6 +54,7 @@ class LiveRollouts:
         self.n_samples = n_samples
         self.should_accept = should_accept
         self.stats = stats or Stats()
+        self.pushes_adapter = pushes_adapter
         self._has_begun = False
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
@@ -68,7 +71,8 @@ class LiveRollouts:
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
         # Collective: every rank enters the push, though only rank 0 talks to the servers.
         if self.push is not None:
-            self.push.push(engine.named_full_tensors(), version)
+            tensors = engine.named_adapter_tensors() if self.pushes_adapter else engine.named_full_tensors()
+            self.push.push(tensors, version)
         self.executor.engine.set_version(version)
         # Last: what starts from now on is sampled by the new weights alone.
         self.executor.set_version(version)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.errors import MalformedReply, RequestRefused, WrongServer
 from areal_core.rollout.servers import Server, call
 
 OLDEST = (0, 5, 0)  # older ones do not name the version of their weights in a reply
 TOO_NEW = (0, 6, 0)  # the wire format is read from 0.5.23
+ASK_TIMEOUT_S = 5.0
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
 
@@ -28,6 +29,7 @@ class ServerIdentity:
     weight_version: str  # "default" until it is pushed to
     device: str  # "cpu" or "cuda"
     dtype: str  # "auto" where the model's config decides
+    serves_adapters: bool
 
 
 def ask_identity(server: Server, timeout_s: float = 10.0) -> ServerIdentity:
@@ -59,6 +61,7 @@ def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
             str(model["weight_version"]),
             str(started["device"]),
             str(started["dtype"]),
+            bool(started["enable_lora"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedReply(
@@ -77,18 +80,27 @@ def weight_version(server: Server, timeout_s: float = 5.0) -> str:
         ) from error
 
 
+def ask_version(server: Server) -> str | None:
+    """The same; None when a server does not say."""
+    try:
+        return weight_version(server, ASK_TIMEOUT_S)
+    except (OSError, MalformedReply, RequestRefused):
+        return None
+
+
 @dataclass(frozen=True)
 class RunModel:
     """The model that a run trains, as its checkpoint folder describes it."""
 
     path: str
     config: dict[str, Any]  # config.json; empty where the path is a hub name
+    needs_adapters: bool = False  # the run pushes adapters to servers of this model
 
 
-def run_model(path: str) -> RunModel:
+def run_model(path: str, *, needs_adapters: bool = False) -> RunModel:
     """Reads `config.json` of a checkpoint folder."""
     file = Path(path) / "config.json"
-    return RunModel(path, json.loads(file.read_text()) if file.is_file() else {})
+    return RunModel(path, json.loads(file.read_text()) if file.is_file() else {}, needs_adapters)
 
 
 def check_identity(server: Server, identity: ServerIdentity, model: RunModel) -> None:
@@ -112,6 +124,11 @@ def check_identity(server: Server, identity: ServerIdentity, model: RunModel) ->
                 f"the server at {server.address} serves {identity.model_path} with {name} {served[name]}, and the run trains "
                 f"{model.path} with {name} {model.config[name]}: start the server with the run's model"
             )
+    if model.needs_adapters and not identity.serves_adapters:
+        raise WrongServer(
+            f"the server at {server.address} was started without --enable-lora, and the run pushes adapters: start it with them, "
+            "or set rollout.use_lora and sglang.enable_lora to false"
+        )
     if not same_model(identity.model_path, model.path):
         raise WrongServer(
             f"the server at {server.address} serves {identity.model_path}, and the run trains {model.path}: start the server "

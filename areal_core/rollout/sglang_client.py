@@ -11,7 +11,8 @@
     set_version (trainer's thread), health check (every `health_interval_s` while requests run)
     both ask every server that is known which weights it holds: one with the current weights is asked for tokens, no other
 
-Each token keeps the version that the *server* says it was sampled by, so a reply that crosses a push is stamped rightly.
+Each token keeps the version that the *server* says it was sampled by, so a reply that crosses a push is stamped rightly. Where adapters are
+served (`lora_name`) a request names that of one version, which is then the version of its tokens.
 """
 
 import asyncio
@@ -20,25 +21,30 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import aiohttp
 
+from areal_core.rollout.connections import Connections
 from areal_core.rollout.discovery import Discovery
-from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
+from areal_core.rollout.errors import RequestRefused, ServerDied
 from areal_core.rollout.routing import Router
-from areal_core.rollout.server_identity import RunModel, weight_version, why_not
+from areal_core.rollout.server_identity import RunModel, ask_version, why_not
 from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import MESSAGE_LIMIT, Server
-from areal_core.rollout.sglang_wire import Chunk, generate_payload, parse_generate, parse_version
+from areal_core.rollout.servers import Server
+from areal_core.rollout.sglang_wire import (
+    Chunk,
+    adapter_name,
+    generate_payload,
+    parse_generate,
+    parse_version,
+)
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
-READ_BUFFER_BYTES = 10 * 1024 * 1024
-CONNECT_TIMEOUT_S = 30.0
 MAX_MISSES = (
     3  # health checks in a row without an answer, after which what a server is doing is given to another
 )
 POLL_S = 0.5
-ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 100  # of one request; a server that takes requests and breaks them off would be asked for ever
 MAX_THREADS = 32
 logger = logging.getLogger(__name__)
@@ -58,6 +64,7 @@ class SGLangClient:
         server_wait_s: most seconds to wait for a server when none is left and more may appear.
         health_interval_s: seconds between two health checks.
         pause_mode: see `ServerPool`.
+        lora_name: of the adapters that are pushed, before their version; None where whole weights are.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class SGLangClient:
         server_wait_s: float = 300.0,
         health_interval_s: float = 10.0,
         pause_mode: str = "abort",
+        lora_name: str | None = None,
     ) -> None:
         self.version = version
         self.is_paused = False
@@ -83,15 +91,16 @@ class SGLangClient:
         self._approved = set(servers)
         self._refreshing = threading.Lock()
         self._pool = ServerPool(servers, pause_mode=pause_mode)
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        self._timeout_s = timeout_s
         self._num_retries = num_retries
         self._retry_delay_s = retry_delay_s
         self._server_wait_s = server_wait_s
         self._health_interval_s = health_interval_s
+        self._lora_name = lora_name
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="ask-servers")
         self._searching = asyncio.Lock()
         self._misses: Counter[Server] = Counter()
-        self._sessions: dict[Server, aiohttp.ClientSession] = {}
+        self._connections = Connections(timeout_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_running = 0
         self._is_closed = False
@@ -181,9 +190,7 @@ class SGLangClient:
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
-        for session in self._sessions.values():
-            await session.close()
-        self._sessions = {}
+        await self._connections.close()
 
     async def _generate(self, req: ModelRequest, sampled: list[int], num_new_tokens: int) -> Chunk:
         """One chunk, from whichever server has the weights."""
@@ -199,7 +206,8 @@ class SGLangClient:
             version = self.version
             try:
                 with self.router.request_to(server):
-                    chunk = parse_generate(await self._post(server, "/generate", payload))
+                    asked = payload | self._adapter(version)
+                    chunk = parse_generate(await self._connections.post(server, "/generate", asked))
             except (aiohttp.ClientError, TimeoutError) as error:
                 avoid = server
                 failed[server] += 1
@@ -213,9 +221,12 @@ class SGLangClient:
             except RequestRefused as error:
                 avoid = server
                 failed[server] += 1
-                if error.status < 500 or failed.total() > self._num_retries:
+                may_pass = error.status >= 500 and failed.total() <= self._num_retries
+                if failed.total() > MAX_FAILURES or not (may_pass or await self._lacks(version, server)):
                     raise
             else:
+                if self._lora_name:
+                    chunk = replace(chunk, versions=[version] * len(chunk.tokens))
                 if self._is_current(chunk, version):
                     return chunk
                 self._last_failure = f"{server.address} came back without the weights of version {version}"
@@ -227,6 +238,23 @@ class SGLangClient:
         if version == self._first_version:
             return True
         return all(v is not None and v >= version for v in chunk.versions)
+
+    def _adapter(self, version: int) -> dict[str, str]:
+        """What a request says of the adapter; before the first push there is none, and a new one changes nothing."""
+        if self._lora_name is None or version == self._first_version:
+            return {}
+        return {"lora_path": adapter_name(self._lora_name, version)}
+
+    async def _lacks(self, version: int, server: Server) -> bool:
+        """Whether a server refuses because it has another version's adapter: a newer one, which `set_version` is about to tell, or none."""
+        if self._lora_name is None:
+            return False
+        number = parse_version(await asyncio.to_thread(ask_version, server) or "")
+        held = self._first_version if number is None else number
+        if held < version:
+            self._last_failure = f"{server.address} came back without the adapter of version {version}"
+            self._drop(server)
+        return held != version
 
     async def _wait_for_server(self) -> Server:
         """Raises `ServerDied` at once where no more can come."""
@@ -249,7 +277,7 @@ class SGLangClient:
         self._num_running += 1
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._sessions, self._watching = loop, {}, None
+            self._loop, self._connections, self._watching = loop, Connections(self._timeout_s), None
         if self._watching is None or self._watching.done():
             self._watching = loop.create_task(self._watch())
 
@@ -258,45 +286,13 @@ class SGLangClient:
         while self._num_running:
             await asyncio.sleep(self._health_interval_s)
             await asyncio.to_thread(self.refresh)
-            for server in [server for server in self._sessions if self._misses[server] >= MAX_MISSES]:
-                self._last_failure = (
-                    f"no answer to {MAX_MISSES} health checks from server {server.describe()}"
-                )
-                await self._hang_up(server)
+            for server in self._connections.servers:
+                if self._misses[server] >= MAX_MISSES:
+                    self._last_failure = (
+                        f"no answer to {MAX_MISSES} health checks from server {server.describe()}"
+                    )
+                    await self._connections.hang_up(server)
 
     def _drop(self, server: Server) -> None:
         logger.warning("inference server dropped: %s", self._last_failure)
         self.router.drop(server)
-
-    async def _hang_up(self, server: Server) -> None:
-        """Ends the requests that wait for a server, with an `aiohttp.ClientError`."""
-        await self._sessions.pop(server).close()
-
-    async def _post(self, server: Server, path: str, payload: dict) -> bytes:
-        """The body of a 200 reply. Raises `RequestRefused` for another status, and what aiohttp raises."""
-        async with self._session(server).post(f"http://{server.address}{path}", json=payload) as reply:
-            body = await reply.read()
-        if reply.status == 200:
-            return body
-        said = (
-            f"{server.address}{path} answered {reply.status}: {body[:MESSAGE_LIMIT].decode(errors='replace')}"
-        )
-        raise RequestRefused(said, reply.status)
-
-    def _session(self, server: Server) -> aiohttp.ClientSession:
-        """One session per server, with connections that stay open."""
-        if server not in self._sessions:
-            self._sessions[server] = aiohttp.ClientSession(
-                timeout=self._timeout,
-                read_bufsize=READ_BUFFER_BYTES,
-                connector=aiohttp.TCPConnector(limit=0),
-            )
-        return self._sessions[server]
-
-
-def ask_version(server: Server) -> str | None:
-    """Which weights a server holds; None when it does not say."""
-    try:
-        return weight_version(server, ASK_TIMEOUT_S)
-    except (OSError, MalformedReply, RequestRefused):
-        return None

@@ -18,6 +18,11 @@ class Chunk:
     finish: str  # "stop", "length" or "abort"
 
 
+def adapter_name(name: str, version: int | str) -> str:
+    """What the servers call an adapter's tensors of one version."""
+    return f"{name}-v{version}"
+
+
 def generate_payload(
     input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int
 ) -> dict[str, Any]:

@@ -13,6 +13,10 @@ class TrainedWeights(Protocol):
         """Every weight, whole, in the inference engine's dtype; perhaps iterated twice. Collective: every rank iterates to the end."""
         ...
 
+    def named_adapter_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """What an adapted model trains, whole, under the names of peft's files. Collective, as `named_full_tensors` is."""
+        ...
+
 
 class RolloutSource(Protocol):
     """Gives a trainer its batches."""

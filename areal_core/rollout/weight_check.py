@@ -46,6 +46,13 @@ class WeightCheck:
         self._expected = self._prepare(pool) if is_due else None
         return weights if self._expected is None else self._expected.watch(weights)
 
+    def read(self, weights: Iterable[tuple[str, Tensor]], pool: ServerPool) -> None:
+        """The same for weights that servers have without a push; they are read only when they are to be compared."""
+        watched = self.watch(weights, pool)
+        if self._expected is not None:
+            for _ in watched:
+                pass
+
     def compare(self, pool: ServerPool, version: int) -> None:
         """Raises `WeightsDiffer`, which names the tensors, when a server holds other weights than were pushed."""
         if self._expected is None:

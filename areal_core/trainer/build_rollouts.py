@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.allocation import resolve_allocation
 from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
+from areal_core.config.lora_checks import serves_adapters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.replica import Replica
 from areal_core.errors import ConfigError
@@ -78,6 +79,7 @@ def build_live_rollouts(
         n_samples=config.gconfig.n_samples,
         should_accept=should_accept,
         stats=stats,
+        pushes_adapter=serves_adapters(config),
     )
 
 
@@ -94,7 +96,7 @@ def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -
     if live is None and resolve_allocation(config).rollout_backend == "sglang":
         ranks.barrier()  # that of the heads in `build_sglang`
         push = build_push(config, ranks, pool=None)
-    return SharedRollouts(live, push, ranks.share)
+    return SharedRollouts(live, push, ranks.share, serves_adapters(config))
 
 
 def build_evaluation(

@@ -5,12 +5,15 @@ from pathlib import Path
 
 from areal_core.allocation import resolve_allocation
 from areal_core.config import PPOConfig
+from areal_core.config.lora_checks import serves_adapters
+from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
 from areal_core.paths import run_folder
+from areal_core.rollout.adapter_push import AdapterPush
 from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.name_service import FolderNames
-from areal_core.rollout.server_identity import run_model
+from areal_core.rollout.server_identity import RunModel, run_model
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
@@ -39,9 +42,10 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         timeout_s=options.request_timeout,
         num_retries=options.request_retries,
         discovery=discovery,
-        model=run_model(config.sglang.model_path or config.actor.path),
+        model=served_model(config),
         server_wait_s=options.setup_timeout,
         pause_mode=options.pause_mode,
+        lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
     )
     return client, build_push(config, ranks, pool)
 
@@ -57,18 +61,27 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
     return ServerPool(
         servers,
         discovery=discovery,
-        model=run_model(config.sglang.model_path or config.actor.path),
+        model=served_model(config),
         pause_mode=config.rollout.pause_mode,
     )
 
 
+def served_model(config: PPOConfig) -> RunModel:
+    """What a server must serve to be of use to the run."""
+    path = config.sglang.model_path or config.actor.path
+    return run_model(path, needs_adapters=serves_adapters(config))
+
+
 def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightPush:
-    """The push that `actor.weight_update_mode` names."""
+    """The push that `actor.weight_update_mode` names; of adapters, where servers take them."""
     check = WeightCheck(config.rollout.verify_weights_every)
     grace_s = config.rollout.pause_grace_period
-    if config.actor.weight_update_mode == "disk":
-        folder = run_folder(config, "checkpoints") / "weight_update"
-        return DiskPush(pool, folder, Path(config.actor.path), check=check, grace_s=grace_s)
+    actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
+    if serves_adapters(config):
+        adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
+        return AdapterPush(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
+    if actor.weight_update_mode == "disk":
+        return DiskPush(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
     rollout = resolve_allocation(config).rollout
     assert rollout is not None
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"

@@ -143,7 +143,6 @@ def test_all_disagreements_are_told_at_once():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"actor.use_lora": True}, "actor.use_lora is True"),
         ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
         (
             {"actor.optimizer.type": "adam_bf16"},

@@ -94,7 +94,12 @@ class FakeServer:
         said = {
             "/health": {},
             "/model_info": {"weight_version": self.weight_version, **self.model_info},
-            "/server_info": {"device": "cpu", "dtype": "float32", **self.server_info},
+            "/server_info": {
+                "device": "cpu",
+                "dtype": "float32",
+                "enable_lora": False,
+                **self.server_info,
+            },
         }
         return web.json_response(said[request.path])
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 
-from areal_core.rollout import sglang_client
+from areal_core.rollout import server_identity
 from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
 from areal_core.rollout.errors import NoServers, PushFailed, RequestRefused, ServerDied, WrongServer
 from areal_core.rollout.name_service import MemoryNames, announce_server
@@ -266,7 +266,7 @@ def test_first_weights_keep_their_version_when_the_reply_comes_after_a_push(star
 
 
 def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thread, monkeypatch):
-    monkeypatch.setattr(sglang_client, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server_identity, "ASK_TIMEOUT_S", 0.05)
 
     async def never(request):
         await asyncio.sleep(60)

@@ -1,10 +1,14 @@
 """Stands in for `sgl_kernel`, whose wheel needs a CUDA driver to import, in SGLang servers on the CPU.
 
-Dense models on the torch-native path import its names but call none. A call says which one it was.
+Dense models on the torch-native path import its names but call none. A call says which one it was. Adapters on that path ask for pinned
+memory, which torch has only with a driver: here they get ordinary memory, which is what pinning means to a CPU.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn
+
+import torch
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
@@ -15,3 +19,15 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"sgl_kernel.{name} is a CUDA kernel; this server runs on the CPU")
 
     return missing
+
+
+def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return made
+
+
+torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+torch.Tensor.pin_memory = lambda self, device=None: self

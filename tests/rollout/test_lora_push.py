@@ -1,0 +1,324 @@
+"""Adapters pushed to servers: the calls and their order, requests that name a version, and a real server that samples with them."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from areal_core.config import SGLangConfig
+from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
+from areal_core.launch.embedded_server import EmbeddedServer
+from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.adapter_push import AdapterPush
+from areal_core.rollout.errors import PushFailed, RequestRefused
+from areal_core.rollout.server_identity import ask_identity, run_model, weight_version, why_not
+from areal_core.rollout.server_pool import ServerPool
+from areal_core.rollout.servers import Server, call
+from areal_core.rollout.sglang_client import SGLangClient
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.weight_check import WeightCheck
+from areal_core.rollout.weight_push import DiskPush
+
+RANK, TEMPERATURE = 4, 0.8
+SHORT = Sampling(max_new_tokens=4)
+
+
+@pytest.fixture
+def adapted(tiny_model):
+    """The tiny model with an adapter that changes what it says."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    add_adapters(model, Adapter(RANK, 8, str(tiny_model)), [], dtype=torch.float32, seed=0)
+    change(model, 1)
+    return model
+
+
+@torch.no_grad()
+def change(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trained_parameters(model).items():
+        if "lora_B" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+@pytest.fixture
+def push_of(tiny_model, tmp_path):
+    """Makes a push to some servers."""
+    pools = []
+
+    def make(*servers: Server, every: int = 0) -> AdapterPush:
+        pools.append(ServerPool(servers, timeout_s=60.0))
+        adapter = Adapter(RANK, 8, str(tiny_model))
+        return AdapterPush(pools[-1], tmp_path / "push", adapter, "tiny", check=WeightCheck(every))
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def embedded(tiny_model, http_thread):
+    """Starts embedded servers of the tiny model in this process."""
+    started = []
+
+    def start() -> Server:
+        started.append(EmbeddedServer(str(tiny_model)))
+        return http_thread(started[-1].application()).server
+
+    yield start
+    for server in started:
+        server.sampler.close()
+
+
+def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[ModelResponse]:
+    """What a client gets that knows of the push of a version."""
+    sampling = Sampling(max_new_tokens=16, temperature=TEMPERATURE, ignore_eos=True)
+    client = SGLangClient(servers, lora_name="tiny")
+    if version:
+        client.set_version(version)
+
+    async def work() -> list[ModelResponse]:
+        requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=sampling) for i in range(count)]
+        try:
+            return await asyncio.gather(*(client.agenerate(request) for request in requests))
+        finally:
+            await client.aclose()
+
+    responses = asyncio.run(work())
+    client.close()
+    return responses
+
+
+@torch.no_grad()
+def worst_difference(model, responses: list[ModelResponse]) -> float:
+    """Between the logprobs of the engine and of the model."""
+    worst = 0.0
+    for r in responses:
+        tokens = torch.tensor([r.input_tokens + r.output_tokens])
+        logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
+        expected = logprobs[len(r.input_tokens) - 1 :, 0]
+        worst = max(worst, float((torch.tensor(r.output_logprobs) - expected).abs().max()))
+    return worst
+
+
+def with_adapters(fake) -> None:
+    """Answers as a server that has what was loaded last, and an adapter of an earlier run."""
+    fake.refuse["/load_lora_adapter"] = (
+        200,
+        {"success": True, "loaded_adapters": {"tiny-v3": "f", "tiny-v9": "old", "other": "f"}},
+    )
+
+
+def test_a_push_writes_a_folder_loads_it_in_a_pause_and_takes_back_what_is_older(
+    start_fake, push_of, adapted, tiny_model, tmp_path
+):
+    fake = start_fake()
+    with_adapters(fake)
+    push = push_of(fake.server)
+    written = {}
+    post = push.pool.post
+
+    def look_then_post(path, payload):
+        if path == "/load_lora_adapter":
+            written.update(load_file(Path(payload["lora_path"]) / "adapter_model.safetensors"))
+            assert (Path(payload["lora_path"]) / "adapter_config.json").exists()
+        return post(path, payload)
+
+    push.pool.post = look_then_post
+    push.push(AdapterTensors(adapted, torch.device("cpu")), 3)
+    assert fake.calls == [
+        ("/pause_generation", {"mode": "abort"}),
+        ("/load_lora_adapter", {"lora_name": "tiny-v3", "lora_path": str(tmp_path / "push" / "v3")}),
+        ("/update_weight_version", {"new_version": "3", "abort_all_requests": False}),
+        ("/unload_lora_adapter", {"lora_name": "tiny-v9"}),  # and not "other", which is somebody else's
+        ("/continue_generation", {}),
+    ]
+    assert len(written) == 2 * len([n for n in trained_parameters(adapted) if "lora_A" in n])
+    held = dict(adapted.named_parameters())["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
+    assert torch.equal(written["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"], held)
+    assert list((tmp_path / "push").iterdir()) == []
+
+
+def test_the_adapter_before_is_kept_and_the_one_before_that_is_unloaded(start_fake, push_of, adapted):
+    fake = start_fake()
+    push = push_of(fake.server)
+    for version in (1, 2, 3):
+        names = [f"tiny-v{v}" for v in range(1, version + 1)]
+        fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": dict.fromkeys(names)})
+        push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+    unloaded = [body["lora_name"] for route, body in fake.calls if route == "/unload_lora_adapter"]
+    assert unloaded == ["tiny-v1"]
+
+
+def test_a_server_that_refuses_the_adapter_is_told_and_goes_on(start_fake, push_of, adapted):
+    fake = start_fake()
+    fake.refuse["/load_lora_adapter"] = (
+        400,
+        {"success": False, "error_message": "rank 4 is above max_lora_rank 2"},
+    )
+    tensors = iter(AdapterTensors(adapted, torch.device("cpu")))
+    with pytest.raises(PushFailed, match="rank 4 is above max_lora_rank 2"):
+        push_of(fake.server).push(tensors, 1)
+    assert fake.routes()[-1] == "/continue_generation"
+    assert "/update_weight_version" not in fake.routes()
+    assert list(tensors) == []  # other ranks wait in them
+
+
+def test_a_server_that_forgot_the_adapter_it_was_given_is_named(start_fake, push_of, adapted):
+    fake = start_fake()
+    fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": {}})
+    with pytest.raises(
+        PushFailed,
+        match=rf"{fake.server.address} says that it has the adapters \[\] after tiny-v1 was loaded",
+    ):
+        push_of(fake.server).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+
+
+def test_a_server_without_adapters_cannot_join_a_run_that_pushes_them(start_fake, tmp_path):
+    fake = start_fake()
+    assert "was started without --enable-lora" in why_not(
+        fake.server, run_model("/models/tiny", needs_adapters=True)
+    )
+    assert why_not(fake.server, run_model("/models/tiny")) == ""
+    fake.server_info["enable_lora"] = True
+    assert why_not(fake.server, run_model("/models/tiny", needs_adapters=True)) == ""
+
+
+def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_push(start_fake):
+    fake = start_fake()
+    generate([fake.server], count=1)
+    fake.weight_version = "2"
+    (response,) = generate([fake.server], version=2, count=1)
+    asked = [body.get("lora_path") for route, body in fake.calls if route == "/generate"]
+    assert asked == [None, "tiny-v2"]
+    assert set(response.output_versions) == {2}
+
+
+def test_an_embedded_server_samples_with_each_pushed_adapter_and_keeps_the_model_beneath(
+    embedded, push_of, adapted, tiny_model
+):
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    server = embedded()
+    assert ask_identity(server).serves_adapters
+    push = push_of(server, every=1)  # each push is followed by a comparison of the model beneath
+    assert worst_difference(base, generate([server])) < 1e-5
+    for version in (1, 2):
+        change(adapted, version)
+        push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+        responses = generate([server], version)
+        assert worst_difference(adapted, responses) < 1e-5
+        assert worst_difference(base, responses) > 0.1
+        assert {v for r in responses for v in r.output_versions} == {version}
+    with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server holds tiny-v2"):
+        call(server, "POST", "/generate", {"input_ids": [10], "lora_path": "tiny-v1"})
+
+
+def test_a_model_beneath_that_is_another_one_is_found(embedded, push_of, adapted, tiny_model, tmp_path):
+    server = embedded()
+    other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    other.model.layers[1].mlp.down_proj.weight.data += 0.01
+    pool = ServerPool([server])
+    DiskPush(pool, tmp_path / "disk", tiny_model).push(other.named_parameters(), 0)
+    pool.close()
+    complaint = r"WeightsDiffer: .* 1 tensor, model\.layers\.1\.mlp\.down_proj\.weight"
+    with pytest.raises(PushFailed, match=complaint):
+        push_of(server, every=1).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+
+
+def test_a_request_that_is_behind_its_server_waits_for_the_new_version(embedded, push_of, adapted):
+    """Between a push and `set_version` the client asks for the last adapter; a server that lacks it is asked again."""
+    server = embedded()
+    push, client = push_of(server), SGLangClient([server], lora_name="tiny", retry_delay_s=0.01)
+    push.push(AdapterTensors(adapted, torch.device("cpu")), 1)
+
+    async def work() -> ModelResponse:
+        refused = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        lacks = client._lacks
+
+        async def told(*arguments):
+            answer = await lacks(*arguments)
+            loop.call_soon_threadsafe(refused.set)
+            return answer
+
+        client._lacks = told
+        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=SHORT)))
+        await asyncio.wait_for(refused.wait(), 20)
+        await asyncio.to_thread(client.set_version, 1)
+        response = await asyncio.wait_for(task, 20)
+        await client.aclose()
+        return response
+
+    assert set(asyncio.run(work()).output_versions) == {1}
+    client.close()
+
+
+def test_a_server_that_comes_back_without_the_adapter_gets_no_more_requests(embedded, push_of, adapted):
+    good, bad = embedded(), embedded()
+    push_of(good, bad).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    client = SGLangClient([good, bad], lora_name="tiny")
+    client.set_version(1)
+    assert client.router.servers == [good, bad]
+    sampling = Sampling(max_new_tokens=4, temperature=TEMPERATURE)
+    call(bad, "POST", "/unload_lora_adapter", {"lora_name": "tiny-v1"})  # what a restart leaves
+    call(bad, "POST", "/update_weight_version", {"new_version": "default"})
+
+    async def work() -> list[ModelResponse]:
+        requests = [ModelRequest(input_ids=[10, 11 + i], sampling=sampling) for i in range(6)]
+        try:
+            return await asyncio.gather(*(client.agenerate(request) for request in requests))
+        finally:
+            await client.aclose()
+
+    responses = asyncio.run(work())
+    assert client.router.servers == [good]
+    assert worst_difference(adapted, responses) < 1e-5
+    client.close()
+
+
+def test_a_server_that_joins_later_gets_the_adapter_with_the_next_push(embedded, push_of, adapted):
+    first, second = embedded(), embedded()
+    push = push_of(first)
+    push.push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    push.pool._discovery = type(push.pool._discovery)((first, second))
+    push.push(AdapterTensors(adapted, torch.device("cpu")), 2)
+    assert [weight_version(server) for server in (first, second)] == ["2", "2"]
+    assert worst_difference(adapted, generate([second], version=2)) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, adapted, push_of, tmp_path):
+    """SGLang 0.5.23 on the CPU: logprobs within 1e-5 of the adapted model's, for each of three versions."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    options = SGLangConfig(
+        dtype="float32",
+        context_length=1024,
+        max_total_tokens=16384,
+        enable_lora=True,
+        max_lora_rank=RANK,
+        lora_target_modules=["all-linear"],
+    )
+    args = server_args(options, "cpu")
+    with SGLangServer(
+        tiny_model, tmp_path / "log", args, cpu_environment(), ready_timeout_s=600.0
+    ) as started:
+        server = started.server
+        assert ask_identity(server).serves_adapters
+        push = push_of(server, every=1)
+        assert worst_difference(base, generate([server])) < 1e-5
+        for version in (1, 2, 3):
+            change(adapted, version)
+            push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+            responses = generate([server], version)
+            assert worst_difference(adapted, responses) < 1e-5
+            assert worst_difference(base, responses) > 0.1
+            assert {v for r in responses for v in r.output_versions} == {version}
+        ask = partial(call, server, "POST", "/generate")
+        body = {"input_ids": [10, 11], "sampling_params": {"max_new_tokens": 2}}
+        ask(body | {"lora_path": "tiny-v2"})  # of the version before
+        with pytest.raises(RequestRefused, match="tiny-v1"):
+            ask(body | {"lora_path": "tiny-v1"})
