@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ import psutil
 _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 MARKS = "AREAL_LAUNCH_MARKS"  # one mark for each launcher above a process, outermost first
+
+
+hurry = threading.Event()  # somebody has asked twice: nobody gets a grace any more
 
 
 class Child(subprocess.Popen[bytes]):
@@ -62,12 +66,14 @@ def _end_with_parent() -> None:
 
 
 def end_tree(process: Child, grace_s: float = 10.0) -> None:
-    """Ends a process and all its descendants: SIGTERM, then SIGKILL after `grace_s`. Fine when it has ended already."""
+    """Ends a process and all its descendants: SIGTERM, then SIGKILL after `grace_s` or in a `hurry`. Fine when it has ended already."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in running_members(process):
             send(member, number)
         deadline = time.monotonic() + grace_s
         while running_members(process) and time.monotonic() < deadline:
+            if number == signal.SIGTERM and hurry.is_set():
+                break
             process.poll()  # takes the exit code as soon as there is one
             time.sleep(0.05)
     process.wait()

@@ -3,7 +3,7 @@
 this thread                                  torchrun -> ranks
 every 0.2 s: ended?  still healthy?          output -> pipe
 copying thread: pipe -> log (and our output)
-any way out (end, error, SIGTERM, SIGINT): every child is ended
+any way out (end, error, SIGTERM, SIGINT): every child is ended, by SIGKILL after a grace or after a second signal
 """
 
 import os
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from areal_core.launch.processes import end_tree, start, thread_limits
+from areal_core.launch.processes import end_tree, hurry, start, thread_limits
 from areal_core.launch.ranks import RANK_LOGS
 
 GRACE_S = 30.0
@@ -169,7 +169,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextmanager
 def ended_on_signals() -> Iterator[None]:
-    """Turns signals that end us into `SystemExit(128 + number)`, so that `finally` ends the children; a second one cannot stop that.
+    """Turns signals that end us into `SystemExit(128 + number)`, so that `finally` ends the children; a second one leaves them no grace.
 
     A signal that was ignored (SIGHUP under nohup) stays so. Inside of another such context it does nothing.
     """
@@ -184,6 +184,7 @@ def ended_on_signals() -> Iterator[None]:
         if handler is not signal.SIG_IGN:
             signal.signal(number, _leave)
     _received.clear()
+    hurry.clear()
     try:
         yield
     except SystemExit:
@@ -201,5 +202,5 @@ _received: list[int] = []
 def _leave(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     for ending in ENDING:
-        signal.signal(ending, signal.SIG_IGN)
+        signal.signal(ending, lambda number, frame: hurry.set())
     raise SystemExit(128 + number)

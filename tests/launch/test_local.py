@@ -204,6 +204,27 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
         time.sleep(0.05)
 
 
+def test_a_second_signal_ends_ranks_that_do_not_hear_the_first(script, tmp_path):
+    argv = script(
+        """
+        import os, pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1], "heard").touch())
+        pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+        while True:
+            time.sleep(60)
+        """
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *argv])
+    for sign in ("*.pid", "heard"):  # the grace is 10 s
+        while not list(tmp_path.glob(sign)):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGTERM)
+        asked_s = time.monotonic()
+    assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert time.monotonic() - asked_s < 8
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs: a zombie has ended, though this process may have become the parent that reaps it."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
