@@ -64,6 +64,13 @@ def pairwise_loss(scores: Tensor, flat: Batch) -> Tensor:
     return reward_model_loss(scores, flat["cu_seqlens"])[0]
 
 
+def load_recomputing(path: str, **options: object) -> torch.nn.Module:
+    """A model whose backward computes each layer, and so its exchanges, again."""
+    model = load_model(path, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def load_with_scores(path: str, **options: object) -> torch.nn.Module:
     """A reward model whose head is not 0, which would leave the gradient of all else 0."""
     model = load_score_model(path, **options)
@@ -73,7 +80,7 @@ def load_with_scores(path: str, **options: object) -> torch.nn.Module:
 
 # name of a case -> folder of its model, what reads it, its loss
 CASES: dict[str, tuple[str, Callable, Callable]] = {
-    "policy": ("gemma3_text", load_model, sequence_level_policy_loss),
+    "policy": ("gemma3_text", load_recomputing, sequence_level_policy_loss),
     "preference": ("llama", load_model, preference_loss),
     "scores": ("llama", load_with_scores, pairwise_loss),
 }

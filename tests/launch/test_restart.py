@@ -127,8 +127,9 @@ def test_a_killed_run_goes_on_to_the_same_bits_with_no_step_doubled(tiny_model, 
 
 
 @pytest.mark.long
-def test_two_ranks_of_which_one_is_killed_go_on_to_the_same_bits(tiny_model, tmp_path):
-    allocation = "allocation_mode=embedded|fsdp:d2"
+@pytest.mark.parametrize("sizes", ["d2", "d1c2"])
+def test_two_ranks_of_which_one_is_killed_go_on_to_the_same_bits(tiny_model, tmp_path, sizes):
+    allocation = f"allocation_mode=embedded|fsdp:{sizes}"
     assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
 
 

@@ -22,9 +22,9 @@ PAIRS = [
 ]
 
 
-def main(method: str, model: str, folder: str) -> None:
+def main(method: str, model: str, folder: str, sizes: str) -> None:
     config_class, trainer_class = METHODS[method]
-    config = config_class(experiment_name="e", trial_name="t", device="cpu")
+    config = config_class(experiment_name="e", trial_name="t", device="cpu", allocation_mode=f"fsdp:{sizes}")
     config.cluster.fileroot = folder
     config.actor.path, config.actor.dtype, config.actor.mb_spec.max_tokens_per_mb = model, "float32", 24
     config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)

@@ -220,9 +220,14 @@ def test_what_is_no_reward_model_is_told(tmp_path):
 
 
 @pytest.mark.long
-def test_two_ranks_learn_and_measure_what_one_does(torchrun, tiny_model, tmp_path):
+@pytest.mark.parametrize("method", ["dpo", "rw"])
+def test_two_ranks_learn_and_measure_what_one_does(torchrun, tiny_model, tmp_path, method):
     program = Path(__file__).with_name("preferences_program.py")
-    one, two = (torchrun(program, count, "dpo", tiny_model, tmp_path / str(count)) for count in (1, 2))
+    one, two, sharing = (
+        torchrun(program, count, method, tiny_model, tmp_path / sizes, sizes)
+        for count, sizes in ((1, "d1"), (2, "d2"), (2, "d1c2"))
+    )
     assert len(one) == 12
     assert two == pytest.approx(one, rel=1e-4)
+    assert sharing == pytest.approx(one, rel=1e-4)
     assert one[-1] < 0.9 * one[0]
