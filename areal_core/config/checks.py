@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_core.allocation import resolve_allocation
+from areal_core.config.engine_checks import ENGINE_COUPLINGS, without_effect_on_a_cpu
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areal_core.config.not_yet import not_yet
 from areal_core.config.pair_checks import DPO_COUPLINGS, PAIR_COUPLINGS
@@ -28,7 +29,7 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return list(not_yet(values, refused=False))
+    return [*not_yet(values, refused=False), *without_effect_on_a_cpu(config)]
 
 
 def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
@@ -144,4 +145,5 @@ COUPLINGS = (
     batch_divides_over_ranks,
     only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,
+    *ENGINE_COUPLINGS,
 )

@@ -158,7 +158,7 @@ class BaseExperimentConfig:
     seed: int = option(1, "Seed of everything random.")
     deterministic: bool = option(False, "Same inputs, same bits; stops where that cannot be had.")
     device: str = option("auto", "Device of the trainer.", ("auto", "cpu", "cuda"))
-    enable_offload: bool = option(False, "Let engines leave device memory while they are idle.")
+    enable_offload: bool = option(False, "Let every model leave device memory while it is idle.")
     total_train_epochs: int = option(1, "Passes over the data.")
     total_train_steps: int | None = option(None, "Stop after so many steps.")
     total_train_n_seqs: int | None = option(None, "Stop after so many sequences.")
@@ -177,6 +177,13 @@ class BaseExperimentConfig:
     launcher: LauncherConfig = section(LauncherConfig, "What the launcher gives each process.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "What starts the processes of a run.")
     debug: DebugConfig = section(DebugConfig, "Record and replay.")
+
+    def __post_init__(self) -> None:
+        """`enable_offload` speaks for every model of the run."""
+        if self.enable_offload:
+            for engine in vars(self).values():
+                if isinstance(engine, TrainEngineConfig):
+                    engine.offload = True
 
 
 @dataclass

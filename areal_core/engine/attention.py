@@ -4,6 +4,7 @@ Sequences of one micro-batch lie one after another in `[1, heads, tokens, head_d
 piece costs what the pieces cost, on any device; flash-attention does the same in one kernel where it is installed.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sequence_parallel: ProcessGroup | None = None,
+    kernel: Callable[..., Tensor] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed sequence.
@@ -43,6 +45,7 @@ def packed_attention(
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores are bent into (-softcap, softcap), as Gemma 2 does.
         sequence_parallel: the ranks that share the sequences; `tokens` are then this rank's slice of them.
+        kernel: has the arguments of `attend_each`, which it is by default.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the attention weights that Transformers' interface wants.
@@ -55,7 +58,7 @@ def packed_attention(
             f"{type(module).__name__} has attention sinks, which packed attention does not compute: train a model without them"
         )
     attend = partial(
-        _attend,
+        kernel or attend_each,
         sequence_lengths=sequence_lengths,
         scaling=scaling,
         dropout=dropout,
@@ -67,7 +70,7 @@ def packed_attention(
     return exchange_heads(attend, query, key, value, sequence_parallel), None
 
 
-def _attend(
+def attend_each(
     query: Tensor,
     key: Tensor,
     value: Tensor,

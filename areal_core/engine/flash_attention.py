@@ -5,13 +5,13 @@ deterministic algorithms are on.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from areal_core.engine.attention import PACKED, packed_attention
+from areal_core.engine.attention import PACKED, attend_each, packed_attention
 
 FLASH = "packed_flash"
 OLDEST_CAPABILITY = (8, 0)  # Ampere
@@ -41,34 +41,28 @@ def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> Attenti
     return AttentionChoice(PACKED, f"SDPA, one sequence at a time: {missing}")
 
 
-def flash_attention(
-    module: torch.nn.Module,
+def attend_all(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
     *,
     sequence_lengths: list[int],
     scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: object,
-) -> tuple[Tensor, None]:
-    """What `packed_attention` computes, with the same arguments; the kernel has no dropout and no cap, and takes heads of up to 256."""
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """What `attend_each` computes, in one kernel; it has no dropout and no soft cap, and takes heads of up to 256."""
     if dropout or softcap is not None or query.shape[3] > WIDEST_HEAD:
-        return packed_attention(
-            module,
+        return attend_each(
             query,
             key,
             value,
-            attention_mask,
             sequence_lengths=sequence_lengths,
             scaling=scaling,
             dropout=dropout,
             sliding_window=sliding_window,
             softcap=softcap,
-            **others,
         )
     from torch.nn.attention.varlen import varlen_attn
 
@@ -85,7 +79,7 @@ def flash_attention(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended[None], None
+    return attended[None]
 
 
 @lru_cache(maxsize=4)  # every layer asks for those of its micro-batch, and a copy to the device waits for it
@@ -93,4 +87,4 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-AttentionInterface.register(FLASH, flash_attention)
+AttentionInterface.register(FLASH, partial(packed_attention, kernel=attend_all))

@@ -145,6 +145,8 @@ class FSDPEngine:
                 width = part["attention_mask"].shape[1]
                 for column, flat in zip(columns, found.unbind(1), strict=True):
                     column[rows, :width] = scatter_tokens(flat, part["attention_mask"])
+        if self.optimizer is None:
+            self.sleep()  # scoring is all that it does
         return columns
 
     @torch.no_grad()

@@ -167,6 +167,8 @@ class PPOTrainer:
         """One batch in, one version of the weights out."""
         timing = self.stats.timing
         with timing("rollout"):
+            for engine in self.engines.values():
+                engine.sleep()
             batch = source.next_batch(step, self.version)
         self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
         branch_rng(self.ranks.sequence_parallel_rank)

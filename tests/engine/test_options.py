@@ -1,0 +1,164 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from areal_core.engine import compile as compiling
+from areal_core.engine.compile import refuse_without_compiler
+from areal_core.engine.errors import ModelError
+from areal_core.engine.liger import apply_liger
+from areal_core.engine.model import load_model
+from areal_core.engine.offload import step_groups, take_step
+from areal_core.testing import make_tiny_model
+from areal_core.trainer.build import build_engine
+
+PROGRAM = Path(__file__).parent / "options_program.py"
+spec = importlib.util.spec_from_file_location("options_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+# torch.compile looks at it while it traces the parameters that FSDP has gathered
+NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(scope="module")
+def larger_model(tmp_path_factory) -> Path:
+    """120 MiB with float32 weights, and a bfloat16 checkpoint, which cannot be mapped into memory as it is."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("larger"), hidden_size=512, num_layers=8)
+    load_model(str(folder), dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(torchrun, tiny_model, larger_model):
+    return torchrun(PROGRAM, 2, tiny_model, larger_model)
+
+
+@pytest.mark.parametrize("way", [way for way in program.SAME_BITS if way != "as it is"])
+def test_where_memory_lies_changes_no_bit(two_ranks, way):
+    assert two_ranks[way] == two_ranks["as it is"]
+
+
+def test_a_rank_that_is_given_its_shards_never_holds_the_whole_model(two_ranks, larger_model):
+    whole_mib = 4 * sum(p.numel() for p in load_model(str(larger_model)).parameters()) / 2**20
+    _, given = two_ranks["peaks"]["rank 0 reads"]
+    _, read = two_ranks["peaks"]["every rank reads"]
+    assert given < whole_mib < read  # half of it and a layer; all of it and half
+
+
+def test_recomputed_activations_are_not_kept(ranks, tiny_model):
+    def kept_bytes(gradient_checkpointing: bool) -> int:
+        options = program.make_options(
+            str(tiny_model),
+            {"gradient_checkpointing": gradient_checkpointing, "mb_spec.max_tokens_per_mb": None},
+        )
+        engine = build_engine(options, ranks, total_steps=1)
+        kept = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        weights = {p.to_local().untyped_storage().data_ptr() for p in engine.model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            program.train_step(engine, program.rows())
+        return sum(size for pointer, size in kept.items() if pointer not in weights)
+
+    assert kept_bytes(True) < 0.5 * kept_bytes(False)
+
+
+def test_layers_step_one_after_the_other_and_each_parameter_once(ranks, tiny_model):
+    options = program.make_options(str(tiny_model), {"fsdp.per_layer_optim_step": True})
+    engine = build_engine(options, ranks, total_steps=1)
+    assert [len(group) for group in engine.step_groups] == [
+        9,
+        9,
+        2,
+    ]  # two layers; the embedding and the last norm
+    seen = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append([p for p in self.param_groups[0]["params"] if p.grad is not None])
+
+    parameters = list(engine.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    take_step(Noting(parameters, lr=1.0), engine.step_groups)
+    assert [list(map(id, group)) for group in seen] == [list(map(id, group)) for group in engine.step_groups]
+    assert step_groups(engine.model, is_per_layer=False) == [parameters]
+
+
+def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
+    engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
+    logprobs = engine.compute_logprobs(program.rows())
+    assert not engine.is_asleep  # it trains, and will be asked for more
+    engine.sleep()
+    assert engine.is_asleep
+    assert torch.equal(engine.compute_logprobs(program.rows()), logprobs)
+    assert not engine.is_asleep
+    engine.optimizer = None
+    engine.compute_logprobs(program.rows())
+    assert engine.is_asleep  # scoring is all that it does
+    engine.named_full_tensors()
+    assert not engine.is_asleep
+
+
+@NON_LEAF
+def test_compiled_layers_give_the_same_bits_and_trace_nothing_anew_for_other_micro_batches(
+    ranks, tiny_model, monkeypatch
+):
+    # "eager" runs what torch.compile traced without writing code: that can be held to the bit.
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    torch._dynamo.reset()
+    plain, compiled = (
+        build_engine(program.make_options(str(tiny_model), changes), ranks, total_steps=10)
+        for changes in ({}, {"fsdp.compile": True})
+    )
+    batch = program.rows()
+    losses, num_graphs = [], []
+    for _ in range(3):
+        losses.append([program.train_step(engine, batch) for engine in (plain, compiled)])
+        num_graphs.append(counters["stats"]["unique_graphs"])
+        batch = {key: tensor[1:] for key, tensor in batch.items()}  # other lengths, and fewer of them
+    assert all(one == other for one, other in losses)
+    assert compiled.checksums() == plain.checksums()
+    assert num_graphs[1:] == num_graphs[:1] * 2
+
+
+@NON_LEAF
+@pytest.mark.long
+def test_compiled_layers_train_as_plain_ones_within_rounding(ranks, tiny_model):
+    plain = program.train(ranks, str(tiny_model), {})
+    torch._dynamo.reset()
+    compiled = program.train(ranks, str(tiny_model), {"fsdp.compile": True})
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+
+
+def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ModelError, match=r"fsdp\.compile is true and there is no no-such-compiler here"):
+        refuse_without_compiler(on_gpu=False)
+
+
+def test_liger_on_a_cpu_is_one_sentence(tiny_model):
+    with pytest.raises(ModelError, match=r"use_liger is true and the device is 'cpu': .* need a GPU"):
+        apply_liger(load_model(str(tiny_model)), "cpu")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="Liger's kernels are compiled for a GPU, and there is none"
+)
+def test_liger_gives_the_same_logprobs_and_gradients_within_rounding(tiny_model):
+    pytest.importorskip("liger_kernel")
+    ids = torch.randint(5, 100, (1, 64), device="cuda")
+    found = []
+    for uses_liger in (False, True):
+        model = load_model(str(tiny_model), attn_implementation="sdpa").cuda()
+        if uses_liger:
+            apply_liger(model, "cuda")
+        loss = torch.log_softmax(model(input_ids=ids).logits, -1).mean()
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-5)
