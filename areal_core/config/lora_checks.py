@@ -21,6 +21,14 @@ def serves_adapters(config: PPOConfig) -> bool:
     return config.actor.use_lora and asked and resolve_allocation(config).rollout_backend == "sglang"
 
 
+def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
+    """Whether a reference (None: the actor as it began) is the actor without its adapter, to the bit: then it is no second model."""
+    names = ("path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch")
+    return actor.use_lora and (
+        reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
+    )
+
+
 def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
     for name, model in {"actor": config.actor, "critic": beside(config, "critic")}.items():
         if model is None or not model.use_lora:

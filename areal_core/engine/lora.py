@@ -162,7 +162,6 @@ def lora_config(adapter: Adapter, target_modules: Sequence[str]) -> "LoraConfig"
         target_modules=list(target_modules),
         bias="none",
         task_type="SEQ_CLS" if adapter.has_scores else "CAUSAL_LM",
-        modules_to_save=[HEAD] if adapter.has_scores else None,
         base_model_name_or_path=adapter.base_model,
         inference_mode=False,
     )
@@ -172,7 +171,10 @@ def write_adapter(folder: str | Path, tensors: Iterable[tuple[str, Tensor]], ada
     """Write `adapter_config.json` and `adapter_model.safetensors`, as `AdapterTensors` gives them, for peft or a server to load."""
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     target_modules = sorted({name.split(".")[-3] for name in held if name.endswith(".lora_A.weight")})
-    lora_config(adapter, target_modules).save_pretrained(str(folder))
+    config = lora_config(adapter, target_modules)
+    # Not before: of a head named here peft makes two when it puts adapters in.
+    config.modules_to_save = [HEAD] if adapter.has_scores else None
+    config.save_pretrained(str(folder))
     save_file(held, Path(folder) / TENSORS_FILE, metadata={"format": "pt"})
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from areal_core.config import PPOConfig, TrainEngineConfig
+from areal_core.config.lora_checks import is_base_of
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_score_model
+from areal_core.trainer.base_reference import BaseReference
 from areal_core.trainer.build import build_engine
 
 
@@ -19,9 +21,11 @@ def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngin
     return build_engine(config.critic, ranks, total_steps, load=load_score_model)
 
 
-def build_reference(config: PPOConfig, ranks: Ranks) -> FSDPEngine | None:
+def build_reference(config: PPOConfig, ranks: Ranks, actor: FSDPEngine) -> FSDPEngine | BaseReference | None:
     """The model that the KL penalty compares with; None where there is no penalty."""
-    return build_scorer(config.ref, ranks) if config.ref is not None and config.actor.kl_ctl > 0 else None
+    if config.ref is None or config.actor.kl_ctl <= 0:
+        return None
+    return BaseReference(actor) if is_base_of(config.ref, config.actor) else build_scorer(config.ref, ranks)
 
 
 def build_teacher(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> FSDPEngine | None:

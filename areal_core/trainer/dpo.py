@@ -1,6 +1,5 @@
 """Direct preference optimisation: the policy's logprobs of pairs against those of a reference that stands still."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -8,7 +7,10 @@ from torch import Tensor
 from areal_core.algorithm.dpo_loss import dpo_loss
 from areal_core.batch import Batch
 from areal_core.config import DPOConfig
-from areal_core.trainer import build
+from areal_core.config.lora_checks import is_base_of
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.trainer.base_reference import BaseReference
+from areal_core.trainer.build_models import build_scorer
 from areal_core.trainer.pairs import (
     ROWS_PER_PAIR,
     Pair,
@@ -33,8 +35,9 @@ class DPOTrainer(SupervisedTrainer):
         self, config: DPOConfig, train_dataset: Sequence[Pair], valid_dataset: Sequence[Pair] | None = None
     ) -> None:
         super().__init__(config, train_dataset, granularity=ROWS_PER_PAIR)
-        first_policy = dataclasses.replace(config.actor, optimizer=None)
-        self.reference = build.build_engine(config.ref or first_policy, self.ranks, self.total_steps)
+        self.reference: FSDPEngine | BaseReference = BaseReference(self.actor)
+        if not is_base_of(config.ref, config.actor):
+            self.reference = build_scorer(config.ref or config.actor, self.ranks)
         self.options = config.actor
         self.validation = build_validation(self, valid_dataset)
         self.restore()

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages
 from areal_core.algorithm.alignment import to_next_token
-from areal_core.algorithm.entropy_bonus import entropy_bonus
 from areal_core.algorithm.distillation import distillation_loss
+from areal_core.algorithm.entropy_bonus import entropy_bonus
 from areal_core.algorithm.m2po import second_moment_mask
 from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
 from areal_core.algorithm.policy_loss import policy_loss
@@ -20,6 +20,7 @@ from areal_core.config import PPOActorConfig, TeacherConfig
 from areal_core.config.engine import NormConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Reduce, Stats
+from areal_core.trainer.base_reference import BaseReference
 from areal_core.trainer.proximal_stats import log_approximations
 
 
@@ -36,7 +37,7 @@ class PolicyObjective:
         self,
         batch: Batch,
         actor: FSDPEngine,
-        reference: FSDPEngine | None,
+        reference: FSDPEngine | BaseReference | None,
         version: int,
         *,
         values: Tensor | None = None,

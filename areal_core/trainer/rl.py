@@ -78,7 +78,7 @@ class PPOTrainer:
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
-        self.reference = build_models.build_reference(config, self.ranks)
+        self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
         # What is trained, and so what checkpoints hold.
         self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})

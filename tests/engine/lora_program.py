@@ -1,0 +1,67 @@
+"""Trains an adapter for some steps on fixed rows, divided over the ranks, and prints losses, gradient norms, logprobs and checksums.
+
+Arguments: model folder, "true" for gradient checkpointing, folder to save the adapter in ("" for none).
+"""
+
+import json
+import sys
+
+import torch
+
+from areal_core.batch import Batch
+from areal_core.config.engine import OptimizerConfig, TrainEngineConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.hf_folder import save_hf
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.trainer.build import build_engine
+
+LENGTHS = [12, 5, 20, 9, 3]
+
+
+def options_of(model: str, **changes: object) -> TrainEngineConfig:
+    """An adapter of rank 4 in float32."""
+    options = {"dtype": "float32", "use_lora": True, "lora_rank": 4, "lora_alpha": 8} | changes
+    return TrainEngineConfig(path=model, optimizer=OptimizerConfig(lr=1e-2), **options)
+
+
+def rows(rank: int = 0, world_size: int = 1) -> Batch:
+    """Every world_size-th of five rows of different lengths, next-token aligned."""
+    lengths = torch.tensor(LENGTHS)[:, None]
+    mask = torch.arange(max(LENGTHS)) < lengths
+    ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    trained = torch.arange(max(LENGTHS)) < lengths - 1
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "loss_mask": trained.int()}
+    return {key: tensor[rank::world_size] for key, tensor in batch.items()}
+
+
+def train_step(engine: FSDPEngine, batch: Batch) -> dict:
+    """One step of maximum likelihood."""
+    result = engine.train_batch(
+        batch,
+        lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+    )
+    engine.step_schedule()
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "checksums": engine.checksums()}
+
+
+def train(ranks: Ranks, model: str, **changes: object) -> tuple[FSDPEngine, list[dict]]:
+    """Three steps; the engine and what each gave."""
+    torch.manual_seed(7)  # an adapter's random numbers follow from it
+    engine = build_engine(options_of(model, **changes), ranks, 10)
+    batch = rows(ranks.rank, ranks.world_size)
+    return engine, [train_step(engine, batch) for _ in range(3)]
+
+
+def main(model: str, gradient_checkpointing: str, folder: str) -> None:
+    ranks = join_ranks("cpu")
+    engine, steps = train(ranks, model, gradient_checkpointing=gradient_checkpointing == "true")
+    if folder:
+        save_hf(folder, engine)
+    if ranks.rank == 0:
+        print(json.dumps(steps))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

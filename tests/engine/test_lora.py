@@ -1,0 +1,219 @@
+"""Adapters: what trains and what stays, what is saved and loaded again, and the model beneath as its own reference."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint_file import read_checkpoint_file
+from areal_core.engine.errors import ModelError
+from areal_core.engine.hf_folder import save_hf
+from areal_core.engine.lora import Adapter, MergedTensors, add_adapters, trained_parameters
+from areal_core.engine.model import load_model
+from areal_core.engine.scores import load_score_model
+from areal_core.engine.sharding import whole
+from areal_core.trainer.base_reference import BaseReference
+from areal_core.trainer.build import build_engine
+
+PROGRAM = Path(__file__).parent / "lora_program.py"
+spec = importlib.util.spec_from_file_location("lora_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tiny_model):
+    """An engine after three steps. Not to be trained further."""
+    return program.train(ranks, str(tiny_model))[0]
+
+
+def logprobs_of(model, batch) -> torch.Tensor:
+    """Of the trained tokens, by a plain forward of Transformers, one row after the other."""
+    found = []
+    for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        ids = row[mask].long()[None]
+        with torch.no_grad():
+            found.append(
+                model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            )
+    return torch.cat(found)
+
+
+def scored(engine, batch) -> torch.Tensor:
+    return engine.compute_logprobs(batch)[batch["loss_mask"].bool()]
+
+
+def test_only_adapters_train_and_the_model_beneath_keeps_its_bits(ranks, trained, tiny_model):
+    names = set(trained_parameters(trained.model))
+    assert len(names) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert {id(p) for group in trained.optimizer.param_groups for p in group["params"]} == {
+        id(trained.model.get_parameter(name)) for name in names
+    }
+    assert set(trained.checksums()) == names
+    files = load_model(str(tiny_model)).state_dict()
+    for name, parameter in trained.model.named_parameters():
+        if name not in names:
+            assert torch.equal(whole(parameter.detach()), files[name.replace(".base_layer.", ".")]), name
+
+
+def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_learns(ranks, trained, tiny_model):
+    batch = program.rows()
+    plain = build_engine(program.options_of(str(tiny_model), use_lora=False), ranks, 1)
+    fresh = build_engine(program.options_of(str(tiny_model)), ranks, 1)
+    before = scored(plain, batch)
+    assert torch.equal(scored(fresh, batch), before)
+    assert float(scored(trained, batch).mean()) > float(before.mean()) + 0.1
+
+
+def test_the_reference_of_an_adapted_policy_is_an_engine_of_its_own_to_the_bit(ranks, trained, tiny_model):
+    batch = program.rows()
+    separate = build_engine(program.options_of(str(tiny_model), use_lora=False), ranks, 1)
+    after = trained.compute_logprobs(batch)
+    assert torch.equal(BaseReference(trained).compute_logprobs(batch), separate.compute_logprobs(batch))
+    assert torch.equal(trained.compute_logprobs(batch), after)  # and the adapter is on again
+
+
+def test_what_is_saved_is_what_was_trained_as_an_adapter_and_merged(ranks, trained, tiny_model, tmp_path):
+    batch = program.rows()
+    want = scored(trained, batch)
+    save_hf(tmp_path / "adapter", trained)
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logprobs_of(loaded, batch), want, rtol=0, atol=2e-6)
+    save_hf(tmp_path / "merged", trained, merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(logprobs_of(merged, batch), want, rtol=0, atol=2e-6)
+
+
+def test_merged_weights_are_rounded_once():
+    base, down, up = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), torch.tensor([[0.001]])
+    layers = [
+        ("a.base_layer.weight", base),
+        ("a.lora_A.default.weight", down),
+        ("a.lora_B.default.weight", up),
+    ]
+    bias = ("a.base_layer.bias", torch.tensor([3.0]))
+    merged = dict(MergedTensors([layers[0], bias, *layers[1:], ("norm.weight", base)], 2.0, torch.float32))
+    assert {name: tensor.tolist() for name, tensor in merged.items()} == {
+        "a.bias": [3.0],
+        "a.weight": [[pytest.approx(1.001), pytest.approx(2.0005)]],
+        "norm.weight": [[1.0, 2.0]],
+    }
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_to_the_same_bits(
+    ranks, tiny_model, tmp_path
+):
+    torch.manual_seed(7)
+    engine = build_engine(program.options_of(str(tiny_model)), ranks, 10)
+    batch = program.rows()
+    program.train_step(engine, batch)
+    save_checkpoint(tmp_path / "000001", {"actor": engine}, {})
+    want = program.train_step(engine, batch)
+    torch.manual_seed(8)  # another adapter, which the checkpoint replaces
+    again = build_engine(program.options_of(str(tiny_model)), ranks, 10)
+    load_checkpoint(tmp_path / "000001", {"actor": again})
+    assert program.train_step(again, batch) == want
+    files = sum(file.stat().st_size for file in (tmp_path / "000001" / "actor").iterdir())
+    adapter = sum(parameter.numel() * 4 for parameter in trained_parameters(engine.model).values())
+    assert adapter * 3 <= files < adapter * 3 + 40_000  # weights and two states of Adam, and their names
+    assert read_checkpoint_file(tmp_path / "000001").engines["actor"].has_optimizer
+
+
+def test_frozen_weights_stand_in_the_compute_dtype_and_adapters_in_float32(ranks, tiny_model):
+    engine = build_engine(program.options_of(str(tiny_model), dtype="bfloat16"), ranks, 10)
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in engine.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    first, second = (program.train_step(engine, program.rows())["loss"] for _ in range(2))
+    assert second < first
+
+
+def test_gradient_checkpointing_changes_no_bit(ranks, tiny_model):
+    _, plain = program.train(ranks, str(tiny_model))
+    _, checkpointed = program.train(ranks, str(tiny_model), gradient_checkpointing=True)
+    assert checkpointed == plain
+
+
+def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tmp_path):
+    _, alone = program.train(ranks, str(tiny_model))
+    together = torchrun(PROGRAM, 2, tiny_model, "true", tmp_path / "adapter")
+    for one, two in zip(alone, together, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert two["checksums"].keys() == one["checksums"].keys()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    PeftModel.from_pretrained(base, tmp_path / "adapter")
+
+
+def test_a_reward_model_trains_its_adapter_and_its_whole_head(ranks, tiny_model, tmp_path):
+    engine = build_engine(program.options_of(str(tiny_model)), ranks, 10, load=load_score_model)
+    assert [name for name in trained_parameters(engine.model) if "lora" not in name] == ["score.weight"]
+    batch = program.rows()
+    for _ in range(2):
+        engine.train_batch(
+            batch,
+            lambda scores, flat: ((scores - 1.0) ** 2).sum(),
+            lambda part: part["attention_mask"].sum(),
+        )
+    values = engine.compute_values(batch)
+    save_hf(tmp_path, engine)
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+    for row, mask, value in zip(batch["input_ids"], batch["attention_mask"], values, strict=True):
+        with torch.no_grad():
+            score = loaded(input_ids=row[mask].long()[None]).logits[0, 0]
+        torch.testing.assert_close(score, value[mask.sum() - 1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layers"),
+    [([], LAYERS), (["all-linear"], LAYERS), (["v_proj", "q_proj"], ["q_proj", "v_proj"])],
+)
+def test_adapters_are_put_on_the_layers_that_are_asked_for(tiny_model, wanted, layers):
+    model = load_model(str(tiny_model))
+    add_adapters(model, Adapter(2, 4, "m"), wanted, dtype=torch.float32, seed=0)
+    found = {name.split(".")[-4] for name in trained_parameters(model)}
+    assert sorted(found) == layers
+
+
+def test_a_layer_that_is_not_there_is_named_with_those_that_are(tiny_model):
+    with pytest.raises(
+        ModelError, match=r"no linear layer called lm_head, wq .* it has down_proj, gate_proj, k_proj"
+    ):
+        add_adapters(
+            load_model(str(tiny_model)),
+            Adapter(2, 4, "m"),
+            ["wq", "q_proj", "lm_head"],
+            dtype=torch.float32,
+            seed=0,
+        )
+
+
+def test_without_peft_one_sentence_says_how_to_get_it(tiny_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ModelError, match=r"actor\.use_lora needs the package peft .* pip install 'areal-debug\[lora\]'"
+    ):
+        add_adapters(load_model(str(tiny_model)), Adapter(2, 4, "m"), [], dtype=torch.float32, seed=0)
+
+
+def test_options_that_say_where_states_live_work_with_adapters(ranks, tiny_model):
+    _, plain = program.train(ranks, str(tiny_model))
+    options = program.options_of(str(tiny_model))
+    options.optimizer = replace(options.optimizer, offload=True)
+    torch.manual_seed(7)
+    engine = build_engine(options, ranks, 10)
+    assert [program.train_step(engine, program.rows()) for _ in range(3)] == plain
