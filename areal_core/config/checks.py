@@ -10,6 +10,7 @@ from typing import Any
 from areal_core.allocation import resolve_allocation
 from areal_core.config.engine_checks import ENGINE_COUPLINGS, without_effect_on_a_cpu
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
+from areal_core.config.lora_checks import LORA_COUPLINGS, SERVED_LORA_COUPLINGS
 from areal_core.config.not_yet import not_yet
 from areal_core.config.pair_checks import DPO_COUPLINGS, PAIR_COUPLINGS
 from areal_core.config.policy_checks import PPO_COUPLINGS
@@ -19,7 +20,8 @@ from areal_core.errors import AllocationError, ConfigError
 def check_config(config: BaseExperimentConfig) -> list[str]:
     """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
     values = flat_values(config)
-    couplings = COUPLINGS + (PPO_COUPLINGS if isinstance(config, PPOConfig) else ())
+    couplings = COUPLINGS + LORA_COUPLINGS
+    couplings += PPO_COUPLINGS + SERVED_LORA_COUPLINGS if isinstance(config, PPOConfig) else ()
     couplings += PAIR_COUPLINGS if isinstance(config, DPOConfig | RWConfig) else ()
     couplings += DPO_COUPLINGS if isinstance(config, DPOConfig) else ()
     problems = [*wrong_choices(config), *not_yet(values, refused=True)]
