@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from areal_core.engine.decode_attention import DECODING
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
+from areal_core.engine.packed_linear import pack_linear_layers
 
 
 class Replica:
@@ -25,6 +26,7 @@ class Replica:
 
     def __init__(self, path: str, dtype: torch.dtype | str, device: torch.device) -> None:
         self.model = load_model(path, dtype=dtype, attn_implementation=DECODING).to(device).eval()
+        pack_linear_layers(self.model)
         self.device = device
         # Tied weights under each of their names: a checkpoint may hold either.
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
