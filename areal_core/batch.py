@@ -4,6 +4,7 @@ Keys, shapes and dtypes stand in ARCHITECTURE.md. A tensor of two dimensions is 
 per row; there is no third kind, so each function here can treat every key alike.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 
 import torch
@@ -109,11 +110,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, min_groups: int 
     sums: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        if length > capacity:
-            raise ValueError(
-                f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
-                f"raise mb_spec.max_tokens_per_mb to at least {length}, or shorten prompts or max_new_tokens"
-            )
+        refuse_too_long(length, capacity)
         fitting = [g for g in range(len(groups)) if sums[g] + length <= capacity]
         if len(groups) < min_groups or not fitting:
             groups.append([index])
@@ -125,11 +122,56 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, min_groups: int 
     return sorted(sorted(group) for group in groups)
 
 
+def refuse_too_long(length: int, capacity: int) -> None:
+    """Raise ValueError for a sequence that fits into no micro-batch."""
+    if length > capacity:
+        raise ValueError(
+            f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
+            f"raise mb_spec.max_tokens_per_mb to at least {length}, or shorten prompts or max_new_tokens"
+        )
+
+
+def karmarkar_karp(lengths: Sequence[int], capacity: int, min_groups: int = 1) -> list[list[int]]:
+    """Divide indices as `first_fit_decreasing` does, into the fewest groups of nearly equal sums that fit.
+
+    The largest differencing method (N. Karmarkar, R. Karp, 1982): two divisions are joined so that the largest group of one meets
+    the smallest of the other, until one is left; those that differ most come first. Raises as `first_fit_decreasing` does.
+    """
+    refuse_too_long(max(lengths, default=0), capacity)
+    num_groups = max(min_groups, -(-sum(lengths) // capacity), 1)
+    while True:
+        groups = _differenced(lengths, num_groups)
+        if all(total <= capacity for total, _ in groups):
+            return sorted(sorted(members) for _, members in groups if members)
+        num_groups += 1
+
+
+def _differenced(lengths: Sequence[int], num_groups: int) -> list[tuple[int, list[int]]]:
+    """(sum, indices) of each group, the smallest sum first."""
+    Division = tuple[
+        int, int, list[tuple[int, list[int]]]
+    ]  # minus the spread of its sums, a number, its groups
+    empty: list[tuple[int, list[int]]] = [(0, [])] * num_groups
+    heap: list[Division] = [(-n, i, [*empty[1:], (n, [i])]) for i, n in enumerate(lengths)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = sorted((a + b, [*x, *y]) for (a, x), (b, y) in zip(left, reversed(right), strict=True))
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
+    return heap[0][2] if heap else empty
+
+
+PACKING = {"ffd": first_fit_decreasing, "kk": karmarkar_karp}
+
+
 def split_rows(
     lengths: Sequence[int],
     max_tokens: int | None,
     min_groups: int = 1,
     agree_on_max: Callable[[int], int] = lambda count: count,
+    *,
+    packing: str = "ffd",
+    divisor: int = 1,
 ) -> list[list[int]]:
     """Divide rows into micro-batches, as many on every rank.
 
@@ -138,6 +180,8 @@ def split_rows(
         max_tokens: the most tokens of one micro-batch; None for no limit.
         min_groups: the fewest micro-batches.
         agree_on_max: the maximum of a count over all ranks; a collective: every rank calls it exactly once.
+        packing: one of `PACKING`.
+        divisor: the number of micro-batches is a multiple of it.
 
     Returns:
         Row indices per micro-batch. A rank that needs fewer than another gets empty ones at the end: the step
@@ -145,6 +189,9 @@ def split_rows(
         rank.
     """
     capacity = max_tokens if max_tokens is not None else max(sum(lengths), 1)
-    groups = first_fit_decreasing(lengths, capacity, min_groups)
-    count = agree_on_max(max(len(groups), min_groups))
+    divide = PACKING[packing]
+    groups = divide(lengths, capacity, min_groups)
+    if len(groups) % divisor:
+        groups = divide(lengths, capacity, -(-len(groups) // divisor) * divisor)
+    count = -(-agree_on_max(max(len(groups), min_groups)) // divisor) * divisor
     return groups + [[] for _ in range(count - len(groups))]

@@ -58,10 +58,12 @@ def wrong_choices(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def run_length_is_positive(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("total_train_epochs", "total_train_steps"):
+    for name in ("total_train_epochs", "total_train_steps", "total_train_n_seqs"):
         value = getattr(config, name)
         if value is not None and value < 1:
             yield f"{name} is {value}; expected at least 1"
+    divisors = {name: n for name, n in flat_values(config).items() if name.endswith(".n_mbs_divisor")}
+    yield from (f"{name} is {n}; expected at least 1" for name, n in divisors.items() if n < 1)
 
 
 def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:

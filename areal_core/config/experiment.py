@@ -161,7 +161,9 @@ class BaseExperimentConfig:
     enable_offload: bool = option(False, "Let every model leave device memory while it is idle.")
     total_train_epochs: int = option(1, "Passes over the data.")
     total_train_steps: int | None = option(None, "Stop after so many steps.")
-    total_train_n_seqs: int | None = option(None, "Stop after so many sequences.")
+    total_train_n_seqs: int | None = option(
+        None, "Stop before more sequences than so many: rows of data times samples of each."
+    )
     tokenizer_path: str = option("", "Tokenizer; empty: actor.path.")
     train_dataset: DatasetConfig = section(DatasetConfig, "Training rows.")
     valid_dataset: ValidDatasetConfig | None = option(None, "Validation rows.")
@@ -204,7 +206,7 @@ class PPOConfig(BaseExperimentConfig):
     ref: PPOActorConfig | None = option(None, "The reference policy of the KL penalty.")
     critic: PPOCriticConfig | None = option(None, "The value model.")
     teacher: TeacherConfig | None = option(None, "The model that is distilled.")
-    dynamic_bs: bool = option(False, "Let rejected groups shrink the batch.")
+    dynamic_bs: bool = option(False, "Rejected prompts keep their place in a batch, which is then smaller.")
     consistency: ConsistencyConfig = section(ConsistencyConfig, "Engine logprobs against the trainer's.")
 
 

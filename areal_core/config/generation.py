@@ -89,7 +89,7 @@ class InferenceEngineConfig:
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")
     tokenizer_path: str = option("", "Tokenizer of the dumped text; empty: tokenizer_path of the run.")
-    dump_to_file: bool = option(False, "Write decoded episodes as text.")
+    dump_to_file: bool = option(False, "Write decoded episodes below the logs: rollout/VERSION/PROMPT.jsonl.")
     setup_timeout: float = option(300.0, "Seconds to wait for servers to become healthy.")
     request_timeout: float = option(3600.0, "Seconds to wait for one reply.")
     request_retries: int = option(3, "Attempts per request.")

@@ -21,15 +21,10 @@ class NotYet:
 
 
 NOT_YET = (
-    NotYet("dynamic_bs", (False,), "every step takes train_dataset.batch_size prompts: set it to false"),
-    NotYet("total_train_n_seqs", (None,), "use total_train_steps"),
-    NotYet("cluster.name_resolve.type", ("nfs",), "use nfs"),
     NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
     NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
     NotYet("*.enable_tree_training", (False,), "tree training is not built: set it to false"),
     NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not built: set it to false"),
-    NotYet("*.mb_spec.packing_algorithm", ("ffd",), "use ffd"),
-    NotYet("*.mb_spec.n_mbs_divisor", (1,), "use 1"),
     NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
     NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
     NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
@@ -38,11 +33,11 @@ NOT_YET = (
     NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
     NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
     NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
-    NotYet("rollout.dump_to_file", (False,), "text is recorded by debug.dump_rollout_data", refused=False),
     NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
     NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
     NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "each layer's states are fetched at its turn", refused=False),
     NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
+    NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
     NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
     NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip

@@ -78,6 +78,7 @@ class FSDPEngine:
         temperature: logits are divided by it; it must be the one that sampled the tokens.
         max_tokens_per_mb: the most tokens of one micro-batch, None for no limit.
         min_micro_batches: the fewest micro-batches that a batch is divided into.
+        packing: how rows are divided into micro-batches, one of `batch.PACKING`; their number is a multiple of `micro_batches_divisor`.
         granularity: so many neighbouring rows stay in one micro-batch; 2 for pairs. It divides the rows of every batch.
         adapter: what is trained in place of the model, which then stays as it is.
         step_groups: of `offload.take_step`; None where optimizer states stay on the device.
@@ -90,6 +91,8 @@ class FSDPEngine:
     temperature: float = 1.0
     max_tokens_per_mb: int | None = None
     min_micro_batches: int = 1
+    packing: str = "ffd"
+    micro_batches_divisor: int = 1
     granularity: int = 1
     optimizer: Optimizer | None = None
     schedule: LRScheduler | None = None
@@ -116,7 +119,14 @@ class FSDPEngine:
         """Rows of each micro-batch, as many micro-batches on every rank; a collective."""
         size = self.granularity
         lengths = sequence_lengths(batch).view(-1, size).sum(1).tolist()
-        groups = split_rows(lengths, self.max_tokens_per_mb, self.min_micro_batches, self.ranks.maximum)
+        groups = split_rows(
+            lengths,
+            self.max_tokens_per_mb,
+            self.min_micro_batches,
+            self.ranks.maximum,
+            packing=self.packing,
+            divisor=self.micro_batches_divisor,
+        )
         return [[unit * size + row for unit in group for row in range(size)] for group in groups]
 
     def compute_logprobs(self, batch: Batch) -> Tensor:

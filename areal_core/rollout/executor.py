@@ -36,6 +36,7 @@ class Executor:
         max_failures: prompts per batch whose episodes may raise; one more raises the episode's own exception.
         check_format: check shapes, dtypes and masks of what workflows return.
         patience: when a wait is called long.
+        holds_rejected: rejected prompts of a feed keep their place in a batch, which is then smaller, instead of being replaced.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Executor:
         max_failures: int = 0,
         check_format: bool = False,
         patience: Patience | None = None,
+        holds_rejected: bool = False,
     ) -> None:
         self.engine = engine
         self.control = control
         self.loop = loop or LoopThread()
         self._owns_loop = loop is None
-        self._pipeline = Pipeline(engine, control, max_failures, check_format, patience)
+        self._pipeline = Pipeline(engine, control, max_failures, check_format, patience, holds_rejected)
 
     def submit(
         self,
@@ -110,12 +112,14 @@ class Executor:
     ) -> Batch:
         """`control.batch_size` accepted prompts for the current version, in canonical order; goes on sampling the next ones.
 
+        With `holds_rejected` that many prompts, of which at least one was accepted.
+
         Raises:
             NothingAccepted: prompt after prompt was rejected; and as `wait` does.
         """
         plan = Plan(workflow, n_samples, should_accept)
         groups = self.loop.run(self._pipeline.prepare(feed, plan, timeout_s))
-        return assemble([(group.prompt_id, group.rows or []) for group in groups])
+        return assemble([(group.prompt_id, group.rows) for group in groups if group.rows is not None])
 
     def set_version(self, version: int) -> None:
         """Tells the version of the trainer's weights, and starts what it allows."""

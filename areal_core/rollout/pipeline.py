@@ -50,17 +50,19 @@ class Pipeline:
         max_failures: int = 0,
         check_format: bool = False,
         patience: Patience | None = None,
+        holds_rejected: bool = False,
     ) -> None:
         self.engine = engine
         self.control = control
         self.check_format = check_format
+        self.holds_rejected = holds_rejected
         self._is_paused = False
         self._patience = patience or Patience()
         self._tolerance = Tolerance(max_failures, control)
         self._task_ids = itertools.count()
         self._pending: deque[Group] = deque()
         self._running: dict[int, Group] = {}
-        self._ready: list[Group] = []  # accepted, from the feed, not yet consumed
+        self._ready: list[Group] = []  # accepted or held, from the feed, not yet consumed
         self._done: dict[int, Group] = {}  # finished, submitted one by one, not yet fetched
         self._feed: tuple[Feed, Plan] | None = None
         self._error: Exception | None = None
@@ -157,7 +159,7 @@ class Pipeline:
         group.task = asyncio.create_task(self._run(group))
 
     async def _run(self, group: Group) -> None:
-        control, plan = self.control, group.plan
+        control, plan, is_held = self.control, group.plan, False
         try:
             rows = await run_episodes(group.episodes, plan.workflow, group.data, self.check_format)
             accepted = any(part is not None for part in rows) and is_accepted(group.prompt_id, rows, plan)
@@ -169,6 +171,8 @@ class Pipeline:
         else:
             control.accepted += accepted
             control.rejected += not accepted
+            is_held = self.holds_rejected and group.from_feed and not accepted
+            control.held += is_held
             self._tolerance.judged(accepted)
             group.rows = rows if accepted else None
         finally:
@@ -176,7 +180,7 @@ class Pipeline:
             control.running -= 1
         if not group.from_feed:
             self._done[group.task_id] = group
-        elif group.rows is not None:
+        elif group.rows is not None or is_held:
             self._ready.append(group)
         self._something_happened()
 
@@ -197,15 +201,24 @@ class Pipeline:
             return None
         taken = set(chosen)
         groups = [self._ready[i] for i in chosen]
-        control.consumed += len(groups)
         self._ready = [group for i, group in enumerate(self._ready) if i not in taken]
+        if all(
+            group.rows is None for group in groups
+        ):  # no batch can be made of these: others take their place
+            control.held -= len(groups)
+            self._tolerance.refuse_hopeless_filter()
+            self._start_more()
+            return None
+        control.consumed += len(groups)
         return groups
 
     def _drop_stale(self) -> None:
         stale = [group for group in self._ready if self.control.is_too_old(group.version)]
         if stale:
             self._ready = [group for group in self._ready if not self.control.is_too_old(group.version)]
-            self.control.drop_stale(len(stale))
+            num_held = sum(group.rows is None for group in stale)
+            self.control.held -= num_held
+            self.control.drop_stale(len(stale) - num_held)
             self._tolerance.too_old(stale)
             self._start_more()
 

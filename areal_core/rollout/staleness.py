@@ -36,6 +36,7 @@ class StalenessControl:
     num_steps: int | None = None
     version: int = 0
     accepted: int = 0  # since the run began, consumed ones included; a stale one is taken off again
+    held: int = 0  # rejected, and keeping their place in a batch, which is then smaller
     consumed: int = 0
     running: int = 0
     rejected: int = 0
@@ -45,10 +46,10 @@ class StalenessControl:
     def capacity(self) -> int:
         """How many prompts may start now; negative when more are out than the limits allow."""
         room = self.max_concurrent - self.running
-        return min(room, self.staleness_limit() - (self.accepted + self.running))
+        return min(room, self.staleness_limit() - (self.accepted + self.held + self.running))
 
     def staleness_limit(self) -> int:
-        """How many prompts may have been accepted or be running by now."""
+        """How many prompts may have been accepted, be held or be running by now."""
         ahead = self.max_head_offpolicyness + 1
         limits = [(ahead + self.version) * self.batch_size, ahead * self.batch_size + self.consumed]
         if self.num_steps is not None:
@@ -58,7 +59,7 @@ class StalenessControl:
     def continue_at(self, version: int) -> None:
         """Goes on in a run that has consumed a batch for each version before this one."""
         self.version = version
-        self.accepted = self.consumed = version * self.batch_size
+        self.accepted, self.held, self.consumed = version * self.batch_size, 0, version * self.batch_size
 
     def drop_stale(self, count: int) -> None:
         """Replaces accepted prompts that turned out too old."""

@@ -74,8 +74,12 @@ def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
-    """Training steps of a run over `num_rows` rows."""
-    steps = config.total_train_epochs * (num_rows // config.train_dataset.batch_size)
+    """Training steps of a run over `num_rows` rows: all epochs, or what `total_train_steps` and `total_train_n_seqs` leave of them."""
+    batch_size = config.train_dataset.batch_size
+    steps = config.total_train_epochs * (num_rows // batch_size)
+    if config.total_train_n_seqs is not None:
+        n_samples = config.gconfig.n_samples if isinstance(config, PPOConfig) else 1
+        steps = min(steps, config.total_train_n_seqs // (batch_size * n_samples))
     return min(steps, config.total_train_steps or steps)
 
 
@@ -121,6 +125,8 @@ def build_engine(
         temperature=options.temperature,
         max_tokens_per_mb=options.mb_spec.max_tokens_per_mb,
         min_micro_batches=options.mb_spec.n_mbs or 1,
+        packing=options.mb_spec.packing_algorithm,
+        micro_batches_divisor=options.mb_spec.n_mbs_divisor,
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
     )

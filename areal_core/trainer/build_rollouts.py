@@ -14,6 +14,7 @@ from areal_core.config.lora_checks import serves_adapters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.replica import Replica
 from areal_core.errors import ConfigError
+from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.rollout.agent.agents import import_object, is_agent
 from areal_core.rollout.agent.workflow import AgentWorkflow
@@ -28,6 +29,7 @@ from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
+from areal_core.rollout.written_episodes import WrittenWorkflow
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.build_servers import build_push, build_sglang
@@ -70,7 +72,10 @@ def build_live_rollouts(
         ),
         max_failures=options.max_failures,
         check_format=options.check_trajectory_format,
+        holds_rejected=config.dynamic_bs,
     )
+    if options.dump_to_file:
+        workflow = WrittenWorkflow(workflow, run_folder(config, "logs") / "rollout", tokenizer)
     return LiveRollouts(
         executor,
         loader,

@@ -145,11 +145,11 @@ def test_all_disagreements_are_told_at_once():
     [
         ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
         (
-            {"actor.optimizer.type": "adam_bf16"},
-            "actor.optimizer.type is 'adam_bf16', which is not available: use adam",
+            {"actor.enable_tree_training": True},
+            "actor.enable_tree_training is True, which is not available: tree training is not built",
         ),
         ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
-        ({"dynamic_bs": True}, "dynamic_bs is True"),
+        ({"gconfig.use_beam_search": True}, "gconfig.use_beam_search is True"),
         ({"train_dataset.drop_last": False}, "train_dataset.drop_last is False"),
         (
             {"sglang.cuda_graph_max_bs": 8},

@@ -1,0 +1,46 @@
+"""Karmarkar-Karp and the number of micro-batches."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_core.batch import first_fit_decreasing, karmarkar_karp, split_rows
+
+
+def sums(lengths, groups):
+    return sorted(sum(lengths[i] for i in group) for group in groups)
+
+
+def test_karmarkar_karp_by_hand():
+    # 8 against 7 and 6 against 5 differ by 1, 4 stands against nothing: that meets the first, 8 against 7 + 4,
+    # and their difference of 3 the second: 8 + 6 against 7 + 4 + 5.
+    assert karmarkar_karp([8, 7, 6, 5, 4], capacity=30, min_groups=2) == [[0, 2], [1, 3, 4]]
+
+
+def test_one_long_row_gets_a_micro_batch_of_its_own_and_the_others_are_even():
+    lengths = [90, 31, 30, 29, 10, 11, 12]
+    low, high, longest = sums(lengths, karmarkar_karp(lengths, capacity=100))
+    assert (longest, low + high, high - low <= 6) == (90, 123, True)
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(50, 120), st.integers(1, 5))
+def test_every_row_is_in_exactly_one_group_that_fits(lengths, capacity, min_groups):
+    groups = karmarkar_karp(lengths, capacity, min_groups)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert all(total <= capacity for total in sums(lengths, groups))
+    assert len(groups) >= min(min_groups, len(lengths))
+
+
+def test_a_row_that_fits_nowhere_is_refused_by_either():
+    for pack in (first_fit_decreasing, karmarkar_karp):
+        with pytest.raises(ValueError, match="a sequence of 101 tokens does not fit"):
+            pack([3, 101], capacity=100)
+
+
+@pytest.mark.parametrize("packing", ["ffd", "kk"])
+@pytest.mark.parametrize(("others", "count"), [(1, 4), (5, 6)])
+def test_the_number_of_micro_batches_is_a_multiple_on_every_rank(packing, others, count):
+    groups = split_rows([5] * 6, 10, agree_on_max=lambda own: max(own, others), packing=packing, divisor=2)
+    assert len(groups) == count
+    assert all(groups[:4])  # three would do: rows are dealt to four, so that none of these is empty
+    assert sorted(row for group in groups for row in group) == list(range(6))
