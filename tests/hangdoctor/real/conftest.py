@@ -167,7 +167,8 @@ def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator
 def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> None:
     deadline = time.monotonic() + REACH_HANG_POINT_S
     while True:
-        stats = [read_stat(pid) for pid in pids]  # before the markers: a rank may set its marker and die at once
+        # Looked at before the markers: a rank may set its marker and die at once.
+        stats = [read_stat(pid) for pid in pids]
         if len(list((folder / "markers").iterdir())) == len(program.starts):
             return
         if time.monotonic() > deadline or any(stat is None or stat.state == "Z" for stat in stats):
