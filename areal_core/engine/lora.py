@@ -148,6 +148,14 @@ def chosen_layers(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return sorted(set(wanted) or there)
 
 
+def count_adapters(model: PreTrainedModel, rank: int, target_modules: Sequence[str]) -> int:
+    """Elements that `add_adapters` would train of a model, a head of scores included. Raises `ModelError` as that does."""
+    names = chosen_layers(model, target_modules)
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    head = model.get_submodule(HEAD).weight.numel() if is_score_model(model) else 0
+    return head + sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
 def lora_config(adapter: Adapter, target_modules: Sequence[str]) -> "LoraConfig":
     """The adapter in peft's words. Raises `ModelError` where peft is not installed."""
     try:
