@@ -3,16 +3,15 @@
 States are exact (parameters divided by ranks); activations and caches are rough and say how they are reckoned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_core.allocation import Allocation, Parallel
-from areal_core.config import DPOConfig, PPOConfig, RWConfig, TrainEngineConfig
+from areal_core.config import DPOConfig, PPOConfig, RWConfig
+from areal_core.config.lora_checks import is_base_of
+from areal_debug.dry_run_states import FP32, SIZES, Model, Part, Shape, not_reckoned, state_parts
 from areal_debug.dry_run_step import AnyConfig
 
-FP32 = 4
-SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "auto": 2}  # SGLang's names, too
-OPTIMISER_STATES = {"adam": 2, "sgd": 0, "adam_bf16": 2}
 # Elements that the backward of one layer keeps for a token, in hidden and intermediate widths, of a layer as Llama has it:
 # two norms in float32 with their outputs, queries twice, keys and values, attention, residual; gate, up, activation, product.
 # Within 15 % of what autograd keeps of Llama and Qwen2 layers in float32 and bfloat16 (a test holds it).
@@ -24,47 +23,17 @@ LAYERS_AT_HAND = 2  # FSDP2 gathers the next layer while one computes
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a model, in elements. `undivided` are those of `num_parameters` that tensor-parallel ranks hold alike: norms, routers."""
-
-    num_parameters: int
-    undivided: int
-    outside_layers: int
-    largest_layer: int
-    num_layers: int
-    hidden: int
-    intermediate: int
-    vocab: int
-    cache_per_token: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """One item of a rank's or a server's memory."""
-
-    name: str
-    size_bytes: int
-    how: str
-
-
-@dataclass(frozen=True)
 class Memory:
-    """Parts of one rank, and of one device of a server; where a part is missing, `unknown` says why."""
+    """Parts of one rank and of one device of a server, and what a rank keeps in host memory in place of its device's.
+
+    Where a part is missing, `unknown` says why.
+    """
 
     num_parameters: int | None
     rank: tuple[Part, ...]
+    host: tuple[Part, ...]
     server: tuple[Part, ...]
     unknown: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model that each rank holds a shard of; `has_scores` says that its head gives one number instead of logits."""
-
-    name: str
-    options: TrainEngineConfig
-    trains: bool = False
-    has_scores: bool = False
 
 
 def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
@@ -72,8 +41,9 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
     models, sizes = models_of(config), allocation.train or Parallel()
     shape = read_shape(models[0], sizes.tensor)
     if shape is None:
-        return Memory(None, (), (), (f"{config.actor.path} has no config.json here",))
+        return Memory(None, (), (), (), (f"{config.actor.path} has no config.json here",))
     rank: list[Part] = []
+    host: list[Part] = []
     unknown: list[str] = []
     if allocation.train is not None:
         for model in models:
@@ -81,9 +51,12 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
             if other is None:
                 unknown.append(f"{model.name}: {model.options.path} has no config.json here")
             else:
-                rank += state_parts(model, other, sizes)
+                kept = state_parts(model, other, sizes)
+                stays = config.device == "cpu"  # where all memory is the host's
+                rank += [part for part in kept if stays or not part.is_on_host]
+                host += [part for part in kept if part.is_on_host and not stays]
+                unknown += [f"{model.name}: {reason}" for reason in not_reckoned(model.options)]
         rank += working_parts(config, shape, sizes, unknown)
-        unknown += [f"what {name} saves" for name in savings(config.actor)]
     server: list[Part] = []
     if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
         engine = engine_parts(config, allocation, shape)
@@ -91,51 +64,22 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
             rank += engine
         else:
             server += engine
-    return Memory(shape.num_parameters, tuple(rank), tuple(server), tuple(unknown))
+    return Memory(shape.num_parameters, tuple(rank), tuple(host), tuple(server), tuple(unknown))
 
 
 def models_of(config: AnyConfig) -> list[Model]:
     """Every model of a rank, the trained one first."""
     models = [Model("actor", config.actor, trains=True, has_scores=isinstance(config, RWConfig))]
-    if isinstance(config, DPOConfig):
+    if isinstance(config, DPOConfig) and not is_base_of(config.ref, config.actor):
         models.append(Model("reference", config.ref or config.actor))
     if isinstance(config, PPOConfig):
         if config.critic is not None:
             models.append(Model("critic", config.critic, trains=True, has_scores=True))
-        if config.ref is not None and config.actor.kl_ctl > 0:
+        if config.ref is not None and config.actor.kl_ctl > 0 and not is_base_of(config.ref, config.actor):
             models.append(Model("reference", config.ref))
         if config.teacher is not None:
             models.append(Model("teacher", config.teacher))
     return models
-
-
-def savings(options: TrainEngineConfig) -> list[str]:
-    """Options in use that lower what `state_parts` says."""
-    in_use = {
-        "actor.use_lora": options.use_lora,
-        "actor.offload": options.offload,
-        "actor.fsdp.offload_params": options.fsdp.offload_params,
-        "actor.optimizer.offload": options.optimizer is not None and options.optimizer.offload,
-    }
-    return [name for name, is_on in in_use.items() if is_on]
-
-
-def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
-    """What lives as long as the run, in shards of equal size."""
-    num_ranks = sizes.world_size
-    alike = shape.undivided if sizes.tensor > 1 else 0
-    shard = -(-(shape.num_parameters - alike) // num_ranks) - (-alike * sizes.tensor // num_ranks)
-    over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
-    over += f", {alike:,} of them over {num_ranks // sizes.tensor}" if alike else ""
-    parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}")]
-    if model.trains:
-        kind = model.options.optimizer.type if model.options.optimizer is not None else "adam"
-        states = OPTIMISER_STATES[kind]
-        parts.append(
-            Part(f"{model.name}: optimiser", states * FP32 * shard, f"{states} float32 states of {kind}")
-        )
-        parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded"))
-    return parts
 
 
 def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
@@ -230,11 +174,12 @@ def read_shape(model: Model, tensor: int = 1) -> Shape | None:
     """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known.
 
     Raises:
-        ModelError: `tensor` ranks cannot share its layers.
+        ModelError: `tensor` ranks cannot share its layers, or it has none of those that are to have adapters.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from areal_core.engine.lora import count_adapters
     from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
 
     head = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
@@ -260,7 +205,11 @@ def read_shape(model: Model, tensor: int = 1) -> Shape | None:
         for parameter in part.parameters(recurse=False)
         if placement_of(name.rpartition(".")[2], parameter.ndim).is_replicate()
     )
-    return parse_shape(config.get_text_config().to_dict(), total, undivided, sizes)
+    shape = parse_shape(config.get_text_config().to_dict(), total, undivided, sizes)
+    options = model.options
+    if not (model.trains and options.use_lora):
+        return shape
+    return replace(shape, adapter=count_adapters(built, options.lora_rank, options.target_modules))
 
 
 def parse_shape(facts: dict[str, Any], num_parameters: int, undivided: int, layers: list[int]) -> Shape:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_debug.dry_run import DryRun, Processes, Steps
-from areal_debug.dry_run_memory import Part
+from areal_debug.dry_run_states import Part
 from areal_debug.render import escaped, format_bytes
 
 
@@ -41,6 +41,8 @@ def print_memory(out: Console, run: DryRun) -> None:
     if memory.rank:
         total = format_bytes(sum(part.size_bytes for part in memory.rank))
         out.print(table("Memory of a rank", [*memory_rows(memory.rank), ("together", f"{total:>9}")]))
+    if memory.host:
+        out.print(table("Host memory of a rank, in place of its device's", memory_rows(memory.host)))
     if memory.server:
         out.print(table("Memory of a server's device", memory_rows(memory.server)))
     for reason in memory.unknown:

@@ -1,12 +1,22 @@
 """What one step would do, in the order in which it does it, and what happens between steps."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_core.allocation import Allocation, Parallel
-from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.config import (
+    DPOConfig,
+    PPOActorConfig,
+    PPOConfig,
+    PPOCriticConfig,
+    RWConfig,
+    SFTConfig,
+    TrainEngineConfig,
+)
 from areal_core.config.experiment import TimerConfig
+from areal_core.config.lora_checks import is_base_of, serves_adapters
 from areal_core.paths import record_folder, run_folder
+from areal_core.rollout.sglang_wire import adapter_name
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # whatever trains has an `actor`
 
@@ -25,8 +35,10 @@ def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
         yield from plan_rollout(config, allocation)
         yield from plan_scores(config)
     if isinstance(config, DPOConfig):
-        yield Stage("reference", f"one forward pass of {(config.ref or config.actor).path}")
-    yield plan_update(config, allocation)
+        yield Stage("reference", f"one forward pass of {reference_of(config)}")
+    yield plan_update(config, config.actor, allocation)
+    if isinstance(config, PPOConfig) and config.critic is not None:
+        yield replace(plan_update(config, config.critic, allocation), name="value update")
     if isinstance(config, PPOConfig) and allocation.rollout is not None:
         yield plan_push(config, allocation)
 
@@ -61,9 +73,10 @@ def plan_scores(config: PPOConfig) -> Iterator[Stage]:
     if config.critic is not None:
         yield Stage("values", f"one forward pass of {config.critic.path}")
     if config.ref is not None and actor.kl_ctl > 0:
-        yield Stage("reference", f"one forward pass of {config.ref.path}; KL weight {actor.kl_ctl}")
+        yield Stage("reference", f"one forward pass of {reference_of(config)}; KL weight {actor.kl_ctl}")
     if config.teacher is not None:
-        yield Stage("teacher", f"one forward pass of {config.teacher.path}")
+        weights = f"policy loss x {config.teacher.rl_loss_weight} + distillation x {config.teacher.distill_loss_weight}"
+        yield Stage("teacher", f"one forward pass of {config.teacher.path}; {weights}")
     if actor.should_compute_prox_logp():
         yield Stage(
             "proximal", "one forward pass of the actor, for the logprobs that the ratio is clipped around"
@@ -77,22 +90,36 @@ def plan_scores(config: PPOConfig) -> Iterator[Stage]:
     yield Stage("advantages", "; ".join(said) or "not normalised")
 
 
-def plan_update(config: AnyConfig, allocation: Allocation) -> Stage:
-    """Rows, minibatches and micro-batches of a rank."""
+def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocation) -> Stage:
+    """Rows, minibatches and micro-batches of a rank, for one of the models that learn."""
     assert allocation.train is not None
-    limit, num_ranks = config.actor.mb_spec.max_tokens_per_mb, allocation.train.data
+    limit, num_ranks = model.mb_spec.max_tokens_per_mb, allocation.train.data
     rows, minibatches = config.train_dataset.batch_size // num_ranks, 1
     if isinstance(config, PPOConfig):
-        rows, minibatches = rows * config.gconfig.n_samples, config.actor.ppo_n_minibatches
-    micro = (
-        f"micro-batches of at most {limit:,} tokens"
-        if limit
-        else f"{config.actor.mb_spec.n_mbs} micro-batches"
-    )
-    checkpointing = ", activations recomputed" if config.actor.gradient_checkpointing else ""
+        rows *= config.gconfig.n_samples
+    if isinstance(model, PPOActorConfig | PPOCriticConfig):
+        minibatches = model.ppo_n_minibatches
+    micro = f"micro-batches of at most {limit:,} tokens" if limit else f"{model.mb_spec.n_mbs} micro-batches"
+    checkpointing = ", activations recomputed" if model.gradient_checkpointing else ""
+    compiled = ", layers compiled" if model.fsdp.compile else ""
     unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"
     times = "1 optimiser step" if minibatches == 1 else f"{minibatches} optimiser steps"
-    return Stage("update", f"{times} over {rows:,} {unit} {holders(allocation.train)}, in {micro}{checkpointing}")
+    times += f" of an adapter of rank {model.lora_rank}" * model.use_lora
+    return Stage(
+        "update",
+        f"{times} over {rows:,} {unit} {holders(allocation.train)}, in {micro}{checkpointing}{compiled}; "
+        f"attention is {say_attention(config.device, model)}",
+    )
+
+
+def say_attention(device: str, model: TrainEngineConfig) -> str:
+    """What `attn_impl` comes to, on a GPU where the config does not name a CPU."""
+    import torch
+
+    from areal_core.engine.flash_attention import choose_attention
+
+    kind = "cpu" if device == "cpu" else "cuda"
+    return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).why
 
 
 def holders(sizes: Parallel) -> str:
@@ -102,6 +129,12 @@ def holders(sizes: Parallel) -> str:
     shares = [f"their tokens {sizes.context} ways"] * (sizes.context > 1)
     shares += [f"the layers {sizes.tensor} ways"] * (sizes.tensor > 1)
     return f"a group of {sizes.context * sizes.tensor} ranks, which divide {' and '.join(shares)}"
+
+
+def reference_of(config: PPOConfig | DPOConfig) -> str:
+    """The model that the policy is compared with."""
+    is_base = is_base_of(config.ref, config.actor)
+    return "the actor with its adapter off" if is_base else (config.ref or config.actor).path
 
 
 def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
@@ -114,8 +147,13 @@ def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
     assert allocation.rollout is not None
     ways = {"xccl": "broadcast to", "disk": "written to disk and read by"}
     check = config.rollout.verify_weights_every
-    checked = f"; compared with the trainer's after the first and every {check} pushes" if check else ""
     servers = f"{allocation.rollout.data} server{'s' * (allocation.rollout.data != 1)}"
+    when = f"after the first and every {check} pushes"
+    if serves_adapters(config):
+        checked = f"; the model beneath is compared with its files {when}" if check else ""
+        name = adapter_name(config.gconfig.lora_name, "N")
+        return Stage("push", f"the adapter is written to disk and read by {servers} as {name}{checked}")
+    checked = f"; compared with the trainer's {when}" if check else ""
     return Stage("push", f"weights are {ways[config.actor.weight_update_mode]} {servers}{checked}")
 
 
@@ -123,9 +161,10 @@ def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> 
     """Checkpoints, evaluation, recovery, records and loggers."""
     checkpoints = run_folder(config, "checkpoints")
     saved = say_period(config.saver)
+    beside = "; the critic beside it" if isinstance(config, PPOConfig) and config.critic is not None else ""
     yield Stage(
         "save",
-        f"{saved}; into {checkpoints / 'default'}"
+        f"{saved}; into {checkpoints / 'default'}{beside}"
         if saved
         else "no checkpoint to use: saver.freq_* are empty",
     )

@@ -6,6 +6,7 @@ nothing has to be made up for there by a compensated (Kahan) sum.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,12 @@ class AdamWBf16(Optimizer):
         weight_decay: float,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Torch loads every state in its parameter's dtype."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from areal_core.allocation import Parallel, parse_allocation
 from areal_core.config import OptimizerConfig, PPOConfig, SFTConfig, TrainEngineConfig, load_expr_config
 from areal_debug.cli.train import command
-from areal_debug.dry_run_memory import Model, estimate_memory, parse_shape, read_shape, state_parts
+from areal_debug.dry_run_memory import estimate_memory, parse_shape, read_shape
+from areal_debug.dry_run_states import Model, state_parts
 
 HERE = Path(__file__).parent
 UPSTREAM = HERE / "upstream"
@@ -82,7 +83,9 @@ def test_a_tiny_run_is_told_whole_and_leaves_nothing_behind(dry_run, tiny_model,
     does = stages(run)
     assert does["rollout"].startswith("4 prompts x 4 samples = 16 sequences, at most 8 new tokens each")
     assert (
-        does["update"] == "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens"
+        does["update"]
+        == "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens; "
+        "attention is SDPA, one sequence at a time: no flash-attention on a CPU"
     )
     assert does["save"].startswith("every epoch: 2 times, first after step 15; into ")
     assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")

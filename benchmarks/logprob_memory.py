@@ -1,0 +1,71 @@
+"""Peak memory of logprobs and entropies with their gradients: a chunk at a time, as the engine does, beside all logits at once.
+
+    python benchmarks/logprob_memory.py [--tokens 2048] [--vocabulary 32000] [--hidden 512] [--dtype float32]
+
+Each way runs in a process of its own; memory is what its peak rises by. The naive form is log_softmax over [tokens, vocabulary] in float32,
+with autograd's own backward. Agreement of the two is tested in tests/engine/test_logprobs.py.
+"""
+
+import argparse
+import multiprocessing
+from pathlib import Path
+
+import torch
+from scoring import memory_mib
+
+from areal_core.engine.logprobs import ChunkedLogprobs
+
+
+def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return ChunkedLogprobs.apply(hidden, weight, labels, 1.0, None)
+
+
+def naive(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax((hidden[0] @ weight.T).float(), -1)
+    logprobs = log_p.gather(1, labels[:, None])[:, 0]
+    return torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)], dim=1)[None]
+
+
+WAYS = {"chunked": chunked, "naive": naive}
+
+
+def rise_of_peak_mib(way: str, options: argparse.Namespace, queue: "multiprocessing.Queue[float]") -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    dtype = getattr(torch, options.dtype)
+    hidden = torch.randn(1, options.tokens, options.hidden, dtype=dtype, requires_grad=True)
+    weight = torch.randn(options.vocabulary, options.hidden, dtype=dtype, requires_grad=True)
+    labels = torch.randint(options.vocabulary, (options.tokens,))
+    WAYS[way](hidden[:, :1], weight, labels[:1]).sum().backward()  # the gradients, which each way needs
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory_mib("VmRSS")
+    WAYS[way](hidden, weight, labels).sum().backward()
+    queue.put(memory_mib("VmHWM") - before)
+
+
+def peak_of(way: str, options: argparse.Namespace) -> float:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=rise_of_peak_mib, args=(way, options, queue))
+    process.start()
+    process.join()
+    return queue.get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {"tokens": 2048, "vocabulary": 32_000, "hidden": 512}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    options = parser.parse_args()
+    ours, whole = (peak_of(way, options) for way in WAYS)
+    print(
+        f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.dtype}: "
+        f"{ours:,.0f} MiB a chunk at a time, {whole:,.0f} MiB with all logits, a ratio of {whole / max(ours, 1):.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

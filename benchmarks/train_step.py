@@ -1,0 +1,216 @@
+"""What the engine costs beside a bare loop of PyTorch: the same model under FSDP2, the same packed micro-batches, the same loss, in turn.
+
+    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 6] [--vocabulary 8192] [--tokens 1024]
+
+The bare loop gets its micro-batches packed and ready, takes cross-entropy of all logits at once, and reads back nothing but the gradient
+norm. The engine starts from padded rows, divides and packs them, computes logprobs and entropies a chunk at a time, and tells losses and
+weights of every micro-batch. Ratios are of neighbouring steps, their median is printed; those of the processor's seconds hold on a busy
+machine, too, where waiting for the other rank counts in the clock's.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from areal_core.batch import Batch, pack, select_rows, sequence_lengths
+from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.trainer.build import build_engine
+
+OPTIMIZER = OptimizerConfig(lr=1e-4, warmup_steps_proportion=0.0)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch that is ready for the model."""
+
+    inputs: dict[str, object]
+    labels: Tensor  # int64 [tokens], -100 where nothing is trained
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> Path:
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 128),
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_rows(lengths: list[int], vocabulary: int, seed: int) -> Batch:
+    """Next-token aligned rows; every token but the first is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.tensor(lengths)[:, None]
+    positions = torch.arange(max(lengths))
+    ids = torch.randint(vocabulary, (len(lengths), max(lengths)), generator=generator, dtype=torch.int32)
+    mask = positions < counts
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "loss_mask": (positions < counts - 1).int(),
+    }
+
+
+def make_engine(ranks: Ranks, model: str, max_tokens: int) -> FSDPEngine:
+    spec = MicroBatchSpec(max_tokens_per_mb=max_tokens)
+    options = TrainEngineConfig(path=model, dtype="float32", mb_spec=spec, optimizer=OPTIMIZER)
+    return build_engine(options, ranks, total_steps=1000)
+
+
+def engine_step(engine: FSDPEngine, batch: Batch) -> float:
+    """A step of maximum likelihood; its gradient norm."""
+    result = engine.train_batch(
+        batch,
+        lambda logprobs, entropies, flat: -(logprobs * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+    )
+    return result.grad_norm
+
+
+def make_bare(ranks: Ranks, path: str, attention: str) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    model = load_model(path, attn_implementation=attention)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=ranks.shard_mesh)
+    fully_shard(model, mesh=ranks.shard_mesh)
+    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
+    decay = OPTIMIZER.weight_decay
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.eps, weight_decay=decay, fused=True
+    )
+    return model, adam
+
+
+def ready(batch: Batch, micro_batches: list[list[int]]) -> list[Packed]:
+    """The packed micro-batches of a batch, as the bare loop wants them."""
+    found = []
+    for rows in micro_batches:
+        part = select_rows(batch, rows)
+        flat, lengths = pack(part), sequence_lengths(part).tolist()
+        ids = flat["input_ids"].long()
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "sequence_lengths": lengths}
+        found.append(Packed(inputs, ids.roll(-1).masked_fill(flat["loss_mask"] == 0, -100)))
+    return found
+
+
+def bare_step(
+    model: LlamaForCausalLM, adam: torch.optim.Optimizer, micro_batches: list[Packed], scale: float
+) -> float:
+    """The same step without an engine; its gradient norm."""
+    model.train()
+    for micro in micro_batches:
+        logits = model(**micro.inputs, use_cache=False).logits.flatten(0, -2)
+        loss = cross_entropy(logits, micro.labels, ignore_index=-100, reduction="sum")
+        (loss * scale).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clipping)
+    adam.step()
+    adam.zero_grad()
+    return float(norm.full_tensor())
+
+
+def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
+    """(seconds of the clock, of the processor), both summed over the ranks' waiting for each other."""
+    ranks.barrier()
+    clock, busy = time.perf_counter(), time.process_time()
+    work()
+    busy = time.process_time() - busy
+    ranks.barrier()
+    return time.perf_counter() - clock, busy
+
+
+def in_turn(
+    ranks: Ranks, first: Callable[[], float], second: Callable[[], float], rounds: int
+) -> list[tuple[float, float]]:
+    """Ratios (clock, processor) of the first to the second, of neighbouring runs whose order changes."""
+    ratios = []
+    for number in range(rounds):
+        pair = [first, second] if number % 2 else [second, first]
+        times = {work: seconds(ranks, work) for work in pair}
+        ratios.append(tuple(a / b for a, b in zip(times[first], times[second], strict=True)))
+    return ratios
+
+
+def say(title: str, ratios: list[tuple[float, float]]) -> None:
+    for clock, column in zip(("clock", "processor"), zip(*ratios, strict=True), strict=True):
+        low, high = min(column), max(column)
+        print(
+            f"{title}, {clock}: {statistics.median(column):.3f} ({low:.3f} to {high:.3f}, {len(column)} pairs)"
+        )
+
+
+def measure(options: argparse.Namespace) -> None:
+    ranks = join_ranks("cpu")
+    torch.set_num_threads(1)
+    lengths = [options.tokens // 8 * share for share in (1, 3, 2, 2, 4, 1, 2, 1)]  # two micro-batches
+    batch = make_rows(lengths, options.vocabulary, seed=ranks.rank)
+    engine = make_engine(ranks, options.model, options.tokens)
+    model, adam = make_bare(ranks, options.model, "packed_sdpa")
+    packed = ready(batch, engine.divide(batch))
+    num_tokens = int(batch["loss_mask"].sum()) * ranks.world_size
+    scale = ranks.world_size / num_tokens
+
+    def ours() -> float:
+        return engine_step(engine, batch)
+
+    def bare() -> float:
+        return bare_step(model, adam, packed, scale)
+
+    norms = [(ours(), bare()) for _ in range(2)]  # they warm up, and show that both learn the same
+    ratios = in_turn(ranks, ours, bare, options.rounds)
+    if ranks.rank == 0:
+        print(
+            f"{ranks.world_size} rank(s), {len(packed)} micro-batches of {options.tokens} tokens, hidden {options.hidden}, "
+            f"{options.layers} layers, vocabulary {options.vocabulary:,}; gradient norms "
+            + ", ".join(f"{a:.6f} and {b:.6f}" for a, b in norms)
+        )
+        say("engine to bare loop", ratios)
+    leave_ranks()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = {"ranks": 1, "rounds": 6, "hidden": 256, "layers": 6, "vocabulary": 8192, "tokens": 1024}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse()
+    if options.model:
+        measure(options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", options)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+        command = [sys.executable, *torchrun, __file__, *sys.argv[1:], f"--model={model}"]
+        sys.exit(subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode)
+
+
+if __name__ == "__main__":
+    main()

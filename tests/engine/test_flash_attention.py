@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from areal_core.engine import flash_attention as F
+from areal_core.engine.attention import attend_each
+
+LENGTHS = [5, 1, 90]
+ARGUMENTS = {"sequence_lengths": LENGTHS, "scaling": 0.25, "softcap": None}
+
+
+@pytest.mark.parametrize(
+    ("attn_impl", "device", "dtype", "implementation", "why"),
+    [
+        ("flash_attention_2", "cuda", torch.bfloat16, F.FLASH, "torch's flash-attention"),
+        ("flash_attention_2", "cuda", torch.float32, F.PACKED, "not in float32"),
+        ("flash_attention_2", "cpu", torch.bfloat16, F.PACKED, "no flash-attention on a CPU"),
+        ("sdpa", "cuda", torch.bfloat16, F.PACKED, "as attn_impl asks"),
+    ],
+)
+def test_flash_attention_is_chosen_where_it_exists(
+    monkeypatch, attn_impl, device, dtype, implementation, why
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    choice = F.choose_attention(attn_impl, device, dtype)
+    assert choice.implementation == implementation
+    assert why in choice.why
+
+
+def test_a_gpu_that_is_too_old_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert F.choose_attention("flash_attention_2", "cuda", torch.bfloat16).implementation == F.PACKED
+
+
+@pytest.mark.parametrize(
+    ("sliding_window", "window"),
+    [(None, (-1, 0)), (7, (6, 0))],  # the token itself is not counted
+)
+def test_the_kernel_gets_sequences_end_to_end_and_the_window_in_its_own_count(
+    monkeypatch, sliding_window, window
+):
+    got = {}
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        got.update(options, ends=cu_seq_q.tolist(), longest=(max_q, max_k), shapes=(query.shape, key.shape))
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
+    attended = F.attend_all(query, key, value, dropout=0.0, sliding_window=sliding_window, **ARGUMENTS)
+    assert torch.equal(attended, query.transpose(1, 2))  # [1, tokens, heads, head_dim]
+    assert got == {
+        "ends": [0, 5, 6, 96],
+        "longest": (90, 90),
+        "shapes": ((96, 4, 8), (96, 2, 8)),
+        "scale": 0.25,
+        "window_size": window,
+        "enable_gqa": True,
+    }
+
+
+def test_what_the_kernel_has_not_is_computed_one_sequence_at_a_time():
+    query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
+    arguments = ARGUMENTS | {"softcap": 3.0, "dropout": 0.0, "sliding_window": None}
+    attended = F.attend_all(query, key, value, **arguments)
+    assert torch.equal(attended, attend_each(query, key, value, **arguments))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU, and there is none")
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_flash_attention_equals_one_sequence_at_a_time_within_bfloat16(sliding_window):
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    found = []
+    for attend in (F.attend_all, attend_each):
+        attended = attend(*inputs, dropout=0.0, sliding_window=sliding_window, **ARGUMENTS)
+        found.append([attended, *torch.autograd.grad(attended.float().square().sum(), inputs)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
