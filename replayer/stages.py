@@ -135,8 +135,8 @@ def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iter
     """Losses, gradient norms and rates of a critic, whose micro-batches are not told one by one."""
     for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
         for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
-            numbers = (None if one is None else getattr(one, fact) for one in (left, right))
-            yield from compare_numbers(stage, f"{fact} of the critic", *numbers, minibatch)
+            own, other = (None if one is None else getattr(one, fact) for one in (left, right))
+            yield from compare_numbers(stage, f"{fact} of the critic", own, other, minibatch)
 
 
 def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from areal_core.config import PPOConfig
+from areal_core.dataset import get_dataset
+from areal_core.errors import ConfigError
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry import Reduce, Stats
@@ -63,3 +67,23 @@ class Evaluation:
                 no_eos_ratios=(batch["finish_reason"] == 1).float(),
             )
             self.stats.scalar(accepted=control.accepted, rejected=control.rejected, failed=control.failed)
+
+
+def validation_rows(
+    config: PPOConfig, rows: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[dict[str, Any]]:
+    """The rows given, or those of `config.valid_dataset`.
+
+    Raises:
+        ConfigError: there are none; `evaluator` asks for them.
+    """
+    if rows is not None:
+        return rows
+    if config.valid_dataset is None:
+        evaluator = config.evaluator
+        raise ConfigError(
+            f"evaluator.freq_epochs, freq_steps, freq_secs are {evaluator.freq_epochs}, {evaluator.freq_steps}, "
+            f"{evaluator.freq_secs} and valid_dataset is None: give the section, or the argument of PPOTrainer, or set "
+            f"the periods to null"
+        )
+    return get_dataset(config.valid_dataset, tokenizer=tokenizer)

@@ -9,7 +9,6 @@ from typing import Any
 
 from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_to_dict, without_keys
-from areal_core.dataset import get_dataset
 from areal_core.engine.checkpoint import save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.ranks import leave_ranks
@@ -21,7 +20,7 @@ from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.critic import update_critic
-from areal_core.trainer.evaluation import Evaluation
+from areal_core.trainer.evaluation import Evaluation, validation_rows
 from areal_core.trainer.learning import PolicyObjective
 from areal_core.trainer.policy_stats import log_batch
 from areal_core.trainer.recovery import Recovery, step_of
@@ -238,21 +237,13 @@ class PPOTrainer:
     def _evaluation(
         self, live: LiveRollouts | None, workflow: Any, arguments: dict[str, Any]
     ) -> Evaluation | None:
-        evaluator, dataset = self.config.evaluator, self.valid_dataset
         steps_per_epoch = max(1, len(self.train_dataset or ()) // self.config.train_dataset.batch_size)
         frequency = self.recovery.keep(
-            "evaluator", build.build_frequency(evaluator, self.ranks, steps_per_epoch)
+            "evaluator", build.build_frequency(self.config.evaluator, self.ranks, steps_per_epoch)
         )
-        if not (frequency.is_set or evaluator.eval_before_train):
+        if not (frequency.is_set or self.config.evaluator.eval_before_train):
             return None
-        if dataset is None and self.config.valid_dataset is not None:
-            dataset = get_dataset(self.config.valid_dataset, tokenizer=self.tokenizer)
-        if dataset is None:
-            raise ConfigError(
-                f"evaluator.freq_epochs, freq_steps, freq_secs are {evaluator.freq_epochs}, {evaluator.freq_steps}, "
-                f"{evaluator.freq_secs} and valid_dataset is None: give the section, or the argument of PPOTrainer, or set "
-                f"the periods to null"
-            )
+        dataset = validation_rows(self.config, self.valid_dataset, self.tokenizer)
         gconfig = build_rollouts.eval_gconfig(self.config)
         make = partial(self._workflow, workflow, arguments, gconfig)
         return build_rollouts.build_evaluation(
