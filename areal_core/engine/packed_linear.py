@@ -14,7 +14,7 @@ ROWS = 16  # of the batch that the layout is chosen for; others are right, too
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
     """Make the linear layers of a model that is only read compute so, where this CPU can."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not computes_bfloat16():
         return
     for module in model.modules():
         if (
@@ -24,6 +24,11 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
         ):
             module.packed = None
             module.forward = MethodType(packed_forward, module)
+
+
+def computes_bfloat16() -> bool:
+    """Whether torch has oneDNN, and this CPU the instructions."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packed_forward(linear: torch.nn.Linear, rows: Tensor) -> Tensor:

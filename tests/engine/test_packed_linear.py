@@ -5,11 +5,9 @@ import copy
 import pytest
 import torch
 
-from areal_core.engine.packed_linear import pack_linear_layers
+from areal_core.engine.packed_linear import computes_bfloat16, pack_linear_layers
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
-)
+pytestmark = pytest.mark.skipif(not computes_bfloat16(), reason="this CPU does not compute in bfloat16")
 
 
 @pytest.fixture
