@@ -1,0 +1,53 @@
+import pytest
+
+from areal_core.config import OptimizerConfig, SFTConfig, TrainEngineConfig
+from areal_core.config.checks import check_config
+from areal_core.config.engine import FSDPEngineConfig
+from areal_core.errors import ConfigError
+
+
+def sft(allocation: str = "fsdp:d2", **engine: object) -> SFTConfig:
+    config = SFTConfig(experiment_name="a", trial_name="b", allocation_mode=allocation)
+    config.actor = TrainEngineConfig(path="model", optimizer=OptimizerConfig(), **engine)
+    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "data", "sft", 4
+    return config
+
+
+def test_kernels_for_a_gpu_are_refused_on_a_cpu():
+    config = sft(use_liger=True)
+    assert check_config(config) == []  # "auto": there may be a GPU
+    config.device = "cpu"
+    with pytest.raises(ConfigError, match=r"actor.use_liger is True and device is 'cpu'"):
+        check_config(config)
+
+
+def test_layers_that_are_split_are_not_compiled():
+    with pytest.raises(ConfigError, match=r"actor.fsdp.compile is True and the allocation trains on t2"):
+        check_config(sft("fsdp:d1t2", fsdp=FSDPEngineConfig(compile=True)))
+
+
+def test_attention_that_is_not_known_is_refused():
+    with pytest.raises(
+        ConfigError, match="attn_impl is 'eager'; expected one of 'flash_attention_2', 'sdpa'"
+    ):
+        check_config(sft(attn_impl="eager"))
+
+
+def test_moving_to_host_memory_where_there_is_no_other_is_only_noted():
+    config = sft(offload=True, fsdp=FSDPEngineConfig(offload_params=True, per_layer_optim_step=True))
+    config.actor.optimizer.offload = True
+    assert check_config(config) == []
+    config.device = "cpu"
+    notes = check_config(config)
+    assert [note.partition(" is ")[0] for note in notes] == [
+        "actor.offload",
+        "actor.fsdp.offload_params",
+        "actor.fsdp.per_layer_optim_step",
+        "actor.optimizer.offload",
+    ]
+    assert notes[0].endswith("and device is 'cpu': everything is in host memory as it is")
+
+
+def test_enable_offload_speaks_for_every_model():
+    config = SFTConfig(experiment_name="a", trial_name="b", enable_offload=True)
+    assert config.actor.offload
