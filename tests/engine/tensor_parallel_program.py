@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.hf_folder import save_hf
 from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyPart
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
@@ -48,7 +49,7 @@ def main(folder: Path, family: str) -> None:
 def vocabulary_differences(
     rank: int, group: torch.distributed.ProcessGroup, temperature: float, softcap: float | None
 ) -> list[float]:
-    """How far, relative to the largest number, this rank's part of a vocabulary is from all of it: result, gradients of hidden and weight."""
+    """How far, relative to the largest number, a part of a vocabulary is from all of it: result, gradients of hidden and weight."""
     torch.manual_seed(1)
     hidden, weight = torch.randn(1, 10, 6), 3 * torch.randn(VOCABULARY, 6)
     labels, upstream = torch.randint(VOCABULARY, (10,)), torch.randn(1, 10, 2)
@@ -75,6 +76,7 @@ def one_step(ranks: Ranks, model: Path) -> dict:
     """Checksums before and after one step in several micro-batches, and its loss and norm; gradients go to a file."""
     engine = program.make_engine(ranks, str(model), MAX_TOKENS)
     untrained = engine.checksums()
+    experts = record_experts(engine)
     result, gradients = step_with_gradients(engine, program.rows())
     if ranks.rank == 0:
         save_file(gradients, model / "gradients.safetensors")
@@ -83,7 +85,19 @@ def one_step(ranks: Ranks, model: Path) -> dict:
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "trained": engine.checksums(),
+        "experts": experts,
     }
+
+
+def record_experts(engine: FSDPEngine) -> list[list[list[int]]]:
+    """Grows by the experts of each token, in order, at each pass through a router."""
+    chosen: list[list[list[int]]] = []
+    for module in engine.model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(
+                lambda _, inputs, output: chosen.append(output[2].sort(1).values.tolist())
+            )
+    return chosen
 
 
 def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:

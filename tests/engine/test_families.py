@@ -1,6 +1,10 @@
 """Each family that we vouch for, at tiny size: our packed, sharded forward and backward against Transformers' own, a sequence at a time."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from areal_core.engine.model import load_model
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 spec = importlib.util.spec_from_file_location("steps_program", FOLDER / "steps_program.py")
 program = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program)
@@ -66,3 +71,20 @@ def test_a_step_moves_every_weight_and_what_is_saved_holds_it(ranks, model, tmp_
     saved = dict(load_model(str(tmp_path)).named_parameters())
     assert saved.keys() == after.keys()
     assert [name for name in after if not torch.equal(saved[name], after[name])] == []
+
+
+@pytest.mark.long
+def test_every_split_over_ranks_agrees_with_one_rank(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "rank_splits.py", "--json", "--write", tmp_path / "table.md"],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout)
+    assert len(differences) == 8 * 2 * 5 * 2  # splits, limits, families, dtypes
+    assert all(difference["is_rounding"] for difference in differences)
+    headings = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings == ["## float32", "## bfloat16"]

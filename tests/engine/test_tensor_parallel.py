@@ -56,7 +56,10 @@ def test_two_ranks_take_the_step_of_one(ranks, folder, two_ranks, family):
     first, second = (rank["steps"][family] for rank in two_ranks)
     assert first == second
     assert first["untrained"] == engine.checksums()
+    experts = program.record_experts(engine)
     result, gradients = step_with_gradients(engine, steps.rows())
+    assert first["experts"] == experts
+    assert len(experts) == (2 if family == "qwen3_moe" else 0)  # one layer with a router, two micro-batches
     assert first["loss"] == pytest.approx(result.loss, rel=1e-6)
     assert first["grad_norm"] == pytest.approx(result.grad_norm, rel=1e-5)
     split = load_file(folder / family / "gradients.safetensors")
