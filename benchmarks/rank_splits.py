@@ -1,0 +1,268 @@
+"""How far dividing one batch among ranks moves the loss and the gradient: the table of docs/rank_splits.md.
+
+    python benchmarks/rank_splits.py [--families llama,qwen3_moe] [--splits d1,t2,d2t2] [--json] [--write docs/rank_splits.md]
+
+Each split starts torchrun with as many gloo ranks, which take one step on the same eight rows of different lengths with the same
+weights, twice, in float32 and in bfloat16, with one micro-batch a rank and with a limit of tokens. The difference is to one rank with one
+micro-batch of the same dtype. Exits with 1 when a difference is above its tolerance, or when a split taken twice gives other bits.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from itertools import product
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from areal_core.allocation import parse_allocation
+from areal_core.batch import Batch, select_rows
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model
+from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.sharding import shard_model
+from areal_core.engine.tensor_parallel import FAMILIES
+from areal_core.testing import make_tiny_family, step_with_gradients
+
+ROOT = Path(__file__).parent.parent
+ONE_RANK = "d1"
+SPLITS = (ONE_RANK, "d2", "c2", "t2", "d4", "d2c2", "d2t2", "c2t2")
+LENGTHS = (12, 5, 20, 9, 3, 16, 7, 11)
+LIMITS = (None, 24)  # tokens of a micro-batch
+TEMPERATURE = 0.9
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative difference of loss and gradient that is rounding."""
+
+    loss: float
+    gradient: float
+
+
+# Relative rounding of one number is 6e-8 in float32 and 4e-3 in bfloat16.
+TOLERANCES = {"float32": Tolerance(1e-6, 1e-5), "bfloat16": Tolerance(1e-3, 5e-2)}
+MIXTURE_IN_BFLOAT16 = Tolerance(1e-3, 2e-1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: how rows are divided among ranks and micro-batches, of which model, in which dtype."""
+
+    split: str
+    limit: int | None
+    family: str
+    dtype: str
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return f"{self.split}-{self.limit}-{self.family}-{self.dtype}"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """In bfloat16 a token near the border between two experts may go to the other one."""
+        is_mixture = self.family.endswith("_moe") and self.dtype == "bfloat16"
+        return MIXTURE_IN_BFLOAT16 if is_mixture else TOLERANCES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a case to one rank: |loss - loss1| / |loss1|, and the largest |g - g1| / |g1| of a parameter's gradient."""
+
+    case: Case
+    loss: float
+    gradient: float
+    same_bits: bool  # when the case is run twice
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is within its tolerance."""
+        tolerance = self.case.tolerance
+        return self.same_bits and self.loss <= tolerance.loss and self.gradient <= tolerance.gradient
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.as_ranks_of:
+        take_steps(options.as_ranks_of, options.families, options.folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for family in options.families:
+            with contextlib.redirect_stderr(io.StringIO()):  # Transformers' bars
+                make_tiny_family(folder / family, family)
+        for split in dict.fromkeys((ONE_RANK, *options.splits)):
+            start_ranks(split, options.families, folder)
+        differences = [
+            compare(case, alone(case, case.dtype), folder) for case in cases(options.splits, options.families)
+        ]
+        ones = [Case(ONE_RANK, None, family, "bfloat16") for family in options.families]
+        scale = [compare(one, alone(one, "float32"), folder) for one in ones]
+    failed = [difference for difference in differences if not difference.is_rounding]
+    if options.json:
+        print(json.dumps([asdict(d) | {"is_rounding": d.is_rounding} for d in differences], indent=1))
+    else:
+        print(render(differences, scale, options.families))
+    if options.write:
+        options.write.write_text(render(differences, scale, options.families))
+    for difference in failed:
+        print(f"not rounding: {difference}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(text.split(","))
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", type=names, default=FAMILIES, help=f"of {','.join(FAMILIES)}")
+    parser.add_argument(
+        "--splits", type=names, default=SPLITS, help=f"sizes as in allocation_mode: {','.join(SPLITS)}"
+    )
+    parser.add_argument("--json", action="store_true", help="print differences as JSON")
+    parser.add_argument("--write", type=Path, help="write the table to a file, too")
+    parser.add_argument("--as-ranks-of", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.families) - set(FAMILIES):
+        parser.error(f"--families names {', '.join(sorted(unknown))}: choose from {', '.join(FAMILIES)}")
+    for split in options.splits:
+        parse_allocation(f"fsdp:{split}")
+    return options
+
+
+def cases(splits: tuple[str, ...], families: tuple[str, ...]) -> Iterator[Case]:
+    for split, limit, family, dtype in product(splits, LIMITS, families, TOLERANCES):
+        yield Case(split, limit, family, dtype)
+
+
+def start_ranks(split: str, families: tuple[str, ...], folder: Path) -> None:
+    """Run `take_steps` on the ranks of a split, to its end."""
+    sizes = parse_allocation(f"fsdp:{split}").train
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={sizes.world_size}"]
+    arguments = ["--as-ranks-of", split, "--families", ",".join(families), "--folder", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *torchrun, __file__, *arguments], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"the ranks of {split} failed:\n{done.stderr}")
+
+
+def take_steps(split: str, families: tuple[str, ...], folder: Path) -> None:
+    """On each rank: every case of the split, whose loss, gradients and whether they came again rank 0 writes."""
+    torch.set_num_threads(1)
+    sizes = parse_allocation(f"fsdp:{split}").train
+    ranks = join_ranks("cpu", sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
+    for case in cases((split,), families):
+        (loss, gradients), (loss_again, gradients_again) = (take_step(case, ranks, folder) for _ in range(2))
+        same = loss == loss_again and all(
+            torch.equal(g, gradients_again[name]) for name, g in gradients.items()
+        )
+        same_everywhere = all(ranks.gather_objects(same))
+        if ranks.rank == 0:
+            save_file(gradients, folder / f"{case.stem}.safetensors")
+            facts = {"loss": loss, "same_bits": same_everywhere}
+            (folder / f"{case.stem}.json").write_text(json.dumps(facts))
+    leave_ranks()
+
+
+def take_step(case: Case, ranks: Ranks, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    dtype = getattr(torch, case.dtype)
+    model = shard_model(load_model(str(folder / case.family)), ranks, dtype=dtype)
+    optimizer = build_optimizer(
+        model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8
+    )
+    schedule = build_schedule(
+        optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
+    )
+    engine = FSDPEngine(
+        model,
+        ranks,
+        dtype,
+        temperature=TEMPERATURE,
+        max_tokens_per_mb=case.limit,
+        optimizer=optimizer,
+        schedule=schedule,
+    )
+    mine = list(range(ranks.data_parallel_rank, len(LENGTHS), ranks.data_parallel_size))
+    result, gradients = step_with_gradients(engine, select_rows(all_rows(), mine))
+    return result.loss, gradients
+
+
+def all_rows() -> Batch:
+    """Eight rows of random tokens, next-token aligned, all of whose tokens but the first are trained on."""
+    lengths = torch.tensor(LENGTHS)[:, None]
+    mask = torch.arange(max(LENGTHS)) < lengths
+    ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    trained = torch.arange(max(LENGTHS)) < lengths - 1
+    return {"input_ids": ids * mask, "attention_mask": mask, "loss_mask": trained.int()}
+
+
+def alone(case: Case, dtype: str) -> Case:
+    """What the case is compared with: one rank and one micro-batch."""
+    return Case(ONE_RANK, None, case.family, dtype)
+
+
+def compare(case: Case, other: Case, folder: Path) -> Difference:
+    facts, expected = (json.loads((folder / f"{c.stem}.json").read_text()) for c in (case, other))
+    gradients, wanted = (load_file(folder / f"{c.stem}.safetensors") for c in (case, other))
+    moved = [float((gradients[name] - want).norm() / want.norm()) for name, want in wanted.items()]
+    loss = abs(facts["loss"] - expected["loss"]) / abs(expected["loss"])
+    return Difference(case, loss, max(moved), facts["same_bits"])
+
+
+def render(differences: list[Difference], scale: list[Difference], families: tuple[str, ...]) -> str:
+    """The page, in Markdown; `scale` says how far bfloat16 is from float32 on one rank."""
+    page = [
+        "# The same batch on other ranks\n",
+        "Made by `python benchmarks/rank_splits.py --write docs/rank_splits.md` on "
+        f"{date.today()} with torch {torch.__version__}, gloo on CPUs.\n",
+        f"Eight rows, {sum(LENGTHS)} tokens, one step of maximum likelihood with an entropy bonus at temperature {TEMPERATURE}; tiny "
+        "random models, float32 masters. Splits are written as in `allocation_mode`: d data, c sequence (Ulysses), t tensor parallel. "
+        "Each cell is the relative difference to one rank with one micro-batch: of the loss / of the gradient of the parameter that it "
+        "moved most. The last column says whether the split, taken twice, gave the same bits of loss and gradients on every rank.",
+    ]
+    for dtype, tolerance in TOLERANCES.items():
+        page += [f"\n## {dtype}\n", f"Tolerance: {say(tolerance)}.\n"]
+        page += ["| split | ranks | tokens a micro-batch | " + " | ".join(families) + " | same bits |"]
+        page += ["|---" * (4 + len(families)) + "|"]
+        rows: dict[tuple[str, int | None], list[Difference]] = {}
+        for difference in differences:
+            if difference.case.dtype == dtype:
+                rows.setdefault((difference.case.split, difference.case.limit), []).append(difference)
+        page += [render_row(split, limit, row) for (split, limit), row in rows.items()]
+    page += [
+        f"\nOne rank in bfloat16 is this far from one in float32: {', '.join(map(say, scale))}. Tensor parallelism rounds the parts "
+        "of a sum before it adds them, so it moves bfloat16 as much as that. In a mixture of experts a token near the border between two "
+        f"experts may then go to the other one; its tolerance is {say(MIXTURE_IN_BFLOAT16)}. In float32 none does."
+    ]
+    return "\n".join(page) + "\n"
+
+
+def render_row(split: str, limit: int | None, row: list[Difference]) -> str:
+    ranks = parse_allocation(f"fsdp:{split}").train.world_size
+    same = "yes" if all(difference.same_bits for difference in row) else "no"
+    limit_said = "all" if limit is None else f"up to {limit}"
+    return f"| {split} | {ranks} | {limit_said} | {' | '.join(map(say, row))} | {same} |"
+
+
+def say(numbers: Difference | Tolerance) -> str:
+    return " / ".join(f"{x:.0e}" if x else "0" for x in (numbers.loss, numbers.gradient))
+
+
+if __name__ == "__main__":
+    main()
