@@ -19,6 +19,17 @@ DEBUG_TESTS = Path(__file__).parents[1] / "debug"
 NUM_KILLS = 20
 STEPS_A_KILL = 3
 NUM_STEPS = NUM_KILLS * STEPS_A_KILL + 6
+PUSHES = {
+    "disk": ["actor.weight_update_mode=disk"],
+    "xccl": ["actor.weight_update_mode=xccl"],
+    "adapter": [
+        "actor.weight_update_mode=disk",
+        "actor.use_lora=true",
+        "actor.lora_rank=4",
+        "sglang.enable_lora=true",
+        "sglang.max_lora_rank=4",
+    ],
+}
 
 
 def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Popen:
@@ -28,7 +39,7 @@ def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Pope
         f"cluster.fileroot={folder}",
         f"cluster.name_resolve.nfs_record_root={folder}/names",
         f"actor.path={tiny_model}",
-        f"actor.weight_update_mode={mode}",
+        *PUSHES[mode],
         "allocation_mode=sglang:d2+fsdp:d2",
         "sglang.context_length=512",
         "rollout.max_head_offpolicyness=2",
@@ -74,7 +85,7 @@ def all_are_pushed_to(servers) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["disk", "xccl"])
+@pytest.mark.parametrize("mode", PUSHES)
 def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, mode):
     names, dice = FolderNames(tmp_path / "names"), random.Random(mode)
 
