@@ -3,12 +3,13 @@
     python benchmarks/packing.py [--rows 24] [--rounds 4] [--tokens 2048] [--median 96] [--spread 1.0]
 
 Lengths are log-normal: half of the rows are shorter than `--median`, and `--spread` is the standard deviation of the logarithm. Packed is
-the engine. Padded is the bare loop of train_step.py on rows padded to the longest of their micro-batch, in the order of their lengths
-(which pads least), with the mask that Transformers makes of it; padding counts as tokens, since the model computes it.
+the engine. Padded is the bare loop of train_step.py on rows padded to the longest of their micro-batch, with the mask that Transformers
+makes of it: in the order in which they come, and sorted by length, which pads least. Padding counts as tokens, since the model computes it.
 """
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,12 +35,14 @@ def long_tailed(count: int, median: int, spread: float, longest: int) -> list[in
     return lengths.round().clamp(8, longest).int().tolist()
 
 
-def padded(batch: Batch, max_tokens: int) -> list[Packed]:
-    """Micro-batches of padded rows, the longest first, as many rows as fit."""
-    found, rows = [], []
+def padded(batch: Batch, max_tokens: int, is_sorted: bool) -> list[Packed]:
+    """Micro-batches of padded rows, as many rows as fit."""
+    found: list[Packed] = []
+    rows: list[int] = []
     lengths = sequence_lengths(batch).tolist()
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if rows and (len(rows) + 1) * lengths[rows[0]] > max_tokens:
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row]) if is_sorted else range(len(lengths))
+    for row in order:
+        if rows and (len(rows) + 1) * max(lengths[r] for r in [*rows, row]) > max_tokens:
             found.append(padded_rows(batch, rows))
             rows = []
         rows.append(row)
@@ -70,24 +73,22 @@ def main() -> None:
         model = str(make_model(Path(folder), options))
         engine = make_engine(ranks, model, options.tokens)
         bare, adam = make_bare(ranks, model, "sdpa")
-    micro_batches = padded(batch, options.tokens)
     scale = 1 / int(batch["loss_mask"].sum())
-
-    def pack_them() -> float:
-        return engine_step(engine, batch)
-
-    def pad_them() -> float:
-        return bare_step(bare, adam, micro_batches, scale)
-
-    norms = pack_them(), pad_them()
-    ratios = in_turn(ranks, pad_them, pack_them, options.rounds)
-    num_padded = sum(micro.labels.numel() for micro in micro_batches)
     print(
-        f"{options.rows} rows of {min(lengths)} to {max(lengths)} tokens: {sum(lengths):,} tokens, {num_padded:,} with padding "
-        f"({num_padded / sum(lengths):.2f} times) in {len(micro_batches)} micro-batches against {len(engine.divide(batch))}; "
-        f"gradient norms {norms[0]:.6f} and {norms[1]:.6f}"
+        f"{options.rows} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all, in "
+        f"{len(engine.divide(batch))} packed micro-batches of at most {options.tokens}"
     )
-    say("padded to packed", ratios)
+    for is_sorted in (False, True):
+        micro_batches = padded(batch, options.tokens, is_sorted)
+        pack_them = partial(engine_step, engine, batch)
+        pad_them = partial(bare_step, bare, adam, micro_batches, scale)
+        norms = pack_them(), pad_them()
+        num_padded = sum(micro.labels.numel() for micro in micro_batches)
+        print(
+            f"{'sorted by length' if is_sorted else 'in their order'}: {num_padded / sum(lengths):.2f} times the tokens with padding, "
+            f"in {len(micro_batches)} micro-batches; gradient norms {norms[0]:.6f} packed, {norms[1]:.6f} padded"
+        )
+        say("padded to packed", in_turn(ranks, pad_them, pack_them, options.rounds))
     leave_ranks()
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from areal_core.batch import Batch, pack, select_rows, sequence_lengths
 from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
@@ -55,6 +56,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
         dtype="float32",
     )
     torch.manual_seed(0)
+    transformers_logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -131,7 +133,7 @@ def bare_step(
 
 
 def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
-    """(seconds of the clock, of the processor), both summed over the ranks' waiting for each other."""
+    """(seconds of the clock, until the last rank is done; of this process's processor)."""
     ranks.barrier()
     clock, busy = time.perf_counter(), time.process_time()
     work()

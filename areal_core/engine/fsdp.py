@@ -145,7 +145,6 @@ class FSDPEngine:
     @torch.no_grad()
     def _columns(self, batch: Batch, num_columns: int) -> Tensor:
         """The columns of `_forward` for every row of a batch, float32 [columns, B, T]; a collective."""
-        self.wake()
         self.model.eval()
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
@@ -162,7 +161,6 @@ class FSDPEngine:
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
         """Give `loss_fn` what `train_batch` would, and learn nothing; a collective."""
-        self.wake()
         self.model.eval()
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
@@ -196,7 +194,6 @@ class FSDPEngine:
         total_weight = float(self.ranks.sum(weight_fn(batch).double()))
         if total_weight == 0:
             raise ValueError("no token of the batch is trained on any rank: every loss_mask is 0")
-        self.wake()
         self.model.train()
         self.optimizer.zero_grad()
         results = [
@@ -247,6 +244,7 @@ class FSDPEngine:
 
         Of a reward model the score of each position, float32 [tokens, 1].
         """
+        self.wake()
         if part["attention_mask"].shape[0] == 0:
             part = {
                 name: torch.ones(1, 1, dtype=torch.int32)
