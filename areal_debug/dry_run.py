@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.allocation import Allocation, Parallel, resolve_allocation
+from areal_core.config.engine_checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
 from areal_core.dataset.sources import get_dataset, jsonl_of_split, read_rows
 from areal_core.errors import ConfigError
@@ -103,6 +104,7 @@ def refuse_missing_packages(config: AnyConfig) -> None:
         "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode != "disabled"),
         "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode != "disabled"),
         "scheduler.type": ("ray", config.scheduler.type == "ray"),
+        "use_liger": ("liger_kernel", any(engine.use_liger for _, engine in engines_of(config))),
     }
     for option, (package, is_needed) in needed.items():
         if is_needed and importlib.util.find_spec(package) is None:
