@@ -102,6 +102,7 @@ def take_snapshot(
     ranks = _ranks_of(engines)
     saved, pieces = {}, {}
     for name, engine in engines.items():
+        _reshard(engine)
         optimizer = _optimizer_state(engine) if with_optimizer and _has_optimizer_state(engine) else {}
         schedule = engine.schedule.state_dict() if engine.schedule else None
         saved[name] = SavedEngine(name, bool(optimizer), schedule)
@@ -201,6 +202,7 @@ def _check_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def _load_engine(folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool) -> None:
+    _reshard(engine)
     optimizer = _optimizer_state(engine) if saved.has_optimizer and with_optimizer else {}
     tensors = _weights(engine) | _tensors_of(optimizer)
     reader = dcp.HuggingFaceStorageReader(str(folder / saved.folder))
@@ -225,9 +227,12 @@ def _ranks_of(engines: Engines) -> Ranks:
     return next(iter(engines.values())).ranks
 
 
-def _weights(engine: FSDPEngine) -> dict[str, Tensor]:
-    # A forward without a backward leaves the outermost parameters whole and in the compute dtype.
+def _reshard(engine: FSDPEngine) -> None:
+    # A forward without a backward leaves the outermost parameters whole, in the compute dtype, and unknown to the optimizer.
     engine.model.reshard()
+
+
+def _weights(engine: FSDPEngine) -> dict[str, Tensor]:
     # Parameters, not the model's state dict: that lists tied weights twice, which safetensors refuses.
     return {
         "model." + name: parameter.detach() for name, parameter in trained_parameters(engine.model).items()

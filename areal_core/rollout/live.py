@@ -20,6 +20,8 @@ from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.stats import Reduce, Stats
 
+COUNTS = ("rejected", "failed", "stale")  # of a run; how many were accepted follows from its version
+
 
 class LiveRollouts:
     """A `RolloutSource` that samples with an inference engine.
@@ -78,12 +80,19 @@ class LiveRollouts:
         self.executor.set_version(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position, and the ids of the prompts that were taken and not yet trained on."""
-        return self.executor.snapshot(self.feed.state_dict)
+        """The loader's position, the ids of the prompts that were taken and not yet trained on, and what became of others."""
+
+        def read(in_flight: list[int]) -> dict[str, Any]:
+            counts = {name: getattr(self.executor.control, name) for name in COUNTS}
+            return self.feed.state_dict(in_flight) | {"counts": counts}
+
+        return self.executor.snapshot(read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`: the prompts that were in flight are sampled again, first. Call before the first batch."""
         self.feed.load_state_dict(state)
+        for name, count in state.get("counts", {}).items():  # older checkpoints have none
+            setattr(self.executor.control, name, count)
 
     def close(self) -> None:
         if self.push is not None:

@@ -40,16 +40,21 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """One scalar a name."""
+    """One scalar a name.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        first_step: of a run that continues: readers forget what was written of it and of later ones before.
+    """
+
+    def __init__(self, folder: str | Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def __call__(self, step: int, stats: Stats) -> None:
         for name, value in stats.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a run that is killed keeps its last step
 
     def close(self) -> None:
         self._writer.close()

@@ -73,6 +73,8 @@ class Trace:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rank, self.world_size = folder, rank, world_size
+        if continued:
+            cut_half_line(rank_file(folder, rank))
         self._file: TextIO = rank_file(folder, rank).open("a" if continued else "w", encoding="utf-8")
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
@@ -210,3 +212,12 @@ class Trace:
 def rank_file(folder: Path, rank: int) -> Path:
     """Where a rank writes its events."""
     return folder / f"rank-{rank:05d}.jsonl"
+
+
+def cut_half_line(file: Path) -> None:
+    """Removes the end of a file behind its last line, which a rank that was killed had begun to write."""
+    if not file.exists():
+        return
+    with file.open("rb+") as events:
+        content = events.read()
+        events.truncate(content.rfind(b"\n") + 1)

@@ -223,7 +223,7 @@ def build_loggers(
             yield StatsLogger(rank=ranks.rank)
             return
         folder = run_folder(config, "logs")
-        loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder)]
+        loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder, steps[0])]
         shown = without_keys(config_to_dict(config))
         (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
         with StatsLogger(loggers, printers=[lines]) as logger:

@@ -10,15 +10,15 @@ from areal_core.telemetry.loggers import Logger, without_none
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
 
 
-def build_services(config: BaseExperimentConfig, folder: Path) -> list[Logger]:
-    """One logger a service; local files go below `folder`.
+def build_services(config: BaseExperimentConfig, folder: Path, first_step: int = 0) -> list[Logger]:
+    """One logger a service; local files go below `folder`. A run that continues at `first_step` goes on with its runs there.
 
     Raises:
         ConfigError: a service is asked for whose package is not installed.
     """
     options, built = config.stats_logger, list[Logger]()
     if options.tensorboard.path:
-        built.append(TensorBoardLogger(options.tensorboard.path))
+        built.append(TensorBoardLogger(options.tensorboard.path, first_step))
     if options.wandb.mode != "disabled":
         built.append(WandbLogger(dir=str(folder), **wandb_arguments(config)))
     if options.trackio.mode != "disabled":

@@ -1,0 +1,246 @@
+"""Kills a run at random moments, lets it continue, and compares what it ends with, bit for bit, with a run that was left alone.
+
+    python benchmarks/kill_and_resume.py [--method grpo] [--ranks 2] [--kills 20] [--seed 1] [--victims all] [--mode async]
+
+Moments are uniform over the time that the undisturbed run trains, so they also hit the writing of checkpoints, of which there is one a
+step. Every other run is killed a second time, at a moment of all the time that it needs to start and train again. `--victims` all or
+one: ranks, which the launcher starts again; job: the launcher, too, which is then started anew by the same command. Compared are the
+checksums of all weights and optimizer states after the last step, schedules, random states, and where the data stand. Exit code 0:
+all the same.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from areal_core.testing import make_tiny_model
+
+PROGRAM = Path(__file__).parent / "killed_run.py"
+OPTIMIZER = {"lr": 1.0e-3, "warmup_steps_proportion": 0.0, "lr_scheduler_type": "linear"}
+TIMEOUT_S = 600.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and how it is killed."""
+
+    method: str
+    ranks: int
+    steps: int
+    mode: str
+    victims: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A moment.
+
+    Args:
+        after_s: seconds since the run began to train; of the second kill, since the first.
+        steps_done: lines of statistics that there were then.
+        was_writing: whether a checkpoint was being written.
+    """
+
+    after_s: float
+    steps_done: int
+    was_writing: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run that was killed, once or twice."""
+
+    kills: list[Kill]
+    is_identical: bool
+
+
+def config_of(plan: Plan, model: Path) -> dict[str, Any]:
+    """Options of a run of tiny models that checkpoints every step."""
+    engine = {"path": str(model), "dtype": "float32", "optimizer": OPTIMIZER}
+    common: dict[str, Any] = {
+        "experiment_name": "killed",
+        "trial_name": plan.method,
+        "device": "cpu",
+        "deterministic": True,
+        "total_train_epochs": plan.steps,
+        "total_train_steps": plan.steps,
+        "allocation_mode": f"embedded|fsdp:d{plan.ranks}",
+        "recover": {"mode": "auto", "freq_steps": 1},
+        "saver": {"mode": plan.mode},
+        "train_dataset": {"path": "arithmetic", "type": "rl", "batch_size": 4, "dataset_kwargs": {"num_rows": 64}},
+    }  # fmt: skip
+    if plan.method == "sft":
+        dataset = {"path": "in the program", "type": "sft", "batch_size": 4}
+        return common | {"allocation_mode": f"fsdp:d{plan.ranks}", "train_dataset": dataset, "actor": engine}
+    actor = engine | {"ppo_n_minibatches": 2, "kl_ctl": 0.0, "mb_spec": {"max_tokens_per_mb": 64}}
+    actor |= {"use_decoupled_loss": True, "adv_norm": {"mean_level": "batch", "std_level": "batch"}}
+    if plan.method == "grpo":
+        actor["reward_norm"] = {"mean_level": "group", "std_level": "group", "group_size": 4}
+    if plan.method == "ppo":
+        common["critic"] = engine | {"ppo_n_minibatches": 2}
+    ahead = 2 if plan.method == "async" else 0
+    rollout = {"consumer_batch_size": 4, "max_head_offpolicyness": ahead}
+    sampling = {"n_samples": 4, "max_new_tokens": 8}
+    return common | {"actor": actor, "gconfig": sampling, "rollout": rollout}
+
+
+class Job:
+    """A launcher and its ranks, whose files are in `folder`."""
+
+    def __init__(self, plan: Plan, config: Path, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        launcher = Path(sys.executable).parent / "areal-debug"
+        options = (f"cluster.fileroot={folder}",)
+        self.command = [str(launcher), "train", str(PROGRAM), "--config", str(config), *options]
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "METHOD": plan.method}
+        folder.mkdir(parents=True)
+
+    def start(self) -> None:
+        self.started_s = time.monotonic()
+        with open(self.folder / "output.txt", "a") as output:
+            self.process = subprocess.Popen(
+                self.command, stdout=output, stderr=output, env=self.environment, start_new_session=True
+            )
+
+    def wait(self) -> float:
+        """Waits for its end; how long it ran, in seconds. Raises RuntimeError if it failed."""
+        if self.process.wait(TIMEOUT_S) != 0:
+            raise RuntimeError(f"the run failed:\n{(self.folder / 'output.txt').read_text()[-4000:]}")
+        return time.monotonic() - self.started_s
+
+    def wait_for_training(self) -> float:
+        """Waits until the loop of steps begins; how long that took, in seconds."""
+        while self.process.poll() is None and not [*self.folder.glob("logs/*/killed/*/config.json")]:
+            time.sleep(POLL_S)
+        return time.monotonic() - self.started_s
+
+    def kill(self, after_s: float, choose: random.Random) -> Kill | None:
+        """Kills the victims in `after_s` seconds; None if no rank runs then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(after_s)
+            return None
+        launcher = psutil.Process(self.process.pid)
+        tree = [launcher, *launcher.children(recursive=True)]
+        ranks = [process for process in tree if is_rank(process)]
+        if not ranks:
+            return None
+        victims = {"all": ranks, "one": [choose.choice(ranks)], "job": tree}[self.plan.victims]
+        end(victims)
+        psutil.wait_procs(victims if self.plan.victims != "job" else tree[1:])
+        found = Kill(after_s, self.steps_done(), any(self.checkpoints.glob("*.partial")))
+        if self.plan.victims == "job":
+            self.process.wait()
+            self.start()
+        return found
+
+    @property
+    def checkpoints(self) -> Path:
+        return next(self.folder.glob("checkpoints/*/killed/*/recover"), self.folder / "none")
+
+    def steps_done(self) -> int:
+        [*files] = self.folder.glob("logs/*/killed/*/stats.jsonl")
+        return len(files[0].read_text().splitlines()) if files else 0
+
+    def result(self) -> dict[str, Any]:
+        """What the run ended with: everything in its last checkpoint but times."""
+        file = self.checkpoints / f"step-{self.plan.steps:06d}" / "checkpoint.json"
+        content = json.loads(file.read_text())["content"]
+        del content["state"]["timers"]
+        return content
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether a process is one of the ranks, and not one that they started."""
+    try:
+        parent = process.parent()
+        return "RANK" in process.environ() and (parent is None or "RANK" not in parent.environ())
+    except psutil.Error:
+        return False
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Kills processes at one moment: none of them sees another one end."""
+    for kill in (psutil.Process.suspend, psutil.Process.kill):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill(process)
+
+
+def try_once(job: Job, times: list[float], choose: random.Random, expected: dict[str, Any]) -> Trial | None:
+    """Starts a run, kills it at a random moment of each of `times`, lets it end; None if no kill hit a rank."""
+    job.start()
+    job.wait_for_training()
+    kills = [job.kill(choose.uniform(0.0, time_s), choose) for time_s in times]
+    job.wait()
+    hit = [kill for kill in kills if kill is not None]
+    return Trial(hit, job.result() == expected) if hit else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--method", default="grpo", choices=("grpo", "ppo", "async", "sft"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--victims", default="all", choices=("all", "one", "job"))
+    parser.add_argument("--mode", default="sync", choices=("sync", "async"), help="saver.mode")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    plan = Plan(options.method, options.ranks, options.steps, options.mode, options.victims)
+    choose, trials = random.Random(options.seed), list[Trial]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = folder / "config.yaml"
+        config.write_text(yaml.safe_dump(config_of(plan, make_tiny_model(folder / "model"))))
+        undisturbed = Job(plan, config, folder / "undisturbed")
+        undisturbed.start()
+        start_s = undisturbed.wait_for_training()
+        duration_s = undisturbed.wait()
+        expected = undisturbed.result()
+        if not options.json:
+            print(f"undisturbed: {duration_s:.1f} s, of which {start_s:.1f} s to start", flush=True)
+        while len(trials) < options.kills:
+            job = Job(plan, config, folder / "killed")
+            times = [duration_s - start_s, duration_s][: 1 + len(trials) % 2]
+            if (trial := try_once(job, times, choose, expected)) is not None:
+                trials.append(trial)
+                if not options.json:
+                    print(describe(len(trials), trial), flush=True)
+            shutil.rmtree(job.folder)
+    num_identical = sum(trial.is_identical for trial in trials)
+    if options.json:
+        print(json.dumps({**asdict(plan), "trials": [asdict(trial) for trial in trials]}, indent=1))
+    else:
+        print(f"{num_identical} of {len(trials)} killed runs ended with the same bits")
+    return 0 if num_identical == len(trials) else 1
+
+
+def describe(number: int, trial: Trial) -> str:
+    """A trial as a line."""
+    moments = [
+        f"after {kill.after_s:.1f} s with {kill.steps_done} steps done"
+        + ", while a checkpoint was written" * kill.was_writing
+        for kill in trial.kills
+    ]
+    return f"{number:3}  killed {', and '.join(moments)}: {'the same bits' if trial.is_identical else 'OTHER BITS'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

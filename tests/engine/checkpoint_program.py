@@ -1,0 +1,48 @@
+"""Two ranks load a checkpoint of one, train on, and save: once waiting, once by a background thread while they train on.
+
+Arguments: model folder, checkpoint to load, folder for those that are written. Prints the checksums of the weights as they were
+loaded, and as they were when they were saved.
+"""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import steps_program as program
+import torch
+
+from areal_core.engine.background_save import BackgroundSave
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
+from areal_core.engine.ranks import join_ranks, leave_ranks
+
+
+def main(model: str, checkpoint: str, folder: Path) -> None:
+    ranks = join_ranks("cpu")
+    engines = {name: program.make_engine(ranks, model, 100) for name in ("actor", "critic")}
+    state = load_checkpoint(checkpoint, engines)
+    loaded = {name: engine.checksums() for name, engine in engines.items()}
+    batch = program.rows(ranks.rank, ranks.world_size)
+    program.train_step(engines["actor"], batch)
+    save_checkpoint(folder / "waited", engines, state)
+    writing, may_write = BackgroundSave(), threading.Event()
+    snapshot = take_snapshot(folder / "beside", engines, state)
+
+    def write_later(given_up: threading.Event) -> None:
+        may_write.wait()  # until training has gone on
+        write_snapshot(snapshot, given_up)
+
+    saved = {name: engine.checksums() for name, engine in engines.items()}
+    writing.start(folder / "beside", write_later)
+    program.train_step(engines["actor"], batch)
+    may_write.set()
+    writing.wait()
+    ranks.barrier()
+    if ranks.rank == 0:
+        print(json.dumps({"loaded": loaded, "saved": saved}))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

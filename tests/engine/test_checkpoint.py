@@ -1,0 +1,241 @@
+"""Checkpoints: what they hold, that damage never goes unseen, that training may go on while they are written, other ranks."""
+
+import importlib.util
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from areal_core.engine import checkpoint as checkpoints
+from areal_core.engine import shard_files
+from areal_core.engine.background_save import BackgroundSave
+from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
+from areal_core.engine.checkpoint_file import read_checkpoint
+from areal_core.engine.determinism import rng_state
+from areal_core.engine.errors import CheckpointError
+from areal_core.engine.hf_folder import save_hf, take_hf
+from areal_core.testing import make_tiny_model
+
+PROGRAMS = Path(__file__).parent
+spec = importlib.util.spec_from_file_location("steps_program", PROGRAMS / "steps_program.py")
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+
+
+@pytest.fixture
+def engine(ranks, tiny_model):
+    """One that has trained a step."""
+    engine = program.make_engine(ranks, str(tiny_model), 100)
+    program.train_step(engine, program.rows())
+    return engine
+
+
+@pytest.fixture
+def fresh(ranks, tiny_model):
+    return program.make_engine(ranks, str(tiny_model), 100)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tiny_model, tmp_path_factory):
+    """A checkpoint of an actor and a critic. Not to be changed: copy it."""
+    folder = tmp_path_factory.mktemp("saved") / "000001"
+    engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
+    program.train_step(engines["actor"], program.rows())
+    save_checkpoint(folder, engines, {"step": 1})
+    return folder
+
+
+def everything(engine) -> dict[str, bytes]:
+    """Bits of all weights and optimizer states."""
+    tensors = checkpoints._weights(engine) | checkpoints._tensors_of(checkpoints._optimizer_state(engine))
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy().tobytes()
+        for name, t in tensors.items()
+    }
+
+
+def test_every_engine_comes_back_with_its_optimizer_schedule_and_random_state(ranks, tiny_model, tmp_path):
+    engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
+    for _ in range(2):
+        program.train_step(engines["critic"], program.rows())
+    program.train_step(engines["actor"], program.rows())
+    save_checkpoint(tmp_path / "c", engines, {"step": 3, "sources": [{"a": 1.5}]})
+    drawn = torch.rand(3), rng_state()
+    again = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
+    assert load_checkpoint(tmp_path / "c", again) == {"step": 3, "sources": [{"a": 1.5}]}
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert rng_state() == drawn[1]
+    for name, engine in engines.items():
+        assert everything(again[name]) == everything(engine)
+        assert again[name].schedule.state_dict() == engine.schedule.state_dict()
+    assert again["critic"].schedule.get_last_lr() != again["actor"].schedule.get_last_lr()
+    steps = [program.train_step(of["actor"], program.rows()) for of in (engines, again)]
+    assert steps[0] == steps[1]
+
+
+def test_weights_are_the_float32_ones_even_after_a_forward_alone(ranks, tiny_model, tmp_path):
+    engine = program.make_engine(ranks, str(tiny_model), 100, torch.bfloat16)
+    program.train_step(engine, program.rows())
+    before = everything(engine)
+    engine.score(program.rows())  # which leaves embeddings and last norm gathered, in bfloat16
+    save_checkpoint(tmp_path / "c", {"actor": engine}, {})
+    again = program.make_engine(ranks, str(tiny_model), 100, torch.bfloat16)
+    load_checkpoint(tmp_path / "c", {"actor": again})
+    assert everything(again) == before
+
+
+def test_optimizer_states_may_be_left_out_or_not_taken(engine, fresh, tmp_path):
+    snapshot = take_snapshot(tmp_path / "without", {"actor": engine}, {}, with_optimizer=False)
+    write_snapshot(snapshot, threading.Event())
+    save_checkpoint(tmp_path / "with", {"actor": engine}, {})
+    sizes = [sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("without", "with")]
+    assert sizes[0] < 0.4 * sizes[1]
+    for name in ("without", "with"):
+        load_checkpoint(tmp_path / name, {"actor": fresh}, with_optimizer=False)
+        assert fresh.checksums() == engine.checksums()
+        assert len(fresh.optimizer.state) == 0
+        assert fresh.schedule.get_last_lr() == engine.schedule.get_last_lr()
+
+
+def test_checkpoints_of_one_engine_in_the_first_format_are_read(engine, fresh, tmp_path):
+    optimizer = checkpoints._tensors_of(checkpoints._optimizer_state(engine))
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "old/tensors"), save_distributed=True)
+    dcp.save(checkpoints._weights(engine) | optimizer, storage_writer=writer)
+    content = {
+        "format": 1,
+        "has_optimizer": True,
+        "schedule": engine.schedule.state_dict(),
+        "rng": [rng_state()],
+        "state": {"step": 7},
+        "files": {f.name: shard_files.file_checksum(f) for f in (tmp_path / "old/tensors").iterdir()},
+    }
+    (tmp_path / "old/checkpoint.json").write_text(json.dumps(content))
+    assert load_checkpoint(tmp_path / "old", {"actor": fresh}) == {"step": 7}
+    assert everything(fresh) == everything(engine)
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "actor/rank-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "flipped"])
+def test_damage_is_named(saved, tmp_path, file, damage):
+    shutil.copytree(saved, tmp_path / "c")
+    damaged = tmp_path / "c" / file
+    content = damaged.read_bytes()
+    flipped = content[:-9] + bytes([content[-9] ^ 16]) + content[-8:]
+    damaged.write_bytes(
+        {"missing": b"", "shorter": content[:-1], "longer": content + b"x", "flipped": flipped}[damage]
+    )
+    if damage == "missing":
+        damaged.unlink()
+    with pytest.raises(CheckpointError, match=damaged.name):
+        read_checkpoint(tmp_path / "c")
+
+
+def test_no_flipped_bit_of_checkpoint_json_goes_unseen(saved, tmp_path):
+    content, expected = (saved / "checkpoint.json").read_bytes(), read_checkpoint(saved)
+    (tmp_path / "c").mkdir()
+    for name in ("actor", "critic"):
+        (tmp_path / "c" / name).symlink_to(saved / name)
+    num_refused = 0
+    for position in range(0, len(content), len(content) // 150):
+        flipped = (
+            content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :]
+        )
+        (tmp_path / "c/checkpoint.json").write_bytes(flipped)
+        try:
+            assert read_checkpoint(tmp_path / "c") == expected  # white space that became other white space
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > 140
+
+
+def test_another_model_or_engine_is_one_sentence(saved, ranks, fresh, tmp_path):
+    wider = make_tiny_model(tmp_path / "wider", hidden_size=96)
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of another model or optimizer: model\..* has shape \[\d+, 64\] there, and \[\d+, 96\] here",
+    ):
+        load_checkpoint(saved, {"actor": program.make_engine(ranks, str(wider), 100)})
+    with pytest.raises(CheckpointError, match=r"holds actor, critic, and this run has a teacher, too"):
+        load_checkpoint(saved, {"actor": fresh, "teacher": fresh})
+
+
+def test_a_snapshot_is_of_its_moment_though_training_goes_on(engine, fresh, tmp_path):
+    before, snapshot = everything(engine), take_snapshot(tmp_path / "c", {"actor": engine}, {})
+    program.train_step(engine, program.rows())
+    write_snapshot(snapshot, threading.Event())
+    load_checkpoint(tmp_path / "c", {"actor": fresh})
+    assert everything(fresh) == before != everything(engine)
+
+
+def test_models_are_copied_before_they_are_written_and_files_beside_them_stay(engine, tmp_path):
+    folder = take_hf(tmp_path / "async", engine)
+    save_hf(tmp_path / "at-once", engine)
+    program.train_step(engine, program.rows())
+    (tmp_path / "async").mkdir()
+    (tmp_path / "async" / "notes.txt").write_text("mine")
+    folder.write()
+    names = {file.name for file in (tmp_path / "at-once").iterdir()}
+    for name in names:
+        assert (tmp_path / "async" / name).read_bytes() == (tmp_path / "at-once" / name).read_bytes()
+    assert {file.name for file in (tmp_path / "async").iterdir()} == names | {"notes.txt"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["async", "at-once"]
+
+
+def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(engine, tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "c", {"actor": engine}, {})
+    snapshot = take_snapshot(tmp_path / "c", {"actor": engine}, {})
+
+    def full(file, pieces):
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr(checkpoints, "write_pieces", full)
+    writing = BackgroundSave()
+    writing.start(tmp_path / "c", lambda given_up: write_snapshot(snapshot, given_up))
+    with pytest.raises(
+        CheckpointError, match=r"^cannot write the checkpoint .*/c: .*No space left on device.*$"
+    ):
+        writing.wait()
+    assert writing.finished() is None
+    read_checkpoint(tmp_path / "c")  # the one before is still whole
+
+
+def test_a_disk_that_gives_back_other_bytes_is_noticed(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_files, "file_checksum", lambda file: "00000000")
+    with pytest.raises(
+        CheckpointError, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
+    ):
+        save_checkpoint(tmp_path / "c", {"actor": engine}, {})
+
+
+def test_a_checkpoint_that_waits_for_another_rank_is_given_up_when_that_has_failed(engine, tmp_path):
+    alone = take_snapshot(tmp_path / "c", {"actor": engine}, {})
+    of_two = checkpoints.Snapshot(tmp_path / "c", 0, 2, alone.pieces, alone.checkpoint)
+    writing = BackgroundSave()
+    writing.start(tmp_path / "c", lambda given_up: write_snapshot(of_two, given_up))
+    writing.close()
+    with pytest.raises(CheckpointError, match="before rank 1 had written its part"):
+        writing.wait()
+    assert not (tmp_path / "c").exists()
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one_and_one_from_theirs(
+    saved, ranks, tiny_model, tmp_path, torchrun, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    told = torchrun(PROGRAMS / "checkpoint_program.py", 2, tiny_model, saved, tmp_path)
+    engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
+    load_checkpoint(saved, engines)
+    assert told["loaded"] == {name: engine.checksums() for name, engine in engines.items()}
+    loaded = []
+    for name in ("waited", "beside"):
+        assert load_checkpoint(tmp_path / name, engines) == {"step": 1}
+        assert told["saved"] == {name: engine.checksums() for name, engine in engines.items()}
+        loaded.append({name: everything(engine) for name, engine in engines.items()})
+    assert loaded[0] == loaded[1]
+    files = [read_checkpoint(tmp_path / name).files for name in ("waited", "beside")]
+    assert files[0] == files[1]
+    assert len(files[0]) == 4
