@@ -67,14 +67,16 @@ class ChunkedLogprobs(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad_result: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx, grad_result: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """d logprob / d logits = (onehot - p) / T;  d entropy / d logits = -p (log p + entropy) / T."""
         hidden, weight, labels, is_here, log_total, result = ctx.saved_tensors
         grad_logprob, grad_entropy = grad_result[0].unbind(1)  # [tokens]
         has_entropy = bool(grad_entropy.any())
         at_label = grad_logprob if is_here is None else grad_logprob * is_here
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not beneath an adapter, where the output layer is frozen
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for block in _slices(hidden.shape[1], TOKENS_PER_WEIGHT_GRADIENT):
             width = hidden[0, block].shape[0]
             grad_logits = torch.empty(width, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
@@ -91,10 +93,13 @@ class ChunkedLogprobs(torch.autograd.Function):
                     grad *= slope
                 grad_logits[inner] = grad.div_(ctx.temperature) if ctx.temperature != 1.0 else grad
             grad_hidden[0, block] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[0, block]
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[0, block]
         if ctx.part is not None:
             dist.all_reduce(grad_hidden, group=ctx.part.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _labels_here(labels: Tensor, num_rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:

@@ -149,8 +149,9 @@ def test_gradient_checkpointing_changes_no_bit(ranks, tiny_model):
 
 def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tmp_path):
     _, alone = program.train(ranks, str(tiny_model))
-    together = torchrun(PROGRAM, 2, tiny_model, "true", tmp_path / "adapter")
-    for one, two in zip(alone, together, strict=True):
+    together = torchrun(PROGRAM, 2, tiny_model, tmp_path / "adapter")
+    assert together["from_rank_0"] == together["steps"]  # to the bit: rank 0's adapter is everybody's
+    for one, two in zip(alone, together["steps"], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
         assert two["checksums"].keys() == one["checksums"].keys()
