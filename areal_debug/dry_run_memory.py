@@ -39,7 +39,7 @@ class Memory:
 def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
     """What a rank, and a device of a server, would hold."""
     models, sizes = models_of(config), allocation.train or Parallel()
-    shape = read_shape(models[0], sizes.tensor)
+    shape = read_shape(models[0], sizes)
     if shape is None:
         return Memory(None, (), (), (), (f"{config.actor.path} has no config.json here",))
     rank: list[Part] = []
@@ -47,7 +47,7 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
     unknown: list[str] = []
     if allocation.train is not None:
         for model in models:
-            other = shape if model is models[0] else read_shape(model, sizes.tensor)
+            other = shape if model is models[0] else read_shape(model, sizes)
             if other is None:
                 unknown.append(f"{model.name}: {model.options.path} has no config.json here")
             else:
@@ -170,16 +170,17 @@ def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engi
     return Part("key-value cache", tokens * per_token, how)
 
 
-def read_shape(model: Model, tensor: int = 1) -> Shape | None:
+def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
     """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known.
 
     Raises:
-        ModelError: `tensor` ranks cannot share its layers, or it has none of those that are to have adapters.
+        RanksError, ModelError: the ranks of a group cannot share its heads or layers, or it has none of those that are to have adapters.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from areal_core.engine.lora import count_adapters
+    from areal_core.engine.sequence_parallel import check_heads
     from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
 
     head = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
@@ -191,13 +192,14 @@ def read_shape(model: Model, tensor: int = 1) -> Shape | None:
             built = head.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError):  # no such folder, or a model that Transformers does not know
         return None
-    if tensor > 1:
-        check_tensor_parallel(built.config, tensor)
+    if sizes.tensor > 1:
+        check_tensor_parallel(built.config, sizes.tensor)
+    check_heads(built.config, sizes.context, sizes.tensor)
     policy = model.options.fsdp.wrap_policy
     named = policy.transformer_layer_cls_to_wrap if policy else None
     classes = tuple(named or built._no_split_modules or ())
     layers = [module for module in built.modules() if type(module).__name__ in classes]
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    layer_sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     total = sum(parameter.numel() for parameter in built.parameters())
     undivided = sum(
         parameter.numel()
@@ -205,7 +207,7 @@ def read_shape(model: Model, tensor: int = 1) -> Shape | None:
         for parameter in part.parameters(recurse=False)
         if placement_of(name.rpartition(".")[2], parameter.ndim).is_replicate()
     )
-    shape = parse_shape(config.get_text_config().to_dict(), total, undivided, sizes)
+    shape = parse_shape(config.get_text_config().to_dict(), total, undivided, layer_sizes)
     options = model.options
     if not (model.trains and options.use_lora):
         return shape

@@ -40,7 +40,8 @@ def make_source(record: Record, trainer: PPOTrainer, request: Request) -> Record
         pool = RewardPool(request.reward, num_workers=1)
         closing.append(pool.close)
         edits.append(reward_rows(pool, trainer.tokenizer))
-    return EditedRollouts(source, edits, trainer.ranks.maximum, closing) if edits else source
+    ranks = trainer.ranks
+    return EditedRollouts(source, edits, ranks.maximum, closing, ranks.share) if edits else source
 
 
 def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:

@@ -29,6 +29,7 @@ class EditedRollouts:
     Args:
         maximum: the largest of a count over ranks, a collective: every rank learns that no rank has a row left.
         closing: called at the end.
+        share: a batch of the first of the ranks that hold the same rows, on all of them; a collective. An edit may draw numbers.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class EditedRollouts:
         edits: Sequence[Edit],
         maximum: Callable[[int], int] = lambda n: n,
         closing: Sequence[Callable[[], None]] = (),
+        share: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         self.source, self.edits, self.maximum, self.closing = source, edits, maximum, closing
+        self.share = share
 
     def next_batch(self, step: int, version: int) -> Batch:
         """The edited batch. Raises WrongEdit when an edit gives no batch, or leaves no row on any rank."""
@@ -47,6 +50,7 @@ class EditedRollouts:
             edited = edit(batch, step)
             check_batch(edited, batch, step)
             batch = edited
+        batch = self.share(batch)
         if self.maximum(len(batch["rewards"])) == 0:
             raise WrongEdit(f"step {step}: no row is left to train on; filter less, or leave the step out")
         return batch

@@ -126,11 +126,11 @@ def exchange_heads(
     return back.transpose(0, 1).reshape(1, num_tokens, size * heads[0], head_dim)
 
 
-def check_heads(config: PretrainedConfig, ranks: Ranks) -> None:
-    """Raises RanksError when the model's attention heads do not divide among the ranks that share a row."""
+def check_heads(config: PretrainedConfig, sequence_parallel: int, tensor_parallel: int) -> None:
+    """Raise RanksError when the model's attention heads do not divide among the ranks that hold the same rows."""
     heads = config.get_text_config().num_attention_heads
-    if heads % ranks.model_parallel_size:
+    if heads % (sequence_parallel * tensor_parallel):
         raise RanksError(
-            f"the model has {heads} attention heads, which c{ranks.sequence_parallel_size} x t{ranks.tensor_parallel_size} ranks "
-            f"cannot share: take sizes in allocation_mode whose product divides {heads}"
+            f"the model has {heads} attention heads, which c{sequence_parallel} x t{tensor_parallel} ranks cannot share: "
+            f"take sizes in allocation_mode whose product divides {heads}"
         )

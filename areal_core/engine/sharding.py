@@ -45,7 +45,7 @@ def shard_model(
         take_labels_in_output_layer(model)
     if from_rank_0:
         take_buffers_from_rank_0(model, ranks)
-    check_heads(model.config, ranks)
+    check_heads(model.config, ranks.sequence_parallel_size, ranks.tensor_parallel_size)
     if ranks.tensor_parallel_size > 1:
         if from_rank_0:  # its parts are cut from whole layers, all of them before the first is sharded
             take_parameters_from_rank_0(model, ranks)

@@ -15,7 +15,7 @@ from torch import Tensor
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptFeed, PromptLoader
 from areal_core.rollout.group import AcceptFn
-from areal_core.rollout.source import TrainedWeights
+from areal_core.rollout.source import TrainedWeights, pushed_tensors
 from areal_core.rollout.weight_push import WeightPush
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.stats import Reduce, Stats
@@ -73,8 +73,7 @@ class LiveRollouts:
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
         # Collective: every rank enters the push, though only rank 0 talks to the servers.
         if self.push is not None:
-            tensors = engine.named_adapter_tensors() if self.pushes_adapter else engine.named_full_tensors()
-            self.push.push(tensors, version)
+            self.push.push(pushed_tensors(engine, self.pushes_adapter), version)
         self.executor.engine.set_version(version)
         # Last: what starts from now on is sampled by the new weights alone.
         self.executor.set_version(version)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.source import TrainedWeights
+from areal_core.rollout.source import TrainedWeights, pushed_tensors
 from areal_core.rollout.weight_push import WeightPush
 
 Share = Callable[[Any], Any]
@@ -51,7 +51,7 @@ class SharedRollouts:
         if self.sampled is not None:
             self.sampled.update_weights(engine, version)
             return
-        tensors = engine.named_adapter_tensors() if self.pushes_adapter else engine.named_full_tensors()
+        tensors = pushed_tensors(engine, self.pushes_adapter)
         if self.push is not None:
             self.push.push(tensors, version)
         else:

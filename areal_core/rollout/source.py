@@ -18,6 +18,11 @@ class TrainedWeights(Protocol):
         ...
 
 
+def pushed_tensors(engine: TrainedWeights, pushes_adapter: bool) -> Iterable[tuple[str, Tensor]]:
+    """What a push brings to the inference engine: every weight, or of an adapted model what it trains."""
+    return engine.named_adapter_tensors() if pushes_adapter else engine.named_full_tensors()
+
+
 class RolloutSource(Protocol):
     """Gives a trainer its batches."""
 

@@ -150,6 +150,7 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         ("refused_megatron.yaml", "there is no Megatron engine; use fsdp"),
         ("refused_megatron_section.yaml", "there is no Megatron engine; remove the section"),
         ("refused_vllm.yaml", "there is no vLLM client; use sglang"),
+        ("refused_archon.yaml", "there is no Archon engine; use fsdp"),
         ("refused_npu.yaml", "device is 'npu'"),
     ],
 )
@@ -266,6 +267,18 @@ def test_layers_that_ranks_cannot_share_are_refused_before_the_run(dry_run, tiny
     code, output = dry_run(TINY, *arguments, as_json=False)
     assert code == 2
     assert "4 attention heads, which do not divide among 8 tensor-parallel ranks" in output
+
+
+def test_ranks_that_share_rows_are_told_and_heads_that_they_cannot_share_refused(dry_run, tiny_model):
+    code, run = dry_run(TINY, f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d2c2")
+    assert code == 0
+    assert [process["count"] for process in run["processes"]] == [4]
+    [update] = [stage["does"] for stage in run["step"] if stage["name"] == "update"]
+    assert "8 sequences a group of 2 ranks, which divide their tokens 2 ways" in update
+    arguments = (f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d1c3")
+    code, output = dry_run(TINY, *arguments, as_json=False)
+    assert code == 2
+    assert "the model has 4 attention heads, which c3 x t1 ranks cannot share" in output
 
 
 def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
