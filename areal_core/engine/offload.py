@@ -41,6 +41,8 @@ def take_step(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]] | N
         for parameter in group:
             parameter.grad = None
         move_states(optimizer, group, HOST)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient  # observers look at it
 
 
 def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Parameter]]:

@@ -6,6 +6,7 @@ Arguments: model folder, and a larger model's, whose loading is weighed ("" for 
 import copy
 import ctypes
 import gc
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
 
-LENGTHS = [12, 5, 20, 9, 3]
+spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
+steps = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(steps)
 SAME_BITS = {
     "as it is": {},
     "parameters in host memory": {"fsdp.offload_params": True},
@@ -51,30 +54,17 @@ def make_options(model: str, changes: dict[str, object]) -> TrainEngineConfig:
     return copy.deepcopy(options)
 
 
-def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
-    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    trained = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None] - 1
-    batch = {"input_ids": ids * mask, "attention_mask": mask, "loss_mask": trained.int()}
-    return {key: tensor[rank::world_size] for key, tensor in batch.items()}
-
-
 def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> float:
     """One step of maximum likelihood, after which the engine is idle; its loss."""
-    result = engine.train_batch(
-        batch,
-        lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),
-        lambda part: part["loss_mask"].sum(),
-    )
-    engine.step_schedule()
+    loss = steps.train_step(engine, batch)["loss"]
     engine.sleep()
-    return result.loss
+    return loss
 
 
 def train(ranks: Ranks, model: str, changes: dict[str, object]) -> dict[str, object]:
     torch.manual_seed(ranks.rank)
     engine = build_engine(make_options(model, changes), ranks, total_steps=10)
-    batch = rows(ranks.rank, ranks.world_size)
+    batch = steps.rows(ranks.rank, ranks.world_size)
     losses = [train_step(engine, batch) for _ in range(2)]
     return {"losses": losses, "checksums": engine.checksums()}
 

@@ -62,7 +62,7 @@ def test_recomputed_activations_are_not_kept(ranks, tiny_model):
 
         weights = {p.to_local().untyped_storage().data_ptr() for p in engine.model.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            program.train_step(engine, program.rows())
+            program.train_step(engine, program.steps.rows())
         return sum(size for pointer, size in kept.items() if pointer not in weights)
 
     assert kept_bytes(True) < 0.5 * kept_bytes(False)
@@ -87,19 +87,20 @@ def test_layers_step_one_after_the_other_and_each_parameter_once(ranks, tiny_mod
         parameter.grad = torch.zeros_like(parameter)
     take_step(Noting(parameters, lr=1.0), engine.step_groups)
     assert [list(map(id, group)) for group in seen] == [list(map(id, group)) for group in engine.step_groups]
+    assert all(parameter.grad is not None for parameter in parameters)  # which observers are told of
     assert step_groups(engine.model, is_per_layer=False) == [parameters]
 
 
 def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
     engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
-    logprobs = engine.compute_logprobs(program.rows())
+    logprobs = engine.compute_logprobs(program.steps.rows())
     assert not engine.is_asleep  # it trains, and will be asked for more
     engine.sleep()
     assert engine.is_asleep
-    assert torch.equal(engine.compute_logprobs(program.rows()), logprobs)
+    assert torch.equal(engine.compute_logprobs(program.steps.rows()), logprobs)
     assert not engine.is_asleep
     engine.optimizer = None
-    engine.compute_logprobs(program.rows())
+    engine.compute_logprobs(program.steps.rows())
     assert engine.is_asleep  # scoring is all that it does
     engine.named_full_tensors()
     assert not engine.is_asleep
@@ -116,7 +117,7 @@ def test_compiled_layers_give_the_same_bits_and_trace_nothing_anew_for_other_mic
         build_engine(program.make_options(str(tiny_model), changes), ranks, total_steps=10)
         for changes in ({}, {"fsdp.compile": True})
     )
-    batch = program.rows()
+    batch = program.steps.rows()
     losses, num_graphs = [], []
     for _ in range(3):
         losses.append([program.train_step(engine, batch) for engine in (plain, compiled)])
