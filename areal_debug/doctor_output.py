@@ -7,6 +7,7 @@ from rich.console import Console
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination
 from areal_debug.doctor.reading import Run
+from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.render import escaped, format_number, sparkline
 
 STYLES = {"error": "red", "warning": "yellow"}
@@ -33,6 +34,8 @@ def verdict_of(run: Run, found: Examination) -> str:
     what = f"{run.num_steps} steps of {escaped(run.source)} (names of {run.family})"
     if not run.series:
         return f"[yellow]Cannot tell:[/yellow] none of the metrics in {what} is known"
+    if not found.alarms and run.num_steps < FEWEST_STEPS:
+        return f"[yellow]Cannot tell yet:[/yellow] {what}, and a trend needs {FEWEST_STEPS}"
     if not found.alarms:
         return f"[bold green]Healthy:[/] nothing is wrong in {what}"
     first = found.alarms[0]

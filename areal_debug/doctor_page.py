@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination
+from areal_debug.doctor.examine import verdict as verdict_of
 from areal_debug.doctor.reading import Run
 from areal_debug.doctor.series import Series
 from areal_debug.doctor_output import override_lines
@@ -21,14 +22,12 @@ MOST_POINTS = 500
 def write_page(file: Path, run: Run, found: Examination) -> None:
     """Write the page."""
     judged = [(name, series) for name, series in run.series.items() if len(series.finite.values)]
-    verdict = found.alarms[0].severity if found.alarms else "healthy" if run.series else "unknown"
+    verdict = found.alarms[0].severity if found.alarms else verdict_of(run, found)
     facts = {
         "verdict": verdict,
         "headline": found.alarms[0].title.capitalize()
         if found.alarms
-        else "Nothing is wrong"
-        if judged
-        else "Cannot tell",
+        else {"healthy": "Nothing is wrong", "unknown": "Cannot tell"}[verdict],
         "summary": f"{run.num_steps} steps of {run.source}, names of {run.family}",
         "alarms": [alarm_facts(run, alarm) for alarm in found.alarms],
         "overrides": override_lines(found),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, print_json
+from areal_debug.render import console, errors_as_sentences, fail, print_json
 
 
 @click.command()
@@ -21,11 +21,13 @@ def command(run: Path, page: Path | None, overrides: bool, as_json: bool) -> Non
 
     Exit 0 when nothing is wrong, 1 when something is, 2 when there is nothing to judge.
     """
-    from areal_debug.doctor.examine import document, examine
+    from areal_debug.doctor.examine import document, examine, verdict
     from areal_debug.doctor.reading import read_run
     from areal_debug.doctor_output import override_lines, print_examination
     from areal_debug.doctor_page import write_page
 
+    if page is not None and not page.parent.is_dir():
+        fail(f"{page.parent} is not a folder: give --html a file in one that is there")
     read = read_run(run)
     found = examine(read)
     if page is not None:
@@ -37,4 +39,4 @@ def command(run: Path, page: Path | None, overrides: bool, as_json: bool) -> Non
             click.echo(line)
     else:
         print_examination(console(), read, found)
-    raise SystemExit(1 if found.alarms else 0 if read.series else 2)
+    raise SystemExit({"problem": 1, "healthy": 0, "unknown": 2}[verdict(read, found)])

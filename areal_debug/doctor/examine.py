@@ -10,6 +10,7 @@ from areal_debug.doctor.names import NAMES
 from areal_debug.doctor.reading import Run
 from areal_debug.doctor.rules import learning, policy, rollout
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
+from areal_debug.doctor.series import FEWEST_STEPS
 
 RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *learning.RULES,
@@ -39,10 +40,17 @@ def examine(run: Run) -> Examination:
     return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
 
 
+def verdict(run: Run, found: Examination) -> str:
+    """ "problem", "healthy", or "unknown" where nothing that is known was logged, or too few steps."""
+    if found.alarms:
+        return "problem"
+    return "healthy" if run.series and run.num_steps >= FEWEST_STEPS else "unknown"
+
+
 def document(run: Run, found: Examination) -> dict[str, Any]:
     """Everything as JSON-ready values."""
     return {
-        "verdict": "problem" if found.alarms else "healthy",
+        "verdict": verdict(run, found),
         "source": run.source,
         "names_of": run.family,
         "num_steps": run.num_steps,

@@ -49,10 +49,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "no_eos": ("*_actor/no_eos_ratios/avg", "response_length/clip_ratio", "completions/clipped_ratio"),
     "zero_variance_groups": ("*_actor/zero_variance_groups", "frac_reward_zero_std"),
-    "staleness": ("*/version_stats/head_offpolicyness/avg", "*/version_stats/*offpolicyness*/avg"),
+    "staleness": ("*/version_stats/head_offpolicyness/avg", "*/version_stats/sample_staleness_proximal*avg"),
     "logprob_difference": (
         "consistency/mean_abs",
         "train_rollout_logprob_abs_diff",
+        "training/rollout_probs_diff_mean",
         "sampling/sampling_logp_difference/mean",
     ),
     "k3": ("consistency/k3", "rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error", "train_rollout_kl"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,10 @@ def read_run(path: Path) -> Run:
         UnreadableRun: there are none, or fewer than one step.
     """
     file, read = find_source(path)
-    rows = list(read(file))
+    try:
+        rows = list(read(file))
+    except UnicodeDecodeError as error:
+        raise UnreadableRun(f"{file} is no text: {error}") from error
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
         rows += [{"step": row["step"], **prefixed(row)} for row in read_jsonl(consistency)]
@@ -95,8 +99,8 @@ def read_jsonl(file: Path) -> Iterable[Row]:
 def read_trainer_state(file: Path) -> Iterable[Row]:
     """TRL's and Transformers' `trainer_state.json`."""
     history = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(history, dict) or "log_history" not in history:
-        raise UnreadableRun(f"{file} has no log_history: is it a trainer_state.json of Transformers?")
+    if not isinstance(history, dict) or not isinstance(history.get("log_history"), list):
+        raise UnreadableRun(f"{file} has no list log_history: is it a trainer_state.json of Transformers?")
     entries: list[Row] = history["log_history"]
     return entries
 
@@ -132,10 +136,11 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
     """Series from rows; of a step that was logged twice, as after a restart, the last value counts."""
     values: dict[str, dict[int, float]] = {}
     for row in rows:
-        step_name = next((name for name in STEP_NAMES if name in row), None)
-        if step_name is None:
-            continue
-        step = int(float(row[step_name]))
+        step_name = next((name for name in STEP_NAMES if isinstance(row, dict) and name in row), None)
+        number = as_number(row[step_name]) if step_name is not None else None
+        if number is None or not math.isfinite(number):
+            continue  # a line of something else
+        step = int(number)
         for name, value in row.items():
             number = as_number(value)
             if name != step_name and number is not None:

@@ -51,8 +51,8 @@ class Series:
         return float(np.median(earlier)) if len(earlier) else self.last
 
     def sustained(self, is_bad: Callable[[float], bool]) -> bool:
-        """Whether the medians of both last windows are bad: one window is an accident."""
-        return len(self.values) > 0 and is_bad(self.last) and is_bad(self.before_last())
+        """Whether the medians of both last windows are bad: one window is an accident, and so is a handful of steps."""
+        return len(self.values) >= FEWEST_STEPS and is_bad(self.last) and is_bad(self.before_last())
 
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """The last values with their steps, for evidence."""

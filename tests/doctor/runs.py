@@ -122,6 +122,10 @@ TROUBLES = {
         "D17",
         changed(grad_norm=lambda r: np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])),
     ),
+    "reward is no number": (
+        "D18",
+        changed(reward=lambda r: np.where(np.arange(STEPS) == 150, np.inf, r["reward"])),
+    ),
     "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
     "length": (
         "D21",

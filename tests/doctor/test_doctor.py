@@ -71,6 +71,17 @@ def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
     assert "D04" not in [alarm["id"] for alarm in found["alarms"]]
 
 
+def test_a_handful_of_steps_is_not_judged(tmp_path):
+    broken = {name: values[:7] for name, values in TROUBLES["truncation"][1](healthy()).items()}
+    broken["no_eos"] = np.full(7, 0.9)
+    code, _ = examined(write_stats(tmp_path, broken))
+    assert code == 2
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
+    assert done.stdout.startswith("Cannot tell yet: 7 steps of ")
+    longer = write_stats(tmp_path, {name: np.full(8, values[0]) for name, values in broken.items()})
+    assert "D20" in [alarm["id"] for alarm in examined(longer)[1]["alarms"]]
+
+
 def test_one_bad_step_is_no_alarm(tmp_path):
     run = healthy()
     run["no_eos"][150] = 0.9
@@ -92,6 +103,12 @@ def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_pat
     (tmp_path / "trl" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     code, found = examined(tmp_path / "trl")
     assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "TRL", ["D20"])
+
+
+def test_staleness_is_found_under_upstreams_name(tmp_path):
+    names = OURS | {"staleness": "ppo_actor/update/version_stats/sample_staleness_proximal_avg"}
+    _, found = examined(write_stats(tmp_path, TROUBLES["old samples"][1](healthy()), names))
+    assert [alarm["id"] for alarm in found["alarms"]] == ["D23"]
 
 
 def test_tensorboard_events_and_an_exported_table_are_judged_alike(tmp_path):
@@ -162,6 +179,14 @@ def test_page_holds_the_alarm_and_a_picture_of_every_metric(tmp_path):
         (lambda folder: written(folder / "stats.jsonl", "{}\n{}\n"), "holds no numbers by step"),
         (lambda folder: written(folder / "stats.jsonl", "{oops\n{}\n"), "line 1 is no JSON"),
         (lambda folder: written(folder / "run.bin", ""), "is of no kind that is known"),
+        (
+            lambda folder: written(folder / "trainer_state.json", '{"log_history": 5}'),
+            "has no list log_history",
+        ),
+        (
+            lambda folder: written(folder / "a.jsonl", '[1]\n{"step": "abc", "loss": 1}'),
+            "holds no numbers by step",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(tmp_path, make, sentence):

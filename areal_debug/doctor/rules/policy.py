@@ -84,7 +84,7 @@ def entropy_collapses(run: Run) -> Alarm | None:
         series.tail(),
         (
             "clip higher: actor.eps_clip_higher 0.28",
-            "an entropy bonus or a KL penalty (actor.kl_ctl)",
+            "a bonus for entropy (actor.entropy_coef 0.001) or a KL penalty (actor.kl_ctl)",
             "a smaller learning rate; temperature 1",
         ),
         "the same run with actor.eps_clip_higher=0.28",
@@ -150,8 +150,37 @@ def gradients_spike(run: Run) -> Alarm | None:
     )
 
 
+def numbers_that_are_none(run: Run) -> Alarm | None:
+    """D18: a metric other than the gradient norm, which has its own rule, is NaN or infinite."""
+    broken = {name: ~np.isfinite(series.values) for name, series in run.series.items() if name != "grad_norm"}
+    broken = {name: bad for name, bad in broken.items() if bad.any()}
+    if not broken:
+        return None
+    first = min(broken, key=lambda name: int(run.series[name].steps[np.argmax(broken[name])]))
+    series, bad = run.series[first], broken[first]
+    at = np.flatnonzero(bad)
+    step = int(series.steps[at[0]])
+    return Alarm(
+        "D18",
+        "metrics that are no numbers",
+        "error",
+        series.name,
+        f"{len(at)} of {len(bad)} steps, the first is {step}"
+        + (f"; also {', '.join(sorted(set(broken) - {first}))}" if len(broken) > 1 else ""),
+        tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        (
+            f"what came first? areal-debug replay RECORD --explain {step}",
+            "rewards and logprobs of that step: a reward function that divides by 0, an engine that gave -inf",
+            "go back to the checkpoint before it",
+        ),
+        f"areal-debug goto RECORD --step {step}, and look at the batch",
+        "what is no number poisons every mean that it is part of",
+    )
+
+
 RULES = (
     gradients_spike,
+    numbers_that_are_none,
     never_moves,
     importance_weight_off_one,
     entropy_collapses,
