@@ -32,7 +32,7 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 
 # What a family needs besides the sizes that all have; `tie_word_embeddings` in turns, so that both are tested.
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "pad_token_id": 73},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
     "qwen3_moe": {

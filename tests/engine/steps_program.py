@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
@@ -31,7 +32,12 @@ def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
 def make_engine(
     ranks: Ranks, model: str, max_tokens: int, dtype: torch.dtype = torch.float32, load: Callable = load_model
 ) -> FSDPEngine:
-    sharded = shard_model(load(model), ranks, dtype=dtype)
+    return engine_of(shard_model(load(model), ranks, dtype=dtype), ranks, max_tokens, dtype)
+
+
+def engine_of(
+    sharded: PreTrainedModel, ranks: Ranks, max_tokens: int, dtype: torch.dtype = torch.float32
+) -> FSDPEngine:
     optimizer = build_optimizer(
         sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8
     )

@@ -1,4 +1,4 @@
-"""What two tensor-parallel ranks compute, for a test that compares it with one rank.
+"""What pairs of tensor-parallel ranks compute, for a test that compares it with one rank.
 
 Arguments: a folder with one model a family, and a checkpoint of one rank called `one`; the family that the checkpoint is of. Each model's
 gradients are left in its folder; a checkpoint `two` and a Hugging Face folder `hf` beside `one`. Prints what else was seen.
@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from areal_core.batch import Batch
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.hf_folder import save_hf
 from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyPart
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.scores import load_score_model
+from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
 
 spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
@@ -29,15 +32,16 @@ MAX_TOKENS = 30
 
 def main(folder: Path, family: str) -> None:
     ranks = join_ranks("cpu", tensor_parallel=2)
-    group = ranks.tensor_mesh.get_group()
+    group, part = ranks.tensor_mesh.get_group(), ranks.tensor_mesh.get_local_rank()
     seen = {
         "vocabulary": {
-            f"{temperature} {softcap}": vocabulary_differences(ranks.rank, group, temperature, softcap)
+            f"{temperature} {softcap}": vocabulary_differences(part, group, temperature, softcap)
             for temperature in (1.0, 0.7)
             for softcap in (None, 5.0)
         },
-        "uniform": uniform(VocabularyPart(4 * ranks.rank, group)),
+        "uniform": uniform(VocabularyPart(4 * part, group)),
         "steps": {path.parent.name: one_step(ranks, path.parent) for path in folder.glob("*/config.json")},
+        "scores": score_step(ranks, folder / family),
         "checkpoints": checkpoints(ranks, folder, family),
     }
     everywhere = ranks.gather_objects(seen)
@@ -47,13 +51,13 @@ def main(folder: Path, family: str) -> None:
 
 
 def vocabulary_differences(
-    rank: int, group: torch.distributed.ProcessGroup, temperature: float, softcap: float | None
+    part: int, group: torch.distributed.ProcessGroup, temperature: float, softcap: float | None
 ) -> list[float]:
     """How far, relative to the largest number, a part of a vocabulary is from all of it: result, gradients of hidden and weight."""
     torch.manual_seed(1)
     hidden, weight = torch.randn(1, 10, 6), 3 * torch.randn(VOCABULARY, 6)
     labels, upstream = torch.randint(VOCABULARY, (10,)), torch.randn(1, 10, 2)
-    mine = slice(FIRST_PART * rank, FIRST_PART * (rank + 1))
+    mine = slice(FIRST_PART * part, FIRST_PART * (part + 1))
 
     def run(weight: torch.Tensor, part: VocabularyPart | None) -> list[torch.Tensor]:
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -72,12 +76,16 @@ def uniform(part: VocabularyPart) -> list[list[float]]:
     return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), labels, 1.0, None, part)[0].tolist()
 
 
+def rows_of(ranks: Ranks) -> Batch:
+    return program.rows(ranks.data_parallel_rank, ranks.data_parallel_size)
+
+
 def one_step(ranks: Ranks, model: Path) -> dict:
     """Checksums before and after one step in several micro-batches, and its loss and norm; gradients go to a file."""
     engine = program.make_engine(ranks, str(model), MAX_TOKENS)
     untrained = engine.checksums()
     experts = record_experts(engine)
-    result, gradients = step_with_gradients(engine, program.rows())
+    result, gradients = step_with_gradients(engine, rows_of(ranks))
     if ranks.rank == 0:
         save_file(gradients, model / "gradients.safetensors")
     return {
@@ -87,6 +95,22 @@ def one_step(ranks: Ranks, model: Path) -> dict:
         "trained": engine.checksums(),
         "experts": experts,
     }
+
+
+def score_step(ranks: Ranks, model: Path) -> list[float]:
+    """Loss and gradient norm of a reward model, read by rank 0 alone, whose layers are computed twice."""
+    scored = load_score_model(str(model))
+    torch.nn.init.constant_(scored.score.weight, 0.1)
+    sharded = shard_model(
+        scored, ranks, dtype=torch.float32, gradient_checkpointing=True, from_rank_0=ranks.world_size > 1
+    )
+    engine = program.engine_of(sharded, ranks, MAX_TOKENS)
+    result = engine.train_batch(
+        rows_of(ranks),
+        lambda scores, flat: (scores**2 * flat["loss_mask"]).sum(),
+        lambda part: part["loss_mask"].sum(),
+    )
+    return [result.loss, result.grad_norm]
 
 
 def record_experts(engine: FSDPEngine) -> list[list[list[int]]]:
@@ -104,7 +128,7 @@ def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:
     """Goes on from one rank's checkpoint, and leaves one for it."""
     engine = program.make_engine(ranks, str(folder / family), MAX_TOKENS)
     load_checkpoint(folder / "one", {"actor": engine})
-    seen = {"loaded": engine.checksums(), "next": program.train_step(engine, program.rows())}
+    seen = {"loaded": engine.checksums(), "next": program.train_step(engine, rows_of(ranks))}
     save_checkpoint(folder / "two", {"actor": engine}, {})
     save_hf(folder / "hf", engine)
     return seen
