@@ -52,7 +52,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
     rows = [
         ("found", alarm.found),
         ("evidence", ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)),
-        *zip(["advice", *[""] * (len(alarm.advice) - 1)], alarm.advice, strict=True),
+        *((("" if i > 1 else "advice"), f"{i}. {advice}") for i, advice in enumerate(alarm.advice, start=1)),
         ("to confirm", alarm.experiment),
         ("source", alarm.source),
     ]

@@ -59,4 +59,4 @@ def picture(series: Series, marked_steps: set[int] | frozenset[int] = frozenset(
     steps, values = shown.steps[kept].tolist(), shown.values[kept].tolist()
     low, high = format_number(min(values)), format_number(max(values))
     marked = [i for i, step in enumerate(steps) if step in marked_steps]
-    return line(steps, values, f"step {steps[0]}, from {low}", f"to {high}, step {steps[-1]}", marked)
+    return line(steps, values, f"step {steps[0]}", f"step {steps[-1]}; values {low} to {high}", marked)

@@ -1,0 +1,102 @@
+"""Files as upstream's versions spell them, planned whole: what was translated is told, and the plan is that of today's names."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli.train import command
+from areal_debug.script_options import options_of_script
+
+UPSTREAM = Path(__file__).parent / "upstream"
+SFT = "load_expr_config(sys.argv, SFTConfig)"
+GRPO = "config, path = load_expr_config(argv, GRPOConfig)"
+OWN = """
+from dataclasses import dataclass
+from areal_core import config
+
+@dataclass
+class Turns(config.GRPOConfig):
+    max_turns: int = 1
+
+@dataclass
+class Search(Turns):
+    search: dict | None = None
+
+config, hooks = wire(sys.argv, Search)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """The plan of a file for a script, given as text."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(file: str, script: str, *overrides: str):
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        done = CliRunner().invoke(command, [str(path), "--config", str(UPSTREAM / file), "--dry-run", "--json", *overrides])  # fmt: skip
+        return done.exit_code, json.loads(done.stdout)
+
+    return call
+
+
+def stages(run):
+    return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
+
+
+def test_supervised_fine_tuning_of_0_3(plan):
+    code, run = plan("sft_0_3.yaml", SFT)
+    assert (code, run["method"], run["allocation"]) == (0, "supervised fine-tuning", "fsdp:d4")
+    assert run["model"] == "not/on-this-machine"
+    assert stages(run)["update"].startswith("1 optimiser step over 4 sequences a rank, in micro-batches of at most 4,096")  # fmt: skip
+    assert stages(run)["recover"] == "no: recover.mode is disabled"
+    assert [note.partition(" is ")[0] for note in run["notes"][:2]] == ["model", "actor.mb_spec.max_tokens_per_gpu"]  # fmt: skip
+
+
+def test_policy_optimisation_of_0_3_1(plan):
+    code, run = plan("grpo_0_3_1.yaml", GRPO)
+    assert (code, run["allocation"], run["steps"]["total"]) == (0, "sglang:d4+fsdp:d4", 4)
+    assert any("became the sections actor.reward_norm and actor.adv_norm" in note for note in run["notes"])
+    assert stages(run)["staleness"].startswith("samples up to 2 versions old")
+
+
+def test_dapo_on_ray_with_options_of_the_script(plan):
+    code, run = plan("dapo_1_0.yaml", OWN, "search.top_k=9")
+    assert code == 0, run
+    assert run["allocation"] == "sglang:d2+fsdp:d2"
+    assert run["steps"]["total"] == 4  # 512 sequences at 16 x 8 a step, of 20 steps in two epochs
+    told = " ".join(run["notes"])
+    for part in (
+        "rollout.openai is called rollout.agent",
+        "action: clamp, upper: 5.0",
+        "names are files below",
+    ):
+        assert part in told
+
+
+def test_an_option_of_no_class_is_refused(plan):
+    code, refused = plan("dapo_1_0.yaml", GRPO)
+    assert (code, "unknown option 'max_turns'" in " ".join(refused["problems"])) == (2, True)
+
+
+def test_a_file_of_another_method_than_the_scripts_is_refused(plan):
+    assert plan("grpo_0_3_1.yaml", SFT)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "own"),
+    [
+        (GRPO, "PPOConfig", set()),
+        (SFT, "SFTConfig", set()),
+        (OWN, "PPOConfig", {"max_turns", "search"}),
+        ("import mine\nwire(sys.argv, mine.Options)", None, set()),
+        ("def broken(:", None, set()),
+        ("print(1)", None, set()),
+    ],
+)
+def test_options_of_a_script_are_read_from_its_text(script, name, own):
+    found = options_of_script(script)
+    assert (found and found.__name__) == name
+    assert not own or own < set(found.__dataclass_fields__)
