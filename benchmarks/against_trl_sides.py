@@ -1,0 +1,171 @@
+"""The sides of against_trl.py, each a process of its own: trains, and says `@step TOKENS` after every step.
+
+Both sides of a comparison get the same rows in the same order, compute in bfloat16 with float32 weights and AdamW, take no pass
+for old logprobs (the engine's own are used), keep activations, and score nothing against a reference.
+"""
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+QUESTIONS, SAMPLES, NEW_TOKENS = 4, 4, 64  # of a GRPO step
+SFT_ROWS = 16  # of a step
+SFT_DATA = {"sft_long_tailed": (16, 320), "sft_equal": (100, 100)}  # fewest and most tokens of a row
+
+
+def say(tokens: int) -> None:
+    """Tell the benchmark that a step has ended."""
+    print(f"@step {tokens}", flush=True)
+
+
+def digit_share(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> float:
+    """Digits among the characters: a reward that differs within a group, so that there is a gradient."""
+    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
+
+
+def token_rows(kind: str, steps: int) -> list[list[int]]:
+    """Rows of token ids whose lengths are uniform on a logarithmic scale: many short ones and a few long ones."""
+    shortest, longest = SFT_DATA[kind]
+    numbers = random.Random(0)
+    lengths = [round(shortest * (longest / shortest) ** numbers.random()) for _ in range(steps * SFT_ROWS)]
+    return [[numbers.randrange(100, 40_000) for _ in range(length)] for length in lengths]
+
+
+def ours_grpo(model: Path, steps: int, folder: Path) -> None:
+    from areal_core.config import GRPOConfig, load_expr_config
+    from areal_core.dataset import get_dataset
+    from areal_core.trainer.rl import PPOTrainer
+
+    def observer(event: str, **facts: Any) -> None:
+        if event == "weights":
+            say(QUESTIONS * SAMPLES * NEW_TOKENS)
+
+    file = Path(__file__).with_name("against_trl.yaml")
+    changes = [f"actor.path={model}", f"total_train_steps={steps}", f"cluster.fileroot={folder}"]
+    config, _ = load_expr_config(["--config", str(file), *changes], GRPOConfig)
+    with PPOTrainer(
+        config, get_dataset(config.train_dataset), observers=[lambda trainer: observer]
+    ) as trainer:
+        trainer.takes_checksums = False  # nobody asked for them here
+        trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:digit_share"})
+
+
+def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
+    from areal_core.config import SFTConfig
+    from areal_core.config.engine import OptimizerConfig
+    from areal_core.trainer.sft import SFTTrainer
+
+    rows = [{"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in token_rows(kind, steps)]
+    config = SFTConfig(
+        experiment_name="against_trl", trial_name=kind, device="cpu", allocation_mode="fsdp:d1"
+    )
+    config.cluster.fileroot, config.actor.path, config.actor.dtype = str(folder), str(model), "bfloat16"
+    config.actor.optimizer = OptimizerConfig(lr=1e-6, weight_decay=0.0)
+    config.train_dataset.batch_size, config.train_dataset.shuffle = SFT_ROWS, False
+
+    def stop(step: int) -> bool:
+        say(sum(len(row["input_ids"]) for row in rows[step * SFT_ROWS : (step + 1) * SFT_ROWS]))
+        return step + 1 == steps
+
+    with SFTTrainer(config, rows) as trainer:
+        trainer.train(stop)
+
+
+def trl_arguments(steps: int, folder: Path, dtype: str) -> dict[str, Any]:
+    """What both of TRL's trainers are told; the rest is theirs by default."""
+    return {
+        "output_dir": str(folder / "trl"),
+        "model_init_kwargs": {"dtype": dtype},
+        "bf16": True,
+        "use_cpu": True,
+        "per_device_train_batch_size": SFT_ROWS,
+        "learning_rate": 1e-6,
+        "max_steps": steps,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+
+
+def step_teller(tokens: list[int]) -> Any:
+    """A callback that tells of the end of every step, with the tokens of it."""
+    from transformers import TrainerCallback
+
+    class Teller(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            say(tokens[state.global_step - 1])
+
+    return Teller()
+
+
+def trl_grpo(model: Path, steps: int, folder: Path, dtype: str) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from areal_core.dataset import arithmetic_rows
+
+    def reward(completions: list[list[dict[str, str]]], **rows: Any) -> list[float | None]:
+        return [digit_share("", c[0]["content"], [], []) for c in completions]
+
+    rows = arithmetic_rows(num_rows=256, max_operand=99, seed=3)
+    GRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            **trl_arguments(steps, folder, dtype),
+            num_generations=SAMPLES,
+            max_completion_length=NEW_TOKENS,
+            generation_kwargs={"min_new_tokens": NEW_TOKENS},
+            temperature=1.0,
+            shuffle_dataset=False,
+            beta=0.0,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": row["messages"]} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        callbacks=[step_teller([QUESTIONS * SAMPLES * NEW_TOKENS] * steps)],
+    ).train()
+
+
+def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> None:
+    from datasets import Dataset
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    rows = token_rows(kind, steps)
+    lengths = [len(row) for row in rows]
+    SFTTrainer(
+        model=str(model),
+        args=SFTConfig(**trl_arguments(steps, folder, dtype), train_sampling_strategy="sequential"),
+        train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
+        callbacks=[step_teller([sum(lengths[i : i + SFT_ROWS]) for i in range(0, len(lengths), SFT_ROWS)])],
+    ).train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("comparison", choices=("grpo", *SFT_DATA))
+    parser.add_argument("side", choices=("ours", "trl", "trl_bf16"))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("folder", type=Path)
+    o = parser.parse_args()
+    dtype = "bfloat16" if o.side == "trl_bf16" else "float32"
+    match o.side, o.comparison:
+        case "ours", "grpo":
+            ours_grpo(o.model, o.steps, o.folder)
+        case "ours", kind:
+            ours_sft(kind, o.model, o.steps, o.folder)
+        case _, "grpo":
+            trl_grpo(o.model, o.steps, o.folder, dtype)
+        case _, kind:
+            trl_sft(kind, o.model, o.steps, o.folder, dtype)
+
+
+if __name__ == "__main__":
+    main()

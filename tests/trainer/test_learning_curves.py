@@ -1,0 +1,64 @@
+"""Every method improves what it is measured by on held-out rows of a tiny task; the documents show the same trainings."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_debug.demo.larger import larger_number_rows
+from areal_debug.demo.methods import DPO, GRPO, METHODS, OTHER_PRESETS, PPO, REWARD_MODEL, SFT, learn, teach
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("learning_curves", ROOT / "benchmarks/learning_curves.py")
+learning_curves = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learning_curves)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with an untrained model and one that is right sometimes."""
+    folder = tmp_path_factory.mktemp("larger")
+    teach(folder)
+    return folder
+
+
+def slowly(*methods):
+    return [pytest.param(method, id=method.name, marks=pytest.mark.long) for method in methods]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(REWARD_MODEL, id="reward_model"),
+        pytest.param(DPO, id="dpo"),
+        *slowly(SFT, PPO, GRPO, *OTHER_PRESETS),
+    ],
+)
+def test_held_out_measure_rises(method, taught):
+    curve = learn(method, taught)
+    assert curve[0][0] == 0
+    assert curve[-1][0] == method.steps
+    assert curve[-1][1] >= curve[0][1] + method.margin
+
+
+def test_numbers_that_meet_in_a_held_out_question_never_meet_in_training():
+    training, held_out = larger_number_rows()
+    meeting = [{frozenset((row["chosen"], row["rejected"])) for row in rows} for rows in (training, held_out)]
+    assert not meeting[0] & meeting[1]
+    assert [len(pairs) for pairs in meeting] == [1024, 128]
+    for row in training + held_out:
+        [first, second] = row["messages"][0]["content"].split()
+        assert row["answer"] == row["chosen"] == max(first, second) != row["rejected"]
+
+
+def test_documents_are_drawn_from_curves_that_rise():
+    trained = json.loads(learning_curves.CURVES.read_text())
+    for file, text in learning_curves.draw(trained).items():
+        assert (ROOT / "docs" / file).read_text() == text, "benchmarks/learning_curves.py draws them anew"
+    for method in (*METHODS, *OTHER_PRESETS):
+        curves = learning_curves.curves_of(method, trained)
+        assert len(curves) >= (3 if method in METHODS else 0)
+        for curve in curves:
+            assert curve[-1][0] == method.steps
+            assert curve[-1][1] >= curve[0][1] + method.margin, method.name
