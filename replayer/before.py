@@ -4,9 +4,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from areal_core.engine.checkpoint_file import read_checkpoint
 from recorder import Problem, Record, verify
 from recorder.environment import folder_identity
 from recorder.header import check_folder
+from replayer.anchors import CHECKPOINT
 from replayer.errors import ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
 from replayer.request import Request
@@ -45,6 +47,12 @@ def check_way(record: Record, first: int, last: int) -> None:
             f"step {missing[0]} is not in {record.path}, and the way to step {last} leads over it: start behind it, from an "
             f"anchor (there are: {anchors}), or end before it"
         )
+
+
+def check_anchor(record: Record, step: int) -> None:
+    """Raises CheckpointError if the anchor from which a replay of `step` starts is damaged: each rank would tell it with a traceback."""
+    if (anchor := nearest_anchor(record, step)) is not None:
+        read_checkpoint(record.anchor(anchor) / CHECKPOINT)
 
 
 def check_replayable(record: Record) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from crc32c import crc32c
 
 from areal_core.engine.errors import CheckpointError
-from areal_core.engine.shard_files import file_checksum
 
 CHECKPOINT_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 2
+BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,15 @@ def check_files(folder: str | Path, files: Iterable[tuple[str, str]]) -> None:
         path = Path(folder) / name
         if not path.is_file() or file_checksum(path) != checksum:
             raise CheckpointError(f"{path} is missing or damaged: use another one")
+
+
+def file_checksum(file: Path) -> str:
+    """The crc32c of a file, as hex."""
+    checksum = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            checksum = crc32c(block, checksum)
+    return f"{checksum:08x}"
 
 
 class _OtherFormat(Exception):

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-BLOCK_BYTES = 1 << 24
+from areal_core.engine.checkpoint_file import file_checksum
+
 NAMES_OF_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -106,12 +107,3 @@ def _blocks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
         yield piece.data.reshape(-1).view(torch.uint8).numpy().data
-
-
-def file_checksum(file: Path) -> str:
-    """The crc32c of a file, as hex."""
-    checksum = 0
-    with open(file, "rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            checksum = crc32c(block, checksum)
-    return f"{checksum:08x}"

@@ -60,7 +60,14 @@ def command(
     from areal_debug.replay_ranks import replay_on_ranks
     from areal_debug.whatif_output import print_comparison
     from recorder import open_record
-    from replayer.before import check_edits, check_model, check_replayable, check_way, step_range
+    from replayer.before import (
+        check_anchor,
+        check_edits,
+        check_model,
+        check_replayable,
+        check_way,
+        step_range,
+    )
     from replayer.options import replay_config
     from replayer.request import Request
 
@@ -74,6 +81,7 @@ def command(
     check_edits(opened, request)
     replay_config(opened, model, settings)  # what is wrong with an option is told once, and at once
     check_way(opened, first, last)
+    check_anchor(opened, first)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))
     if opened.uncommitted and not as_json:

@@ -4,12 +4,16 @@ import itertools
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_core.engine.checkpoint_file import Checkpoint, write_checkpoint_file
+from areal_core.engine.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
 from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint, anchors_to_remove
+from replayer.before import check_anchor
 
 
 def save(folder: Path, step: int) -> None:
@@ -21,7 +25,7 @@ def run(taker, num_steps, seconds=1.0, first=0):
     """The events of a run whose steps take so many seconds to replay."""
     taker("start", version=first, save_checkpoint=save)
     for step in range(first, first + num_steps):
-        taker("step", step=step, stats={name: seconds / len(REPLAYED) for name in REPLAYED})
+        taker("step", step=step, stats={f"timeperf/{name}": seconds / len(REPLAYED) for name in REPLAYED})
         taker("weights", step=step, version=step + 1)
 
 
@@ -86,6 +90,20 @@ def test_an_anchor_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "second").mkdir()
     adopt_checkpoint(tmp_path / "record", 2, tmp_path / "second")
     assert (open_record(tmp_path / "record").anchor(2) / "checkpoint" / "weights").exists()
+
+
+def test_a_damaged_anchor_is_told_before_any_rank_starts(tmp_path):
+    write_scripted_record(tmp_path / "record")
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_checkpoint_file(folder, Checkpoint({}, [], {}, {}))
+    adopt_checkpoint(tmp_path / "record", 2, folder)
+    check_anchor(open_record(tmp_path / "record"), 3)
+    file = tmp_path / "record/anchors/000002/checkpoint/checkpoint.json"
+    file.write_text(file.read_text().replace('"format": 2', '"format": 9'))
+    with pytest.raises(CheckpointError, match=r"has format 9, this version reads up to 2"):
+        check_anchor(open_record(tmp_path / "record"), 3)
+    check_anchor(open_record(tmp_path / "record"), 1)  # starts from the model folder
 
 
 def test_ranks_but_the_first_only_save(tmp_path):
