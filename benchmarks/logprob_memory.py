@@ -1,6 +1,6 @@
 """Peak memory of logprobs and entropies with their gradients: a chunk at a time, as the engine does, beside all logits at once.
 
-    python benchmarks/logprob_memory.py [--tokens 2048] [--vocabulary 32000] [--hidden 512] [--dtype float32]
+    python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 32000] [--hidden 512] [--dtype float32]
 
 Each way runs in a process of its own; memory is what its peak rises by. The naive form is log_softmax over [tokens, vocabulary] in float32,
 with autograd's own backward. Agreement of the two is tested in tests/engine/test_logprobs.py.
@@ -11,7 +11,6 @@ import multiprocessing
 from pathlib import Path
 
 import torch
-from scoring import memory_mib
 
 from areal_core.engine.logprobs import ChunkedLogprobs
 
@@ -43,6 +42,12 @@ def rise_of_peak_mib(way: str, options: argparse.Namespace, queue: "multiprocess
     queue.put(memory_mib("VmHWM") - before)
 
 
+def memory_mib(name: str) -> float:
+    """A figure of this process, as Linux tells it."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 1024
+
+
 def peak_of(way: str, options: argparse.Namespace) -> float:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -56,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in {"tokens": 2048, "vocabulary": 32_000, "hidden": 512}.items():
+    for name, default in {"tokens": 4096, "vocabulary": 32_000, "hidden": 512}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options = parser.parse_args()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from logprob_memory import memory_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_core.engine.attention import PACKED
@@ -93,12 +94,6 @@ def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiproce
     else:
         whole_logits(scorer, sequences)
     queue.put(memory_mib("VmHWM") - before)
-
-
-def memory_mib(name: str) -> float:
-    """A figure of this process, as Linux tells it."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) / 1024
 
 
 def peak_of(way: str, vocabulary_size: int, num_tokens: int) -> float:
