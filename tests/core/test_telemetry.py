@@ -204,6 +204,19 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("ppo_actor/loss")] == [(0, 0.5), (1, 0.25)]
 
 
+def test_tensorboard_forgets_steps_that_come_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, value in ((0, 0.5), (2, 0.25)):
+        log = TensorBoardLogger(tmp_path, first_step)
+        for step in range(first_step, 4):
+            log(step, {"loss": value})
+        log.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
+
+
 def test_only_rank_0_logs_and_only_when_it_is_time(tmp_path):
     seen = []
     for rank in (0, 1):

@@ -1,6 +1,12 @@
-"""What Weights & Biases and Trackio are told, by stand-ins for the packages that write down every call."""
+"""What Weights & Biases and Trackio are told: by stand-ins that write down every call, and by what the real packages write."""
 
+import json
+import os
+import sqlite3
+import struct
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,6 +15,8 @@ from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
 from areal_core.telemetry import StatsLogger
 from areal_core.trainer.build_services import build_services
+
+BLOCK_BYTES, RECORD_HEADER, FULL, LAST = 32768, struct.Struct("<IHB"), 1, 4
 
 
 @pytest.fixture
@@ -99,6 +107,64 @@ def test_trackio_online_wants_a_space(config, tmp_path):
     config.stats_logger.trackio.mode = "online"
     with pytest.raises(ConfigError, match="space_id is empty"):
         build_services(config, tmp_path)
+
+
+def wandb_history(folder: Path) -> list[dict[str, object]]:
+    """The rows of a run that the real package has written offline: a log of records in the form of LevelDB's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    data, position, record, rows = file.read_bytes(), 7, b"", []
+    while position < len(data):
+        if (left := BLOCK_BYTES - position % BLOCK_BYTES) < RECORD_HEADER.size:
+            position += left
+            continue
+        _, size, kind = RECORD_HEADER.unpack_from(data, position)
+        position += RECORD_HEADER.size + size
+        record += data[position - size : position]
+        if kind in (FULL, LAST):
+            items = Record.FromString(record).history.item
+            rows += [{item.nested_key[0]: json.loads(item.value_json) for item in items}] if items else []
+            record = b""
+    return rows
+
+
+def test_the_real_weights_and_biases_package_writes_every_step_offline(config, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config.stats_logger.wandb.mode, config.stats_logger.wandb.wandb_api_key = "offline", ""
+    with StatsLogger(build_services(config, tmp_path)) as logger:
+        logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
+        logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
+    rows = wandb_history(tmp_path)
+    assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in rows] == [(0, 0.25), (1, 0.1 + 0.2)]
+    [run] = tmp_path.glob("wandb/offline-run-*")
+    assert run.name.endswith("-math_a-b_train")
+
+
+@pytest.mark.long
+def test_the_real_trackio_package_writes_every_step_into_its_local_database(config, tmp_path):
+    pytest.importorskip("trackio", reason="needs the package, which wants an older pillow than ours")
+    program = """
+import sys
+from areal_core.telemetry.loggers import TrackioLogger
+for first in (0, 1):
+    log = TrackioLogger("local", None, project="math", name="t")
+    for step in range(first, first + 2):
+        log(step, {"ppo_actor/task_reward/avg": step / 4})
+    log.close()
+"""
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=240)
+    with sqlite3.connect(tmp_path / "math.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    told = [(name, step, json.loads(metrics)["ppo_actor/task_reward/avg"]) for name, step, metrics in rows]
+    assert told == [
+        ("t", 0, 0.0),
+        ("t", 1, 0.25),
+        ("t", 1, 0.25),
+        ("t", 2, 0.5),
+    ]  # a step that came again is there twice
 
 
 def test_nothing_is_built_unless_asked_for(tmp_path):
