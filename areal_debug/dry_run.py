@@ -125,12 +125,7 @@ def plan_length(config: AnyConfig) -> Steps:
     num_rows, said = count_rows(config, data)
     if num_rows is None:
         return Steps(None, said, None, config.total_train_steps)
-    total = count_steps(config, num_rows)
-    if total == 0:
-        raise ConfigError(
-            f"the run would have 0 steps: the dataset has {num_rows} rows and train_dataset.batch_size is {data.batch_size}"
-        )
-    return Steps(num_rows, said, num_rows // data.batch_size, total)
+    return Steps(num_rows, said, num_rows // data.batch_size, count_steps(config, num_rows))
 
 
 def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:

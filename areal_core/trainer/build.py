@@ -28,6 +28,7 @@ from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
+from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.telemetry import JsonlLogger, Stats, StatsLogger
 from areal_core.telemetry.trace import Trace
@@ -74,12 +75,24 @@ def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
-    """Training steps of a run over `num_rows` rows: all epochs, or what `total_train_steps` and `total_train_n_seqs` leave of them."""
+    """Training steps of a run over `num_rows` rows: all epochs, or what `total_train_steps` and `total_train_n_seqs` leave of them.
+
+    Raises:
+        ConfigError: none.
+    """
     batch_size = config.train_dataset.batch_size
     steps = config.total_train_epochs * (num_rows // batch_size)
+    if steps == 0:
+        raise ConfigError(
+            f"the run would have 0 steps: the dataset has {num_rows} rows and train_dataset.batch_size is {batch_size}"
+        )
     if config.total_train_n_seqs is not None:
-        n_samples = config.gconfig.n_samples if isinstance(config, PPOConfig) else 1
-        steps = min(steps, config.total_train_n_seqs // (batch_size * n_samples))
+        num_seqs = batch_size * (config.gconfig.n_samples if isinstance(config, PPOConfig) else 1)
+        if config.total_train_n_seqs < num_seqs:
+            raise ConfigError(
+                f"the run would have 0 steps: total_train_n_seqs is {config.total_train_n_seqs} and a step has {num_seqs} sequences"
+            )
+        steps = min(steps, config.total_train_n_seqs // num_seqs)
     return min(steps, config.total_train_steps or steps)
 
 

@@ -65,11 +65,6 @@ class PPOTrainer:
         self.print_steps = print_steps
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
-        if total_steps == 0:
-            raise ConfigError(
-                f"the run would have 0 steps: the dataset has {len(train_dataset or ())} rows and "
-                f"train_dataset.batch_size is {config.train_dataset.batch_size}"
-            )
         self.total_steps = total_steps
         self._cleanup = contextlib.ExitStack()
         self.ranks = build.start_process(config)
