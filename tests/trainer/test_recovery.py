@@ -2,14 +2,19 @@
 
 import json
 import logging
+import threading
 
 import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.engine import OptimizerConfig
+from areal_core.dataset import PromptLoader
+from areal_core.engine.checkpoint_file import read_checkpoint
+from areal_core.engine.determinism import rng_state
 from areal_core.engine.errors import CheckpointError
-from areal_core.trainer import build, supervised
-from areal_core.trainer.recovery import cut_stats, find_checkpoint
+from areal_core.trainer import build, recovery, supervised
+from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.recovery import Position, Recovery, cut_stats, find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
@@ -21,7 +26,9 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
-    def run(mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1) -> dict[str, list[float]]:
+    def run(
+        mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1, **options: object
+    ) -> dict[str, list[float]]:
         config = SFTConfig(experiment_name="e", trial_name=trial, allocation_mode="fsdp:d1")
         config.cluster.fileroot = str(tmp_path)
         config.actor.path, config.actor.dtype = str(tiny_model), "float32"
@@ -30,6 +37,9 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
         )
         config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", "sft", 2
         config.recover.mode, config.recover.freq_steps = mode, freq_steps
+        for name, value in options.items():
+            section, _, option = name.partition("__")
+            setattr(getattr(config, section), option, value)
         with SFTTrainer(config, ROWS) as trainer:
             trainer.train(stop=lambda step: step == stop_after)
             return {name: tensor.tolist() for name, tensor in trainer.actor.named_full_tensors()}
@@ -66,6 +76,77 @@ def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(train, c
     assert train("auto") == whole
     assert steps_logged() == [0, 1, 2, 3]
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_checkpoints_that_a_thread_writes_hold_the_same_bits(train, checkpoints):
+    assert train("auto", trial="beside", saver__mode="async") == train("auto", trial="waited")
+    contents = []
+    for trial in ("beside", "waited"):
+        assert sorted(folder.name for folder in checkpoints(trial).iterdir()) == [
+            "step-000003",
+            "step-000004",
+        ]
+        checkpoint = read_checkpoint(checkpoints(trial) / "step-000004")
+        del checkpoint.state["timers"]
+        contents.append(checkpoint)
+    assert contents[0] == contents[1]
+
+
+def test_a_run_that_fails_gives_up_what_is_being_written_and_goes_on_from_the_one_before(
+    train, checkpoints, monkeypatch
+):
+    whole = train("disabled", trial="whole")
+    write, started = recovery.write_snapshot, threading.Event()
+
+    def stuck(snapshot, given_up):
+        if snapshot.folder.name == "step-000002":
+            started.set()
+            given_up.wait()
+            raise CheckpointError("given up")
+        write(snapshot, given_up)
+
+    monkeypatch.setattr(recovery, "write_snapshot", stuck)
+    update = SFTTrainer.update
+
+    def fails_in_step_2(trainer, *arguments):
+        if started.is_set():
+            raise RuntimeError("out of memory")
+        update(trainer, *arguments)
+
+    monkeypatch.setattr(SFTTrainer, "update", fails_in_step_2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train("auto", saver__mode="async")
+    assert sorted(folder.name for folder in checkpoints().iterdir()) == ["step-000001", "step-000002.partial"]
+    monkeypatch.setattr(SFTTrainer, "update", update)
+    monkeypatch.setattr(recovery, "write_snapshot", write)
+    assert train("auto", saver__mode="async") == whole
+
+
+def test_optimizer_states_that_were_not_saved_or_not_loaded_make_a_difference(train, checkpoints):
+    whole = train("disabled", trial="whole")
+    for trial, option in (("a", "recover__no_save_optim"), ("b", "recover__no_load_optim")):
+        train("auto", stop_after=1, trial=trial, **{option: True})
+        saved = read_checkpoint(checkpoints(trial) / "step-000002").engines["actor"]
+        assert saved.has_optimizer == (trial == "b")
+        assert train("auto", trial=trial, **{option: True}) != whole
+
+
+def test_timers_go_on_where_they_stood(ranks, tmp_path):
+    now = [100.0]
+    timer = Frequency(None, None, 60.0, 4, clock=lambda: now[0])
+    now[0] = 145.0
+    config = SFTConfig(experiment_name="e", trial_name="t")
+    config.cluster.fileroot, config.recover.mode = str(tmp_path), "auto"
+    again = Recovery(config, ranks, 4)
+    again.keep("saver", Frequency(None, None, 60.0, 4, clock=lambda: now[0]))
+    again._position, again._rng = Position(3, 3, None, {"saver": timer.elapsed_s(), "gone": 1.0}), rng_state()
+    assert timer.elapsed_s() == 45.0
+    now[0] = 1000.0  # the run was down for a while, which does not count
+    assert again.restore(PromptLoader(ROWS, 2))
+    now[0] = 1014.0
+    assert not again._timers["saver"].is_due(3)
+    now[0] = 1015.0
+    assert again._timers["saver"].is_due(4)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
