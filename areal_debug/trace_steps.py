@@ -10,6 +10,7 @@ from areal_debug.trace_read import Episode, RankStep, RunOptions, RunTrace
 SLOW = 2.0  # a step this many times as long as the median is slow
 LONG_TAIL = 2.0  # an episode this many times as long as half of them
 STAGES = ("rollout", "compute_advantage", "train_step", "update_weights", "save")
+OF_CRITIC = {"compute_advantage": "critic_values", "train_step": "critic_train_step"}  # told with the actor's
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def times_of(ranks: Sequence[RankStep], by_prompt: dict[tuple[int, int], list[Ep
     sampling = [r for r in ranks if any((r.rank, prompt) in by_prompt for prompt in r.prompts)]
     slowest = max(sampling or ranks, key=lambda rank_step: rank_step.stage_s("rollout"))
     stages = {name: slowest.stage_s(name) for name in STAGES}
+    for name, of_critic in OF_CRITIC.items():
+        stages[name] += slowest.stage_s(of_critic)
     stages["other"] = max(0.0, slowest.seconds - sum(stages.values()))
     episodes = [e for prompt in slowest.prompts for e in by_prompt.get((slowest.rank, prompt), ())]
     in_time = [e for e in episodes if e.end_s <= slowest.rollout_end_s]

@@ -68,12 +68,15 @@ def own_reruns(record: Record, request: Request, report: ReplayReport) -> list[R
     reruns = [] if record.header.config["deterministic"] else [request]
     num_micro_batches = max(round(result.replayed[NUM_MICRO_BATCHES]) for result in report.steps)
     if num_micro_batches < smallest_minibatch(record, report.steps[0].step):
-        other: tuple[str, ...] = (f"actor.mb_spec.n_mbs={2 * num_micro_batches}",)
+        other: tuple[str, ...] = (f"mb_spec.n_mbs={2 * num_micro_batches}",)
     elif num_micro_batches > 1:
-        other = ("actor.mb_spec.n_mbs=1", "actor.mb_spec.max_tokens_per_mb=null")
+        other = ("mb_spec.n_mbs=1", "mb_spec.max_tokens_per_mb=null")
     else:
         return reruns
-    return [*reruns, replace(request, settings=request.settings + other, stop_at_difference=False)]
+    config = record.header.config
+    learning = ("actor", "critic") if "critic" in config and config["critic"] is not None else ("actor",)
+    settings = tuple(f"{model}.{option}" for model in learning for option in other)
+    return [*reruns, replace(request, settings=request.settings + settings, stop_at_difference=False)]
 
 
 def smallest_minibatch(record: Record, step: int) -> int:

@@ -54,21 +54,16 @@ class PolicyObjective:
         options = self.options
         aligned = to_next_token(batch)
         mask = aligned["loss_mask"].bool()
-        behaviour = aligned["logprobs"]
-        proximal, scored = behaviour, {}
-        if options.should_compute_prox_logp():
-            proximal, entropy = actor.score(aligned)
-            scored = {"entropy": entropy}
-        if not options.use_decoupled_loss:
-            behaviour = proximal
-        reference_logprobs = reference.compute_logprobs(aligned) if reference is not None else None
+        scored = self._scored(aligned, actor, reference, teacher)
+        proximal = scored["prox_logp"]
+        behaviour = aligned["logprobs"] if options.use_decoupled_loss else proximal
         learned = compute_advantages(
             self._sequence_rewards(batch),
             mask,
             behaviour,
             batch["attention_mask"],
             batch["finish_reason"],
-            reference_logprobs=reference_logprobs,
+            reference_logprobs=scored["ref_logp"] if reference is not None else None,
             values=values,
             kl_ctl=options.kl_ctl,
             kl_estimator=options.kl_estimator,
@@ -82,16 +77,11 @@ class PolicyObjective:
             advantages = normalize_tokens(advantages, mask, group_ids=batch["prompt_id"], **norm)
         inputs = {
             "logprobs": behaviour,
-            "prox_logp": proximal,
             "advantages": advantages,
             "returns": learned.returns,
             "kl_rewards": learned.kl_rewards,
             "total_rewards": learned.total_rewards,
         }
-        if reference_logprobs is not None:
-            inputs["ref_logp"] = reference_logprobs
-        if teacher is not None:
-            inputs["teacher_logp"] = teacher.compute_logprobs(aligned)
         if values is not None:
             inputs["values"] = values
         if options.m2_threshold is not None:
@@ -102,6 +92,24 @@ class PolicyObjective:
         if uses_proximal_share(options):
             inputs["proximal_share"] = loglinear_share(aligned["versions"], version)
         return aligned | scored | inputs
+
+    def _scored(
+        self,
+        aligned: Batch,
+        actor: FSDPEngine,
+        reference: FSDPEngine | BaseReference | None,
+        teacher: FSDPEngine | None,
+    ) -> Batch:
+        """`prox_logp`, with `entropy` if it was computed here, `ref_logp` and `teacher_logp` of the models that are there, [B, T]."""
+        timing, scored = self.stats.timing, {"prox_logp": aligned["logprobs"]}
+        if self.options.should_compute_prox_logp():
+            with timing("recompute_logp"):
+                scored["prox_logp"], scored["entropy"] = actor.score(aligned)
+        for name, model in {"ref_logp": reference, "teacher_logp": teacher}.items():
+            if model is not None:
+                with timing(name):
+                    scored[name] = model.compute_logprobs(aligned)
+        return scored
 
     def _sequence_rewards(self, batch: Batch) -> Tensor:
         """Shaped and normalised rewards [B]."""
