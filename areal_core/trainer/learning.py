@@ -201,6 +201,8 @@ class PolicyObjective:
             weights=weights,
         )
         stats.denominator(clipped_tokens=details["clip_mask"])
+        if options.c_clip is not None:
+            stats.denominator(dual_clipped_tokens=details["dual_clip_mask"])
         stats.stat("clipped_tokens", clipped_new_logp=logprobs, clipped_old_logp=flat["logprobs"])
         stats.stat(
             "n_valid_tokens",

@@ -4,6 +4,7 @@ import torch
 
 from areal_core.algorithm.rewards import groups_without_spread
 from areal_core.batch import Batch, sequence_lengths
+from areal_core.config import PPOActorConfig
 from areal_core.telemetry import Reduce, Stats
 
 
@@ -39,3 +40,18 @@ def log_batch(stats: Stats, batch: Batch, inputs: Batch) -> None:
         kl_rewards=inputs["kl_rewards"],
         final_reward=inputs["total_rewards"],
     )
+
+
+def log_settings(stats: Stats, options: PPOActorConfig) -> None:
+    """The options that bound the update, beside what they act on; those that are not set are left out."""
+    rejection = options.rejection_sampling
+    upper = rejection.upper if rejection is not None else options.behav_imp_weight_cap
+    lower = rejection.lower if rejection is not None else None
+    optional = {"c_clip": options.c_clip, "rs_upper": upper, "rs_lower": lower}
+    with stats.scope("ppo_actor"):
+        stats.scalar(
+            mask_no_eos_with_zero=float(options.mask_no_eos_with_zero),
+            eps_clip=options.eps_clip,
+            use_dual_clip=float(options.c_clip is not None),
+        )
+        stats.scalar(**{name: value for name, value in optional.items() if value is not None})

@@ -18,8 +18,15 @@ def log_approximations(
     """
     logprobs = logprobs.detach()
     weights = (computed - behaviour_logprobs).exp()
+    moved = logprobs - behaviour_logprobs
     with stats.scope("compute_logp"):
-        stats.stat("n_valid_tokens", prox_logp_gt=computed)
+        stats.stat(
+            "n_valid_tokens",
+            prox_logp_gt=computed,
+            kl_div_direct=-moved,
+            kl_div_taylor=moved**2 / 2,
+            kl_div_dual=moved.expm1() - moved,
+        )
         for name, approximate in approximations(logprobs, behaviour_logprobs, share).items():
             error = (approximate - computed).abs()
             approximate_weights = (approximate - behaviour_logprobs).exp()

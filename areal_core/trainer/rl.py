@@ -22,7 +22,7 @@ from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.critic import update_critic
 from areal_core.trainer.evaluation import Evaluation, validation_rows
 from areal_core.trainer.learning import PolicyObjective
-from areal_core.trainer.policy_stats import log_batch
+from areal_core.trainer.policy_stats import log_batch, log_settings
 from areal_core.trainer.recovery import Recovery, step_of
 from areal_core.trainer.saving import Saver
 from areal_core.trainer.updates import update
@@ -176,6 +176,7 @@ class PPOTrainer:
                     batch, self.actor, self.reference, self.version, values=values, teacher=self.teacher
                 )
                 log_batch(self.stats, batch, inputs)
+                log_settings(self.live_stats, self.config.actor)
             self._observe("advantages", step=step, inputs=inputs)
             with self.stats.scope("update"), timing("train_step"):
                 log_versions(self.stats, batch, self.version)

@@ -7,7 +7,7 @@ import torch
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal_core.telemetry import Stats
 from areal_core.trainer.learning import PolicyObjective, behaviour_bounds
-from areal_core.trainer.policy_stats import log_batch
+from areal_core.trainer.policy_stats import log_batch, log_settings
 from areal_core.trainer.updates import divide_into_minibatches
 
 
@@ -242,6 +242,32 @@ def test_metrics_learn_from_the_computed_policy_and_say_how_far_the_approximatio
         assert stats[f"compute_logp/{name}/behave_imp_weight/avg"] == pytest.approx(weights.mean())
     assert stats["compute_logp/prox_logp_gt/avg"] == pytest.approx(computed[mask].mean())
     assert stats["compute_logp/rollout/behave_imp_weight/max"] == 1.0
+    moved = (logprobs - behaviour)[mask]
+    assert stats["compute_logp/kl_div_direct/avg"] == pytest.approx(-moved.mean())
+    assert stats["compute_logp/kl_div_taylor/avg"] == pytest.approx((moved**2).mean() / 2)
+    assert stats["compute_logp/kl_div_dual/min"] == pytest.approx((np.exp(moved) - 1 - moved).min())
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        (
+            {"rejection_sampling": RejectionSamplingConfig(upper=3.0, lower=0.5)},
+            {"rs_upper": 3.0, "rs_lower": 0.5},
+        ),
+        ({"behav_imp_weight_cap": 4.0, "c_clip": 2.0}, {"rs_upper": 4.0, "c_clip": 2.0}),
+        ({"mask_no_eos_with_zero": True}, {}),
+    ],
+)
+def test_options_that_bound_the_update_are_logged_as_scalars(options, bounds):
+    stats, actor = Stats(), PPOActorConfig(eps_clip=0.25, **options)
+    log_settings(stats, actor)
+    told = {name: value for name, value in stats.export().items() if not name.endswith("__count")}
+    assert told == {f"ppo_actor/{name}": value for name, value in bounds.items()} | {
+        "ppo_actor/eps_clip": 0.25,
+        "ppo_actor/use_dual_clip": float("c_clip" in options),
+        "ppo_actor/mask_no_eos_with_zero": float("mask_no_eos_with_zero" in options),
+    }
 
 
 def test_older_cap_means_a_bound_on_the_ratio_and_without_decoupling_there_is_no_correction():
