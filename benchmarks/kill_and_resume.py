@@ -101,13 +101,13 @@ def config_of(plan: Plan, model: Path) -> dict[str, Any]:
 class Job:
     """A launcher and its ranks, whose files are in `folder`."""
 
-    def __init__(self, plan: Plan, config: Path, folder: Path) -> None:
+    def __init__(self, plan: Plan, config: Path, folder: Path, **environment: str) -> None:
         self.plan, self.folder = plan, folder
         launcher = Path(sys.executable).parent / "areal-debug"
         options = (f"cluster.fileroot={folder}",)
         self.command = [str(launcher), "train", str(PROGRAM), "--config", str(config), *options]
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "METHOD": plan.method}
-        folder.mkdir(parents=True)
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "METHOD": plan.method} | environment
+        folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
         self.started_s = time.monotonic()

@@ -1,4 +1,5 @@
-"""The run that `kill_and_resume.py` kills: METHOD (environment) is grpo, ppo, async or sft; options as in any run.
+"""The run that `kill_and_resume.py` kills: METHOD (environment) is grpo, ppo, async or sft; options as in any run. STOP_AFTER is the
+last step.
 
 `async` samples ahead of training with a scripted engine: what it answers depends on the prompt alone, and not on when it is asked.
 """
@@ -47,12 +48,13 @@ def scripted_ahead(trainer: PPOTrainer) -> LiveRollouts:
 def main(method: str) -> None:
     options_of_method = SFTConfig if method == "sft" else GRPOConfig
     config, _ = load_expr_config(sys.argv, options_of_method)
+    last = int(os.environ.get("STOP_AFTER", config.total_train_steps - 1))
     if method == "sft":
         with SFTTrainer(config, SFT_ROWS) as trainer:
-            trainer.train()
+            trainer.train(stop=lambda step: step == last)
         return
     source = scripted_ahead if method == "async" else None
-    with PPOTrainer(config, get_dataset(config.train_dataset), source=source) as trainer:
+    with PPOTrainer(config, get_dataset(config.train_dataset), source=source, stop_after=last) as trainer:
         trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:even_share"})
 
 
