@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end with the bits of runs that were left alone; benchmarks/kill_and_resume.py does it, in any number."""
+"""Runs that are killed at random moments end with the bits of runs that were left alone, by a script that does it in any number."""
 
 import json
 import subprocess
