@@ -23,6 +23,7 @@ from train_step import (
     make_model,
     make_rows,
     say,
+    with_entropies,
 )
 
 from areal_core.batch import Batch, select_rows, sequence_lengths
@@ -81,7 +82,7 @@ def main() -> None:
     for is_sorted in (False, True):
         micro_batches = padded(batch, options.tokens, is_sorted)
         pack_them = partial(engine_step, engine, batch)
-        pad_them = partial(bare_step, bare, adam, micro_batches, scale)
+        pad_them = partial(bare_step, bare, adam, micro_batches, scale, with_entropies)
         norms = pack_them(), pad_them()
         num_padded = sum(micro.labels.numel() for micro in micro_batches)
         print(

@@ -1,11 +1,15 @@
 """What the engine costs beside a bare loop of PyTorch: the same model under FSDP2, the same packed micro-batches, the same loss, in turn.
 
-    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 6] [--vocabulary 8192] [--tokens 1024]
+    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12] [--vocabulary 4096] [--tokens 512]
 
-The bare loop gets its micro-batches packed and ready, takes cross-entropy of all logits at once, and reads back nothing but the gradient
-norm. The engine starts from padded rows, divides and packs them, computes logprobs and entropies a chunk at a time, and tells losses and
-weights of every micro-batch. Ratios are of neighbouring steps, their median is printed; those of the processor's seconds hold on a busy
-machine, too, where waiting for the other rank counts in the clock's.
+The bare loop gets its micro-batches packed and ready, computes logprobs and entropies, which losses of policy optimisation take, from all
+logits at once, and reads back nothing but the gradient norm; with --cross-entropy it takes PyTorch's, without entropies. The engine starts
+from padded rows, divides and packs them, computes logprobs and entropies a chunk at a time, and tells losses and weights of every
+micro-batch. To save memory its backward computes logits again, a third of the output layer's work: the layer has a tenth of this model's
+weights, as in models of some billions; where it has more, that shows.
+
+Ratios are of neighbouring steps, their median is printed. Those of the processor's seconds hold on a busy machine, too, where the clock
+counts waiting.
 """
 
 import argparse
@@ -117,15 +121,32 @@ def ready(batch: Batch, micro_batches: list[list[int]]) -> list[Packed]:
     return found
 
 
+def with_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Minus the sum of the labels' logprobs, computed beside entropies; logits [tokens, vocabulary]."""
+    log_p = torch.log_softmax(logits.float(), -1)
+    with torch.no_grad():
+        _ = -(log_p.exp() * log_p).sum(-1)
+    is_trained = labels >= 0
+    return -(log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0] * is_trained).sum()
+
+
+def without_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same by PyTorch's cross-entropy."""
+    return cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+
+
 def bare_step(
-    model: LlamaForCausalLM, adam: torch.optim.Optimizer, micro_batches: list[Packed], scale: float
+    model: LlamaForCausalLM,
+    adam: torch.optim.Optimizer,
+    micro_batches: list[Packed],
+    scale: float,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> float:
     """The same step without an engine; its gradient norm."""
     model.train()
     for micro in micro_batches:
         logits = model(**micro.inputs, use_cache=False).logits.flatten(0, -2)
-        loss = cross_entropy(logits, micro.labels, ignore_index=-100, reduction="sum")
-        (loss * scale).backward()
+        (loss_of(logits, micro.labels) * scale).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clipping)
     adam.step()
     adam.zero_grad()
@@ -172,12 +193,13 @@ def measure(options: argparse.Namespace) -> None:
     packed = ready(batch, engine.divide(batch))
     num_tokens = int(batch["loss_mask"].sum()) * ranks.world_size
     scale = ranks.world_size / num_tokens
+    loss_of = without_entropies if options.cross_entropy else with_entropies
 
     def ours() -> float:
         return engine_step(engine, batch)
 
     def bare() -> float:
-        return bare_step(model, adam, packed, scale)
+        return bare_step(model, adam, packed, scale, loss_of)
 
     norms = [(ours(), bare()) for _ in range(2)]  # they warm up, and show that both learn the same
     ratios = in_turn(ranks, ours, bare, options.rounds)
@@ -195,9 +217,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    defaults = {"ranks": 1, "rounds": 6, "hidden": 256, "layers": 6, "vocabulary": 8192, "tokens": 1024}
+    defaults = {"ranks": 1, "rounds": 6, "hidden": 256, "layers": 12, "vocabulary": 4096, "tokens": 512}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cross-entropy", action="store_true")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
