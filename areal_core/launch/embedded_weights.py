@@ -2,8 +2,8 @@
 
 Every method takes the JSON of the route that it answers (`embedded_server.py`), and runs on a thread of its own.
 
-An adapter is merged into the weights, so there is one at a time: a new one takes the place of the last, and a request that names
-another one, or none, is refused as one that SGLang has not loaded.
+An adapter is merged into the weights, so there is one at a time: a new one takes the place of the last when the weights get a new
+version, or when a request names it; a request that names another one, or none, is refused as one that SGLang has not loaded.
 """
 
 import json
@@ -38,10 +38,13 @@ class ServedWeights:
         self._adapter: str | None = None
         self._adapter_of: dict[str, str | None] = {}  # by version
         self._beneath: dict[str, Tensor] = {}  # the weights that the adapter was merged into
+        self._next: tuple[str, dict[str, Tensor]] | None = (
+            None  # an adapter that was loaded and not merged yet
+        )
 
     def load_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         self._sampler.load(tensors_of(Path(body["model_path"])), body.get("weight_version"))
-        self._adapter, self._beneath = None, {}
+        self._adapter, self._next, self._beneath = None, None, {}
         return succeeded("Succeeded to update model weights.")
 
     def load_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -54,24 +57,29 @@ class ServedWeights:
             raise BadRequest(
                 f"the model has no {', '.join(sorted(unknown))}, of which {folder} is an adapter"
             )
-        beneath = self._beneath | {n: held[n].detach().clone() for n in layers if n not in self._beneath}
-        merged = {n: merged_weight(beneath[n], down, up, scaling) for n, (down, up) in layers.items()}
-        self._load_merged(name, beneath, merged)
+        self._beneath |= {n: held[n].detach().clone() for n in layers if n not in self._beneath}
+        self._next = (
+            name,
+            {n: merged_weight(self._beneath[n], *parts, scaling) for n, parts in layers.items()},
+        )
         return {**succeeded(""), "loaded_adapters": {name: str(folder)}}
 
     def unload_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["lora_name"] != self._adapter:
             raise BadRequest(f"LoRA with name {body['lora_name']} does not exist")
-        self._load_merged(None, self._beneath, {})
+        self._merge(None, {}, None)
         return {**succeeded(""), "loaded_adapters": {}}
 
-    def _load_merged(self, name: str | None, beneath: dict[str, Tensor], merged: dict[str, Tensor]) -> None:
-        self._sampler.load(iter((beneath | merged).items()), None)
-        self._adapter, self._beneath = name, beneath
+    def _merge(self, name: str | None, merged: dict[str, Tensor], version: str | None) -> None:
+        """Puts weights with an adapter in, as a new version; what is in flight is cut, and so not sampled by both."""
+        self._sampler.load(iter((self._beneath | merged).items()), version, in_flight="abort")
+        self._adapter, self._next = name, None
         self._adapter_of[self._sampler.version] = name
 
     def check_adapter(self, name: str | None, versions: Collection[str] = ()) -> None:
         """Raises `BadRequest` unless the adapter is the one in the weights now, or was in those that tokens were sampled by."""
+        if self._next is not None and self._next[0] == name:
+            self._merge(*self._next, None)
         held = {self._adapter_of.get(version) for version in versions} or {self._adapter}
         if held != {name}:
             raise BadRequest(
@@ -79,8 +87,11 @@ class ServedWeights:
             )
 
     def rename_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._sampler.load(iter(()), body["new_version"])
-        self._adapter_of[self._sampler.version] = self._adapter
+        if self._next is not None:
+            self._merge(*self._next, body["new_version"])
+        else:
+            self._sampler.load(iter(()), body["new_version"])
+            self._adapter_of[self._sampler.version] = self._adapter
         return succeeded(f"Weight version updated to {body['new_version']}")
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:

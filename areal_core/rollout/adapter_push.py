@@ -4,16 +4,17 @@
     ---------------------------    ---------------------------------------------   -------------------------------------
     for name, tensor in adapter    takes in new servers, drops dead ones
       (full_tensor: collective)    writes the folder
-                                   pause_generation                                cuts what is in flight
-                                   load_lora_adapter NAME-vN                       keeps the tensors
+                                   load_lora_adapter NAME-vN                       keeps it beside the others, samples on
                                    update_weight_version N                         says so from now on
+                                   pause_generation                                cuts what is in flight
                                    unload_lora_adapter, all but the last two
                                    compares the model beneath, when it is time     /weights_checker
-                                   continue_generation                             what asks for NAME-v(N-1) still gets it
+                                   continue_generation
 
 The adapter of a version has a name of its own, so a request says by which weights it is sampled, whatever happens meanwhile. The
-server's `weight_version` stays the truth about who may be asked: it is raised after the adapter is there. The one before is kept,
-because a client learns of the new version a moment after the servers go on.
+server's `weight_version` stays the truth about who may be asked, and tells a request that was cut which adapter to go on with: it is
+raised when the adapter is there, before the cut. The adapter before is kept for requests that begin before their client knows of the
+new one.
 """
 
 import json
@@ -46,7 +47,7 @@ class AdapterPush:
         adapter: what the tensors are.
         name: of the adapter, before its version.
         check: which pushes are followed by a comparison of the model beneath with `adapter.base_model`, where that is a folder here.
-        grace_s: seconds between the pause and the loading.
+        grace_s: seconds for which the servers stay paused.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class AdapterPush:
             self.pool.refresh()
             write_adapter(folder, tensors, self.adapter)
             self.check.read(read_safetensors(Path(self.adapter.base_model)), self.pool)
+            loaded = self._load(name, folder)
+            self.pool.post(
+                "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+            )
             with self.pool.paused():
                 time.sleep(self.grace_s)
-                loaded = self._load(name, folder)
-                self.pool.post(
-                    "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
-                )
                 self._unload(loaded - {name, self._last})
                 self.check.compare(self.pool, version)
         finally:

@@ -150,14 +150,20 @@ class InterruptibleSampler:
                 job.is_aborted = job.is_aborted or rid is None or job.request.rid.startswith(rid)
             self._answer_waiting(lambda job: rid is None or job.request.rid.startswith(rid))
 
-    def load(self, named_tensors: Iterator[tuple[str, Tensor]], version: str | None) -> None:
-        """Copies weights in, by name, and renames them unless `version` is None.
+    def load(
+        self,
+        named_tensors: Iterator[tuple[str, Tensor]],
+        version: str | None,
+        in_flight: PauseMode = "retract",
+    ) -> None:
+        """Copies weights in, by name, and renames them unless `version` is None; without a pause, as in one of mode `in_flight`.
 
         Raises what the model raises for a tensor that does not fit; the ones before it are in.
         """
         with self._changed:
             was_paused = self._paused
-            self._paused = was_paused or "retract"
+            self._paused = was_paused or in_flight
+            self._changed.notify_all()
             self._changed.wait_for(self._at_rest)
             try:
                 self._model.load(named_tensors)

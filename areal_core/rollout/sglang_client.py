@@ -12,7 +12,7 @@
     both ask every server that is known which weights it holds: one with the current weights is asked for tokens, no other
 
 Each token keeps the version that the *server* says it was sampled by, so a reply that crosses a push is stamped rightly. Where adapters are
-served (`lora_name`) a request names that of one version, which is then the version of its tokens.
+served (`lora_name`) a request names that of one version, which is then the version of its tokens; after a cut, that of the server.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import aiohttp
 
@@ -41,9 +40,7 @@ from areal_core.rollout.sglang_wire import (
 )
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
-MAX_MISSES = (
-    3  # health checks in a row without an answer, after which what a server is doing is given to another
-)
+MAX_MISSES = 3  # health checks in a row without an answer: what the server is doing is given to another
 POLL_S = 0.5
 MAX_FAILURES = 100  # of one request; a server that takes requests and breaks them off would be asked for ever
 MAX_THREADS = 32
@@ -119,11 +116,11 @@ class SGLangClient:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        finish = "abort"
+        finish = ""
         self._begin_request()
         try:
-            while finish == "abort" and len(tokens) < budget:
-                chunk = await self._generate(req, tokens, budget - len(tokens))
+            while finish in ("", "abort") and len(tokens) < budget:
+                chunk = await self._generate(req, tokens, budget - len(tokens), finish == "abort")
                 tokens += chunk.tokens
                 logprobs += chunk.logprobs
                 versions += [self._first_version if v is None else v for v in chunk.versions]
@@ -192,22 +189,25 @@ class SGLangClient:
             self._watching.cancel()
         await self._connections.close()
 
-    async def _generate(self, req: ModelRequest, sampled: list[int], num_new_tokens: int) -> Chunk:
+    async def _generate(self, req: ModelRequest, sampled: list[int], budget: int, was_cut: bool) -> Chunk:
         """One chunk, from whichever server has the weights."""
         # No `rid`: after a broken connection the first attempt may still run, and a second with its name is refused.
-        payload = generate_payload(req.input_ids + sampled, req.sampling, num_new_tokens, len(sampled))
+        payload = generate_payload(req.input_ids + sampled, req.sampling, budget, len(sampled))
         prompt = req.metadata.get("prompt_id", req.rid)
         failed: Counter[Server] = Counter()
-        avoid = None
+        avoid, asks_version = None, was_cut
         while not self._is_closed:
             server = self.router.choose(prompt, avoid) or await self._wait_for_server()
             if server == avoid:
                 await asyncio.sleep(self._retry_delay_s)
             version = self.version
+            if self._lora_name and asks_version:  # a push tells the servers before it tells this client
+                version = max(version, await self._held_by(server))
             try:
                 with self.router.request_to(server):
                     asked = payload | self._adapter(version)
-                    chunk = parse_generate(await self._connections.post(server, "/generate", asked))
+                    body = await self._connections.post(server, "/generate", asked)
+                chunk = parse_generate(body, version if self._lora_name else None)
             except (aiohttp.ClientError, TimeoutError) as error:
                 avoid = server
                 failed[server] += 1
@@ -219,14 +219,12 @@ class SGLangClient:
                         f"a request failed {MAX_FAILURES} times: {self._last_failure}"
                     ) from error
             except RequestRefused as error:
-                avoid = server
+                avoid, asks_version = server, True
                 failed[server] += 1
                 may_pass = error.status >= 500 and failed.total() <= self._num_retries
                 if failed.total() > MAX_FAILURES or not (may_pass or await self._lacks(version, server)):
                     raise
             else:
-                if self._lora_name:
-                    chunk = replace(chunk, versions=[version] * len(chunk.tokens))
                 if self._is_current(chunk, version):
                     return chunk
                 self._last_failure = f"{server.address} came back without the weights of version {version}"
@@ -246,15 +244,18 @@ class SGLangClient:
         return {"lora_path": adapter_name(self._lora_name, version)}
 
     async def _lacks(self, version: int, server: Server) -> bool:
-        """Whether a server refuses because it has another version's adapter: a newer one, which `set_version` is about to tell, or none."""
+        """Whether a server refuses because it has another version's adapter: a newer one, or, after it was started anew, none."""
         if self._lora_name is None:
             return False
-        number = parse_version(await asyncio.to_thread(ask_version, server) or "")
-        held = self._first_version if number is None else number
-        if held < version:
+        if (held := await self._held_by(server)) < version:
             self._last_failure = f"{server.address} came back without the adapter of version {version}"
             self._drop(server)
         return held != version
+
+    async def _held_by(self, server: Server) -> int:
+        """The version of a server's weights; the first where it says nothing."""
+        number = parse_version(await asyncio.to_thread(ask_version, server) or "")
+        return self._first_version if number is None else number
 
     async def _wait_for_server(self) -> Server:
         """Raises `ServerDied` at once where no more can come."""

@@ -48,8 +48,12 @@ def generate_payload(
     }
 
 
-def parse_generate(body: bytes) -> Chunk:
-    """Parses a reply of `/generate`. Raises `MalformedReply` with what was missing."""
+def parse_generate(body: bytes, version: int | None = None) -> Chunk:
+    """Parses a reply of `/generate`. Raises `MalformedReply` with what was missing.
+
+    Args:
+        version: of all tokens, where the request named it; None for what the server says.
+    """
     try:
         meta = json.loads(body)["meta_info"]
         finish = meta["finish_reason"]
@@ -63,7 +67,8 @@ def parse_generate(body: bytes) -> Chunk:
         ]
         versions: list[int | None] = []
         for span in spans:
-            versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+            said = parse_version(span["version"]) if version is None else version
+            versions += [said] * (span["end"] - span["start"])
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise MalformedReply(
             f"a /generate reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"

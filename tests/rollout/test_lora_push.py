@@ -1,6 +1,8 @@
 """Adapters pushed to servers: the calls and their order, requests that name a version, and a real server that samples with them."""
 
 import asyncio
+import copy
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,6 @@ from areal_core.rollout.weight_check import WeightCheck
 from areal_core.rollout.weight_push import DiskPush
 
 RANK, TEMPERATURE = 4, 0.8
-SHORT = Sampling(max_new_tokens=4)
 
 
 @pytest.fixture
@@ -93,15 +94,18 @@ def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[Mo
 
 
 @torch.no_grad()
+def logprobs_of(model, r: ModelResponse) -> torch.Tensor:
+    """The model's logprobs of the sampled tokens."""
+    tokens = torch.tensor([r.input_tokens + r.output_tokens])
+    logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
+    return logprobs[len(r.input_tokens) - 1 :, 0]
+
+
 def worst_difference(model, responses: list[ModelResponse]) -> float:
     """Between the logprobs of the engine and of the model."""
-    worst = 0.0
-    for r in responses:
-        tokens = torch.tensor([r.input_tokens + r.output_tokens])
-        logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
-        expected = logprobs[len(r.input_tokens) - 1 :, 0]
-        worst = max(worst, float((torch.tensor(r.output_logprobs) - expected).abs().max()))
-    return worst
+    return max(
+        float((torch.tensor(r.output_logprobs) - logprobs_of(model, r)).abs().max()) for r in responses
+    )
 
 
 def with_adapters(fake) -> None:
@@ -112,7 +116,7 @@ def with_adapters(fake) -> None:
     )
 
 
-def test_a_push_writes_a_folder_loads_it_in_a_pause_and_takes_back_what_is_older(
+def test_a_push_writes_a_folder_loads_it_cuts_what_is_in_flight_and_takes_back_what_is_older(
     start_fake, push_of, adapted, tiny_model, tmp_path
 ):
     fake = start_fake()
@@ -130,9 +134,9 @@ def test_a_push_writes_a_folder_loads_it_in_a_pause_and_takes_back_what_is_older
     push.pool.post = look_then_post
     push.push(AdapterTensors(adapted, torch.device("cpu")), 3)
     assert fake.calls == [
-        ("/pause_generation", {"mode": "abort"}),
         ("/load_lora_adapter", {"lora_name": "tiny-v3", "lora_path": str(tmp_path / "push" / "v3")}),
         ("/update_weight_version", {"new_version": "3", "abort_all_requests": False}),
+        ("/pause_generation", {"mode": "abort"}),
         ("/unload_lora_adapter", {"lora_name": "tiny-v9"}),  # and not "other", which is somebody else's
         ("/continue_generation", {}),
     ]
@@ -153,7 +157,7 @@ def test_the_adapter_before_is_kept_and_the_one_before_that_is_unloaded(start_fa
     assert unloaded == ["tiny-v1"]
 
 
-def test_a_server_that_refuses_the_adapter_is_told_and_goes_on(start_fake, push_of, adapted):
+def test_a_server_that_refuses_the_adapter_is_told_and_never_stops(start_fake, push_of, adapted):
     fake = start_fake()
     fake.refuse["/load_lora_adapter"] = (
         400,
@@ -162,8 +166,8 @@ def test_a_server_that_refuses_the_adapter_is_told_and_goes_on(start_fake, push_
     tensors = iter(AdapterTensors(adapted, torch.device("cpu")))
     with pytest.raises(PushFailed, match="rank 4 is above max_lora_rank 2"):
         push_of(fake.server).push(tensors, 1)
-    assert fake.routes()[-1] == "/continue_generation"
     assert "/update_weight_version" not in fake.routes()
+    assert "/pause_generation" not in fake.routes()
     assert list(tensors) == []  # other ranks wait in them
 
 
@@ -189,11 +193,12 @@ def test_a_server_without_adapters_cannot_join_a_run_that_pushes_them(start_fake
 
 def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_push(start_fake):
     fake = start_fake()
-    generate([fake.server], count=1)
     fake.weight_version = "2"
+    (early,) = generate([fake.server], count=1)  # of a client that has not been told of the push
     (response,) = generate([fake.server], version=2, count=1)
     asked = [body.get("lora_path") for route, body in fake.calls if route == "/generate"]
     assert asked == [None, "tiny-v2"]
+    assert set(early.output_versions) == {0}  # the model alone, whatever the server holds besides
     assert set(response.output_versions) == {2}
 
 
@@ -228,32 +233,71 @@ def test_a_model_beneath_that_is_another_one_is_found(embedded, push_of, adapted
         push_of(server, every=1).push(AdapterTensors(adapted, torch.device("cpu")), 1)
 
 
-def test_a_request_that_is_behind_its_server_waits_for_the_new_version(embedded, push_of, adapted):
-    """Between a push and `set_version` the client asks for the last adapter; a server that lacks it is asked again."""
+def test_a_request_that_is_behind_its_server_takes_the_newer_adapter(embedded, push_of, adapted):
+    """Between a push and `set_version` the client asks for the adapter before, which this server has not any more."""
     server = embedded()
-    push, client = push_of(server), SGLangClient([server], lora_name="tiny", retry_delay_s=0.01)
+    push_of(server).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    (response,) = generate([server], count=1)
+    assert set(response.output_versions) == {1}
+    assert worst_difference(adapted, [response]) < 1e-5
+
+
+class Gate:
+    """Stops the model before its 20th token until the test lets it go on."""
+
+    def __init__(self, forward) -> None:
+        self.forward, self.calls = forward, 0
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls == 20:
+            self.reached.set()
+            assert self.go_on.wait(20)
+        return self.forward(*arguments)
+
+    def load(self, named_tensors) -> None:
+        self.forward.load(named_tensors)
+
+
+def test_a_completion_that_a_push_cuts_goes_on_with_the_new_adapter(
+    http_thread, push_of, adapted, tiny_model
+):
+    engine = EmbeddedServer(str(tiny_model))
+    server, sampler = http_thread(engine.application()).server, engine.sampler
+    push = push_of(server)
     push.push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    first = copy.deepcopy(adapted)
+    change(adapted, 2)
+    sampler._model = gate = Gate(sampler._model)
+    client = SGLangClient([server], lora_name="tiny")
+    client.set_version(1)
+
+    def is_cut() -> bool:
+        with sampler._changed:
+            return sampler._changed.wait_for(lambda: sampler._paused == "abort", 20)
 
     async def work() -> ModelResponse:
-        refused = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        lacks = client._lacks
-
-        async def told(*arguments):
-            answer = await lacks(*arguments)
-            loop.call_soon_threadsafe(refused.set)
-            return answer
-
-        client._lacks = told
-        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=SHORT)))
-        await asyncio.wait_for(refused.wait(), 20)
-        await asyncio.to_thread(client.set_version, 1)
-        response = await asyncio.wait_for(task, 20)
+        sampling = Sampling(max_new_tokens=40, temperature=TEMPERATURE, ignore_eos=True)
+        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
+        assert await asyncio.to_thread(gate.reached.wait, 20)
+        tensors = AdapterTensors(adapted, torch.device("cpu"))
+        pushing = asyncio.create_task(asyncio.to_thread(push.push, tensors, 2))
+        assert await asyncio.to_thread(is_cut)
+        gate.go_on.set()
+        await pushing
+        response = await task
         await client.aclose()
         return response
 
-    assert set(asyncio.run(work()).output_versions) == {1}
+    response = asyncio.run(work())  # whose client has not been told of version 2
     client.close()
+    sampler.close()
+    assert response.output_versions == [1] * 20 + [2] * 20
+    said = torch.tensor(response.output_logprobs)
+    for model, part in ((first, slice(0, 20)), (adapted, slice(20, 40))):
+        torch.testing.assert_close(said[part], logprobs_of(model, response)[part], atol=1e-5, rtol=0)
+    assert (said - logprobs_of(first, response))[20:].abs().max() > 0.05
 
 
 def test_a_server_that_comes_back_without_the_adapter_gets_no_more_requests(embedded, push_of, adapted):
@@ -317,8 +361,27 @@ def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, ada
             assert worst_difference(adapted, responses) < 1e-5
             assert worst_difference(base, responses) > 0.1
             assert {v for r in responses for v in r.output_versions} == {version}
+        (cut,) = asyncio.run(cut_by_a_push(server, push, adapted))
+        assert set(cut.output_versions) == {3, 4}
+        assert cut.output_versions == sorted(cut.output_versions)
+        ends = torch.tensor(cut.output_logprobs) - logprobs_of(adapted, cut)
+        assert ends[torch.tensor(cut.output_versions) == 4].abs().max() < 1e-5
         ask = partial(call, server, "POST", "/generate")
         body = {"input_ids": [10, 11], "sampling_params": {"max_new_tokens": 2}}
-        ask(body | {"lora_path": "tiny-v2"})  # of the version before
-        with pytest.raises(RequestRefused, match="tiny-v1"):
-            ask(body | {"lora_path": "tiny-v1"})
+        ask(body | {"lora_path": "tiny-v3"})  # of the version before
+        with pytest.raises(RequestRefused, match="tiny-v2"):
+            ask(body | {"lora_path": "tiny-v2"})
+
+
+async def cut_by_a_push(server: Server, push: AdapterPush, adapted) -> list[ModelResponse]:
+    """A long completion of version 3 that a push of version 4 cuts."""
+    client = SGLangClient([server], lora_name="tiny")
+    await asyncio.to_thread(client.set_version, 3)
+    sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
+    task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
+    await asyncio.sleep(0.4)
+    change(adapted, 4)
+    await asyncio.to_thread(push.push, AdapterTensors(adapted, torch.device("cpu")), 4)
+    response = await task
+    await client.aclose()
+    return [response]
