@@ -38,9 +38,13 @@ def shard_model(
         from_rank_0: only rank 0 has weights; the other ranks' model may be on "meta".
 
     Raises:
-        ModelError: no module of the model has one of the class names, or tensor parallelism cannot split it.
+        ModelError: no module of the model has one of the class names, or tensor parallelism cannot split it or is to be compiled.
         RanksError: the ranks of a group cannot share its attention heads.
     """
+    if compiles and ranks.tensor_parallel_size > 1:
+        raise ModelError(
+            f"fsdp.compile is true with t{ranks.tensor_parallel_size} in the allocation, which is not built: set it to false, or use t1"
+        )
     if model.get_output_embeddings() is not None:  # a reward model has none
         take_labels_in_output_layer(model)
     if from_rank_0:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
+from areal_core.engine.sharding import shard_model
 from areal_core.engine.tensor_parallel import check_tensor_parallel, split_over_ranks
 from areal_core.testing import make_tiny_family, step_with_gradients
 
@@ -101,6 +103,13 @@ def test_a_checkpoint_goes_from_one_rank_to_two_pairs_and_back(ranks, folder, to
     four_ranks = torchrun(PROGRAM, 4, copied, TRIED[0])
     assert four_ranks[0]["checkpoints"] == four_ranks[3]["checkpoints"]
     assert_checkpoints_agree(ranks, copied, four_ranks[0]["checkpoints"])
+
+
+def test_compiled_layers_are_not_split(ranks, folder):
+    model = load_model(str(folder / "llama"))
+    two = replace(ranks, tensor_parallel_size=2)
+    with pytest.raises(ModelError, match=r"fsdp\.compile is true with t2"):
+        shard_model(model, two, dtype=torch.float32, compiles=True)
 
 
 def test_a_family_without_a_plan_is_refused_by_name():
