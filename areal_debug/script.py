@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
 @contextmanager
 def mistakes_as_sentences() -> Iterator[None]:
     """Print the errors that our packages raise for users as one sentence, on the first rank that has one."""
-    from areal_core.engine.errors import EngineError
+    from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, RewardError
     from areal_core.rollout import errors as rollout
     from areal_core.rollout.agent.errors import AgentError
@@ -35,7 +35,7 @@ def mistakes_as_sentences() -> Iterator[None]:
 
     try:
         yield
-    except DamagedRecord as error:
+    except (DamagedRecord, CheckpointNotWritten) as error:
         end(f"Error: {error}", 1)
     except (
         ConfigError,

@@ -43,7 +43,7 @@ from areal_core.engine.checkpoint_file import (
     write_durably,
 )
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.engine.errors import CheckpointError
+from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
@@ -78,7 +78,7 @@ def save_checkpoint(folder: str | Path, engines: Engines, state: dict[str, Any])
         state: what the loop needs besides, as JSON types.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointNotWritten: it cannot be written.
     """
     write_snapshot(take_snapshot(folder, engines, state, copy=False), threading.Event())
     _ranks_of(engines).barrier()
@@ -124,7 +124,7 @@ def write_snapshot(snapshot: Snapshot, given_up: threading.Event) -> None:
         given_up: set when nobody waits for the checkpoint any more.
 
     Raises:
-        CheckpointError: it cannot be written, or was given up.
+        CheckpointNotWritten: it cannot be written, or was given up.
     """
     partial, rank = snapshot.partial, snapshot.rank
     try:
@@ -137,7 +137,7 @@ def write_snapshot(snapshot: Snapshot, given_up: threading.Event) -> None:
         if rank == 0:
             _commit(snapshot, given_up)
     except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {snapshot.folder}: {error}") from error
+        raise CheckpointNotWritten(f"cannot write the checkpoint {snapshot.folder}: {error}") from error
 
 
 def _commit(snapshot: Snapshot, given_up: threading.Event) -> None:
@@ -145,7 +145,7 @@ def _commit(snapshot: Snapshot, given_up: threading.Event) -> None:
     for rank in range(snapshot.world_size):
         while not _rank_file(partial, rank).exists():
             if given_up.wait(POLL_S):
-                raise CheckpointError(f"gave {folder} up before rank {rank} had written its part")
+                raise CheckpointNotWritten(f"gave {folder} up before rank {rank} had written its part")
         files.update(json.loads(_rank_file(partial, rank).read_text()))
     for rank in range(snapshot.world_size):
         _rank_file(partial, rank).unlink()

@@ -7,6 +7,7 @@ ValueError
     |-- RanksError         ranks that cannot share the work as asked
     |-- DeterminismError   deterministic mode without what it needs
     `-- CheckpointError    a checkpoint that is missing, damaged or of another model
+        `-- CheckpointNotWritten   a full disk, or one that fails: trying again may help
 ```
 """
 
@@ -29,3 +30,7 @@ class DeterminismError(EngineError):
 
 class CheckpointError(EngineError):
     """A checkpoint that is missing, damaged or of another model."""
+
+
+class CheckpointNotWritten(CheckpointError):
+    """The disk was full, or failed: no mistake of the user, and trying again may help."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_core.engine.errors import CheckpointError
+from areal_core.engine.errors import CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, write_adapter
 
@@ -31,7 +31,7 @@ class HFFolder:
         """Write it; not a collective. Where there is a folder already, its files are replaced.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointNotWritten: it cannot be written.
         """
         if not self.weights:
             return
@@ -51,7 +51,7 @@ class HFFolder:
                 os.replace(file, self.folder / file.name)
             partial.rmdir()
         except OSError as error:
-            raise CheckpointError(f"cannot write the model {self.folder}: {error}") from error
+            raise CheckpointNotWritten(f"cannot write the model {self.folder}: {error}") from error
 
 
 def take_hf(

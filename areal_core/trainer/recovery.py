@@ -134,7 +134,7 @@ class Recovery:
             The checkpoint that has become whole since this was last asked, if one has: with `saver.mode` "async" that of an earlier step.
 
         Raises:
-            CheckpointError: that one could not be written.
+            CheckpointNotWritten: that one could not be written.
         """
         whole = self._writing.finished()
         if self.mode in ("disabled", "off") or not self._frequency.is_due(step):

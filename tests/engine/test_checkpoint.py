@@ -16,7 +16,7 @@ from areal_core.engine.background_save import BackgroundSave
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from areal_core.engine.checkpoint_file import read_checkpoint
 from areal_core.engine.determinism import rng_state
-from areal_core.engine.errors import CheckpointError
+from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.hf_folder import save_hf, take_hf
 from areal_core.testing import make_tiny_model
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(e
     writing = BackgroundSave()
     writing.start(tmp_path / "c", lambda given_up: write_snapshot(snapshot, given_up))
     with pytest.raises(
-        CheckpointError, match=r"^cannot write the checkpoint .*/c: .*No space left on device.*$"
+        CheckpointNotWritten, match=r"^cannot write the checkpoint .*/c: .*No space left on device.*$"
     ):
         writing.wait()
     assert writing.finished() is None
@@ -206,7 +206,7 @@ def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(e
 def test_a_disk_that_gives_back_other_bytes_is_noticed(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_files, "file_checksum", lambda file: "00000000")
     with pytest.raises(
-        CheckpointError, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
+        CheckpointNotWritten, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
     ):
         save_checkpoint(tmp_path / "c", {"actor": engine}, {})
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_waits_for_another_rank_is_given_up_when_that_has_fail
     writing = BackgroundSave()
     writing.start(tmp_path / "c", lambda given_up: write_snapshot(of_two, given_up))
     writing.close()
-    with pytest.raises(CheckpointError, match="before rank 1 had written its part"):
+    with pytest.raises(CheckpointNotWritten, match="before rank 1 had written its part"):
         writing.wait()
     assert not (tmp_path / "c").exists()
 
