@@ -45,4 +45,4 @@ def test_held_out_measure_rises_with_an_adapter(method, taught):
     """SFT begins with the taught model, too: with random weights beneath, there is little that an adapter can do."""
     curve = learn(method, taught)
     assert curve[-1][0] == method.steps
-    assert curve[-1][1] >= curve[0][1] + min(method.margin, 0.1)
+    assert curve[-1][1] >= curve[0][1] + min(method.margin, 0.08)
