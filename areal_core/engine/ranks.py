@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks as a mesh ("dp", "sp", "tp"), and this rank's lines in it: ("dp_sp") for shards, ("sp_tp") for the same rows."""
+    """The ranks as a mesh ("dp", "sp", "tp"), its line ("dp_sp") through this rank, and the group of those that hold the same rows."""
 
     whole: DeviceMesh
     shards: DeviceMesh
-    same_rows: DeviceMesh
+    same_rows: dist.ProcessGroup | None  # None where each rank holds rows of its own
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,15 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over data-parallel ranks, so that each row counts once; a collective."""
+        return self._sum(tensor, self.meshes.whole.get_group("dp"))
+
+    def sum_parts(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, each of which has another part of the model; a collective."""
+        return self._sum(tensor, None)
+
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         total = tensor.to(self.device, copy=True)
-        dist.all_reduce(total, group=self.meshes.whole.get_group("dp"))
+        dist.all_reduce(total, group=group)
         return total.to(tensor.device)
 
     def maximum(self, count: int) -> int:
@@ -108,12 +115,6 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def sum_parts(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, each of which has another part of the model; a collective."""
-        total = tensor.to(self.device, copy=True)
-        dist.all_reduce(total)
-        return total.to(tensor.device)
-
     def gather_heads(self, value: object) -> list:
         """The values of the groups' heads, in data-parallel order, on every rank; a collective."""
         return self.gather_objects(value)[:: self.model_parallel_size]
@@ -126,11 +127,11 @@ class Ranks:
 
     def share(self, value: T) -> T:
         """The value of the head of this rank's group, on every rank of the group; a collective of the group."""
-        if self.model_parallel_size == 1:
+        if self.meshes.same_rows is None:
             return value
         shared = [value]
         head = self.rank - self.rank % self.model_parallel_size
-        dist.broadcast_object_list(shared, src=head, group=self.meshes.same_rows.get_group())
+        dist.broadcast_object_list(shared, src=head, group=self.meshes.same_rows)
         return shared[0]
 
     def barrier(self) -> None:
@@ -173,15 +174,23 @@ def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_paral
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    meshes = build_meshes(kind, world_size, sequence_parallel, tensor_parallel)
+    meshes = build_meshes(kind, world_size, sequence_parallel, tensor_parallel, timeout)
     return Ranks(rank, world_size, local, meshes, sequence_parallel, tensor_parallel)
 
 
-def build_meshes(device_kind: str, world_size: int, sequence_parallel: int, tensor_parallel: int) -> Meshes:
-    """The meshes of a job; a collective."""
-    shape = (world_size // (sequence_parallel * tensor_parallel), sequence_parallel, tensor_parallel)
+def build_meshes(
+    device_kind: str, world_size: int, sequence_parallel: int, tensor_parallel: int, timeout: timedelta
+) -> Meshes:
+    """The meshes of a job; a collective.
+
+    Args:
+        timeout: of what a head shares: the others wait for its rollouts there. Other groups meet after collectives of all ranks only.
+    """
+    model_parallel = sequence_parallel * tensor_parallel
+    shape = (world_size // model_parallel, sequence_parallel, tensor_parallel)
     mesh = init_device_mesh(device_kind, shape, mesh_dim_names=("dp", "sp", "tp"))
-    return Meshes(mesh, mesh["dp", "sp"]._flatten("dp_sp"), mesh["sp", "tp"]._flatten("sp_tp"))
+    same_rows = dist.new_subgroups(model_parallel, timeout=timeout)[0] if model_parallel > 1 else None
+    return Meshes(mesh, mesh["dp", "sp"]._flatten("dp_sp"), same_rows)
 
 
 def leave_ranks() -> None:
