@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal_core.batch import Batch, select_rows
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.engine.ranks import Ranks
+from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from replayer.preflight import RandomRollouts
 
@@ -32,9 +34,8 @@ class Conversations(RandomRollouts):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(vocab_size=100, num_prompts=NUM_ROWS // 2, num_samples=2, longest=24, seed=3)
-        self.rows = range(
-            ranks.rank * NUM_ROWS // ranks.world_size, (ranks.rank + 1) * NUM_ROWS // ranks.world_size
-        )
+        share, rank = NUM_ROWS // ranks.data_parallel_size, ranks.data_parallel_rank
+        self.rows = range(rank * share, (rank + 1) * share)
 
     def next_batch(self, step: int, version: int) -> Batch:
         batch = super().next_batch(step, version)
@@ -65,6 +66,16 @@ def build(
     config, _ = load_expr_config(["--config", str(TINY), *given], PPOConfig)
     source = {"source": lambda trainer: rollouts(trainer.ranks), "total_steps": num_steps}
     return PPOTrainer(config, observers=observers, print_steps=False, **source, **options)
+
+
+def make_teacher(folder: Path, **size: int) -> Path:
+    """A model of other random weights; louder, for a random model says nothing."""
+    make_tiny_model(folder, seed=1, **size)
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        teacher.model.norm.weight *= 6
+    teacher.save_pretrained(folder)
+    return folder
 
 
 def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Callable[..., None]]:

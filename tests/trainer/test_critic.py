@@ -16,6 +16,7 @@ from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.diff import diff_records
 from replayer.goto import goto
 from replayer.request import Request
+from replayer.rerun import own_reruns
 from replayer.run import replay_here
 
 PROGRAM = Path(__file__).with_name("critic_program.py")
@@ -110,26 +111,52 @@ def saved_critic(folder, step):
     return AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32).eval()
 
 
-def test_neither_micro_batches_nor_ranks_change_what_is_learned(tiny_model, tmp_path, torchrun):
-    teacher = make_tiny_model(tmp_path / "teacher", seed=1)
-    overrides = ["teacher.rl_loss_weight=0.5", "teacher.distill_loss_weight=0.1", f"teacher.path={teacher}"]
-    whole, cut = [], []
-    for name, limit, steps in (("whole", 4096, whole), ("cut", 32, cut)):
-        limited = f"actor.mb_spec.max_tokens_per_mb={limit}"
-        with build(
-            tiny_model, tmp_path / name, 3, limited, *overrides, observers=[measure_into(steps)]
-        ) as trainer:
-            trainer.train()
-            weights = norms_of_weights(trainer)
-    two_ranks = torchrun(PROGRAM, 2, tiny_model, tmp_path / "two", *overrides)
-    assert cut[0]["ppo_critic/num_micro_batches"] > whole[0]["ppo_critic/num_micro_batches"] == 1
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """Options of a teacher, so that every loss takes part."""
+    teacher = critic_program.make_teacher(tmp_path_factory.mktemp("teacher"))
+    return [f"teacher.path={teacher}", "teacher.rl_loss_weight=0.5", "teacher.distill_loss_weight=0.1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory, taught):
+    """(statistics of each step, norms of weights) of one rank with one micro-batch."""
+    steps, folder = [], tmp_path_factory.mktemp("whole")
+    limit = "actor.mb_spec.max_tokens_per_mb=4096"
+    with build(tiny_model, folder, 3, limit, *taught, observers=[measure_into(steps)]) as trainer:
+        trainer.train()
+        return steps, norms_of_weights(trainer)
+
+
+def assert_same(found, expected):
+    """Within what the order of float32 sums can move in three steps."""
+    (steps, weights), (expected_steps, expected_weights) = found, expected
+    for step, expected_step in zip(steps, expected_steps, strict=True):
+        assert computed(step) == pytest.approx(computed(expected_step), rel=2e-4, abs=2e-6)
+    assert weights == pytest.approx(expected_weights, rel=1e-5)
+
+
+def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, taught, whole):
+    cut = []
+    limit = "actor.mb_spec.max_tokens_per_mb=32"
+    with build(tiny_model, tmp_path, 3, limit, *taught, observers=[measure_into(cut)]) as trainer:
+        trainer.train()
+        weights = norms_of_weights(trainer)
+    number = "ppo_critic/num_micro_batches"
+    assert cut[0][number] > whole[0][0][number] == 1
     assert {"ppo_critic/critic_loss/avg", "ppo_critic/grad_norm", "ppo_actor/update/rkl_loss/avg"} <= set(
-        whole[0]
+        cut[0]
     )
-    for steps in (cut, two_ranks["steps"]):
-        for expected, found in zip(map(computed, whole), map(computed, steps), strict=True):
-            assert found == pytest.approx(expected, rel=2e-4, abs=2e-6)
-    assert two_ranks["weights"] == pytest.approx(weights, rel=1e-5)
+    assert_same((cut, weights), whole)
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["d2", pytest.param("d1c2", marks=pytest.mark.long), pytest.param("d1t2", marks=pytest.mark.long)],
+)
+def test_ranks_do_not_change_what_is_learned(split, tiny_model, tmp_path, torchrun, taught, whole):
+    found = torchrun(PROGRAM, 2, tiny_model, tmp_path, f"allocation_mode=embedded|fsdp:{split}", *taught)
+    assert_same((found["steps"], found["weights"]), whole)
 
 
 def computed(stats):
@@ -170,6 +197,8 @@ def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(ti
     report = replay_here(Request(str(folder), 0, 3))
     assert report.identical, report.first_different
     assert report.steps[-1].num_parameters == num_parameters
+    own, of_values = own_reruns(record, Request(str(folder), 0, 3), report)[-1].settings
+    assert own.replace("actor", "critic") == of_values  # the noise of values is measured as well
     reached = goto(str(folder), 3, lambda scene: None)  # from the anchor, which holds the critic as well
     assert (reached.anchor, reached.faithful, reached.num_parameters) == (2, True, num_parameters)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.paths import run_folder
@@ -102,14 +101,10 @@ async def nothing(*arguments, **row) -> float:
 
 
 def test_a_student_that_only_distils_nears_its_teacher(small_model, tmp_path):
-    folder = make_tiny_model(tmp_path / "teacher", hidden_size=32, num_layers=1, seed=1)
-    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        teacher.model.norm.weight *= 6  # a random model says nothing; a louder one does
-    teacher.save_pretrained(folder)
+    teacher = critic_program.make_teacher(tmp_path / "teacher", hidden_size=32, num_layers=1)
     options = [
         "algorithm=distill",
-        f"teacher.path={folder}",
+        f"teacher.path={teacher}",
         "teacher.rl_loss_weight=0",
         "teacher.distill_loss_weight=1",
     ]
