@@ -115,7 +115,12 @@ def saved_critic(folder, step):
 def taught(tmp_path_factory):
     """Options of a teacher, so that every loss takes part."""
     teacher = critic_program.make_teacher(tmp_path_factory.mktemp("teacher"))
-    return [f"teacher.path={teacher}", "teacher.rl_loss_weight=0.5", "teacher.distill_loss_weight=0.1"]
+    return [
+        f"teacher.path={teacher}",
+        "teacher.dtype=float32",
+        "teacher.rl_loss_weight=0.5",
+        "teacher.distill_loss_weight=0.1",
+    ]
 
 
 @pytest.fixture(scope="module")
