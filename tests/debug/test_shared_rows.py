@@ -12,6 +12,7 @@ COUNTS = ("rollout/n_seqs", "ppo_actor/n_seqs", "ppo_actor/n_tokens", "eval-roll
 CLOSE = ("ppo_actor/task_reward/avg", "ppo_actor/update/grad_norm", "ppo_actor/update/entropy/avg")
 EVALUATED = (
     "valid_dataset.path=arithmetic",
+    "valid_dataset.type=rl",
     "valid_dataset.dataset_kwargs.num_rows=6",
     "evaluator.freq_steps=2",
 )
