@@ -120,7 +120,9 @@ class TrainEngineConfig:
     use_lora: bool = option(False, "Train a low-rank adapter in place of the weights.")
     lora_rank: int = option(32, "Rank of the adapter.")
     lora_alpha: int = option(16, "The adapter counts lora_alpha / lora_rank times.")
-    target_modules: list[str] = section(list, "Modules that get an adapter; empty or all-linear: all linear ones.")
+    target_modules: list[str] = section(
+        list, "Modules that get an adapter; empty or all-linear: all linear ones."
+    )
     peft_type: str = option("lora", "Kind of adapter.", ("lora",))
     enable_tree_training: bool = option(False, "Share the forward pass of common prefixes.")
     scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; nothing here reads it.")

@@ -24,7 +24,9 @@ class GenerationHyperparameters:
     skip_special_tokens: bool = option(True, "Leave special tokens out of decoded text.")
     stop: list[str] | None = option(None, "Texts that end a completion.")
     frequency_penalty: float = option(0.0, "Lowers the logits of tokens by how often they have occurred.")
-    lora_name: str = option("default_lora", "Name under which the server knows the adapter, before its version.")
+    lora_name: str = option(
+        "default_lora", "Name under which the server knows the adapter, before its version."
+    )
     use_beam_search: bool = option(False, "Search instead of sampling.")
 
 
