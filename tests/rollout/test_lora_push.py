@@ -202,6 +202,16 @@ def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_pu
     assert set(response.output_versions) == {2}
 
 
+def assert_served_once_pushed(push, server, adapted, base, version):
+    """Pushes another adapter; the server then samples with it, and not with the model beneath."""
+    change(adapted, version)
+    push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+    responses = generate([server], version)
+    assert worst_difference(adapted, responses) < 1e-5
+    assert worst_difference(base, responses) > 0.1
+    assert {v for r in responses for v in r.output_versions} == {version}
+
+
 def test_an_embedded_server_samples_with_each_pushed_adapter_and_keeps_the_model_beneath(
     embedded, push_of, adapted, tiny_model
 ):
@@ -211,12 +221,7 @@ def test_an_embedded_server_samples_with_each_pushed_adapter_and_keeps_the_model
     push = push_of(server, every=1)  # each push is followed by a comparison of the model beneath
     assert worst_difference(base, generate([server])) < 1e-5
     for version in (1, 2):
-        change(adapted, version)
-        push.push(AdapterTensors(adapted, torch.device("cpu")), version)
-        responses = generate([server], version)
-        assert worst_difference(adapted, responses) < 1e-5
-        assert worst_difference(base, responses) > 0.1
-        assert {v for r in responses for v in r.output_versions} == {version}
+        assert_served_once_pushed(push, server, adapted, base, version)
     with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server holds tiny-v2"):
         call(server, "POST", "/generate", {"input_ids": [10], "lora_path": "tiny-v1"})
 
@@ -355,12 +360,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, ada
         push = push_of(server, every=1)
         assert worst_difference(base, generate([server])) < 1e-5
         for version in (1, 2, 3):
-            change(adapted, version)
-            push.push(AdapterTensors(adapted, torch.device("cpu")), version)
-            responses = generate([server], version)
-            assert worst_difference(adapted, responses) < 1e-5
-            assert worst_difference(base, responses) > 0.1
-            assert {v for r in responses for v in r.output_versions} == {version}
+            assert_served_once_pushed(push, server, adapted, base, version)
         (cut,) = asyncio.run(cut_by_a_push(server, push, adapted))
         assert set(cut.output_versions) == {3, 4}
         assert cut.output_versions == sorted(cut.output_versions)
