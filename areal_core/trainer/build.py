@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.allocation import Parallel, resolve_allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict, without_keys
+from areal_core.config.engine import FSDPEngineConfig, OptimizerConfig
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
 from areal_core.dataset import PromptLoader
@@ -108,7 +109,7 @@ def build_engine(
     named = policy.transformer_layer_cls_to_wrap if policy else None
     layer_classes = tuple(named) if named else None
     attention = choose_attention(options.attn_impl, ranks.device.type, dtype)
-    logger.info("%s: attention is %s", options.path, attention.why)
+    logger.debug("%s: attention is %s", options.path, attention.why)
     fsdp = options.fsdp
     model = load(
         options.path,
@@ -143,27 +144,34 @@ def build_engine(
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
     )
-    if (o := options.optimizer) is not None:
-        engine.optimizer = build_optimizer(
-            trained_parameters(model).values(),
-            kind=o.type,
-            lr=o.lr,
-            weight_decay=o.weight_decay,
-            beta1=o.beta1,
-            beta2=o.beta2,
-            eps=o.eps,
-        )
-        engine.schedule = build_schedule(
-            engine.optimizer,
-            kind=o.lr_scheduler_type,
-            total_steps=total_steps,
-            warmup_proportion=o.warmup_steps_proportion,
-            min_lr_ratio=o.min_lr_ratio,
-        )
-        engine.gradient_clipping = o.gradient_clipping
-        if (o.offload or fsdp.per_layer_optim_step) and not fsdp.offload_params:
-            engine.step_groups = step_groups(model, is_per_layer=fsdp.per_layer_optim_step)
+    if options.optimizer is not None:
+        add_optimizer(engine, options.optimizer, options.fsdp, total_steps)
     return engine
+
+
+def add_optimizer(
+    engine: FSDPEngine, options: OptimizerConfig, fsdp: FSDPEngineConfig, total_steps: int
+) -> None:
+    """Let the engine train: an optimizer of what its model trains, with its schedule over the run, and where its states are kept."""
+    engine.optimizer = build_optimizer(
+        trained_parameters(engine.model).values(),
+        kind=options.type,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+    )
+    engine.schedule = build_schedule(
+        engine.optimizer,
+        kind=options.lr_scheduler_type,
+        total_steps=total_steps,
+        warmup_proportion=options.warmup_steps_proportion,
+        min_lr_ratio=options.min_lr_ratio,
+    )
+    engine.gradient_clipping = options.gradient_clipping
+    if (options.offload or fsdp.per_layer_optim_step) and not fsdp.offload_params:
+        engine.step_groups = step_groups(engine.model, is_per_layer=fsdp.per_layer_optim_step)
 
 
 def adapt_model(model: PreTrainedModel, options: TrainEngineConfig, ranks: Ranks) -> Adapter:
