@@ -17,6 +17,14 @@ def config(tmp_path):
     return config
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """Also where whoever started the tests had SIGINT ignored, as a shell does for what runs in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config, capsys):
     with RunLines(config, 0, 2, prints=True) as lines:
         for step in (0, 1):
