@@ -20,7 +20,7 @@ from replayer.errors import ReplayError
 from replayer.stages import StageDifference
 
 LENGTHS = [3, 8, 6, 4]
-UPDATE = {"grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
+UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
 
 
 class Script:
