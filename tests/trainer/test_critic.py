@@ -155,10 +155,8 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, taugh
     assert_same((cut, weights), whole)
 
 
-@pytest.mark.parametrize(
-    "split",
-    ["d2", pytest.param("d1c2", marks=pytest.mark.long), pytest.param("d1t2", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["d2", "d1c2", "d1t2"])
 def test_ranks_do_not_change_what_is_learned(split, tiny_model, tmp_path, torchrun, taught, whole):
     found = torchrun(PROGRAM, 2, tiny_model, tmp_path, f"allocation_mode=embedded|fsdp:{split}", *taught)
     assert_same((found["steps"], found["weights"]), whole)
