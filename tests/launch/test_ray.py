@@ -116,7 +116,7 @@ def test_servers_run_on_the_cluster_and_ranks_are_told_where(cluster, stop_file,
     import os, pathlib, time
     print("servers", os.environ["AREAL_LLM_SERVER_ADDRS"], os.environ["NCCL_CUMEM_ENABLE"])
     pathlib.Path({str(stop_file) + "1"!r}).touch()
-    time.sleep(1)
+    time.sleep(5)  # in which the server ends, and the launcher is told
     """
     started = job(tmp_path, body, "sglang:d1+fsdp:d1")
     started.config.launcher.inference_server_cpus_per_gpu = 1
