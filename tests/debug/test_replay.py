@@ -108,6 +108,7 @@ def test_one_changed_bit_is_named_by_replay(areal_debug, copied):
     assert_one_sentence(areal_debug("replay", copied), 1, file.name, "tensor")
 
 
+@pytest.mark.long
 def test_a_killed_run_replays_up_to_the_step_that_was_cut_off(areal_debug, train, tmp_path):
     killed = train("--dump-rollout", tmp_path / "record", "debug.dump_queue_steps=0", KILL_IN_STEP="2")
     assert killed.returncode == 137

@@ -35,6 +35,7 @@ def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, tr
     assert "Bit-identical: 3 of 3 steps" in done.stdout
 
 
+@pytest.mark.long
 def test_a_server_that_dies_is_named_with_its_log_and_committed_steps_stay(tiny_model, tmp_path):
     command = [
         *(
