@@ -130,12 +130,13 @@ def wandb_history(folder: Path) -> list[dict[str, object]]:
 
 
 def test_the_real_weights_and_biases_package_writes_every_step_offline(config, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config.stats_logger.wandb.mode, config.stats_logger.wandb.wandb_api_key = "offline", ""
     with StatsLogger(build_services(config, tmp_path)) as logger:
         logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
         logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
+    wandb.teardown()  # its process, which may still be writing, has ended after this
     rows = wandb_history(tmp_path)
     assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in rows] == [(0, 0.25), (1, 0.1 + 0.2)]
     [run] = tmp_path.glob("wandb/offline-run-*")
