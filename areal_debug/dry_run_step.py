@@ -189,8 +189,6 @@ def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str])
         *(["before the first step"] if config.evaluator.eval_before_train else []),
         *([period] if period else []),
     ]
-    if isinstance(config, SFTConfig):
-        return "never: supervised fine-tuning does not read evaluator"
     if not when:
         return "never: evaluator.freq_* are empty"
     if config.valid_dataset is None:

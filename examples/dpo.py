@@ -7,16 +7,15 @@ Any JSONL file with `chosen` and `rejected`, and `prompt` or `messages` before t
 
 import sys
 
-from transformers import AutoTokenizer
-
 from areal_core.config import DPOConfig, load_expr_config
 from areal_core.dataset import get_dataset
+from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.dpo import DPOTrainer
 
 
 def main(argv: list[str]) -> None:
     config, _ = load_expr_config(argv, DPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config)
     with DPOTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
         trainer.train()
 

@@ -7,17 +7,16 @@ The place to start when a run does not learn: if it does not learn here either, 
 
 import sys
 
-from transformers import AutoTokenizer
-
 from areal_core.config import GRPOConfig
 from areal_core.dataset import get_dataset
+from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
     config, hooks = wire(argv, GRPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config)
     train_dataset = get_dataset(config.train_dataset, tokenizer=tokenizer)
     valid_dataset = get_dataset(config.valid_dataset, tokenizer=tokenizer)
     with PPOTrainer(config, train_dataset, valid_dataset, **hooks) as trainer:

@@ -85,15 +85,14 @@ def last_number(text: str) -> float | None:
 
 def main(argv: list[str]) -> None:
     # The trainer is imported here, so that the agent above can be run anywhere that openai is.
-    from transformers import AutoTokenizer
-
     from areal_core.config import GRPOConfig
     from areal_core.dataset import get_dataset
+    from areal_core.trainer.build import load_tokenizer
     from areal_core.trainer.rl import PPOTrainer
     from areal_debug.wiring import wire
 
     config, hooks = wire(argv, GRPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config)
     train_dataset = get_dataset(config.train_dataset, tokenizer=tokenizer)
     with PPOTrainer(config, train_dataset, **hooks) as trainer:
         trainer.train(workflow=CalculatorAgent, workflow_kwargs={"max_turns": 4})

@@ -66,6 +66,12 @@ def run_length_is_positive(config: BaseExperimentConfig) -> Iterator[str]:
     yield from (f"{name} is {n}; expected at least 1" for name, n in divisors.items() if n < 1)
 
 
+def periods_are_not_negative(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, value in flat_values(config).items():
+        if name.endswith((".freq_epochs", ".freq_steps", ".freq_secs")) and value is not None and value < 0:
+            yield f"{name} is {value}; expected at least 1, or null for never"
+
+
 def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
     if not config.actor.path:
         yield "actor.path is empty; give a model folder"
@@ -142,6 +148,7 @@ def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
 
 COUPLINGS = (
     run_length_is_positive,
+    periods_are_not_negative,
     model_can_be_trained,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,

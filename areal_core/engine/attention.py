@@ -5,6 +5,7 @@ piece costs what the pieces cost, on any device; flash-attention does the same i
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,6 +18,23 @@ from areal_core.engine.errors import ModelError
 from areal_core.engine.sequence_parallel import exchange_heads
 
 PACKED = "packed_sdpa"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tokens attend to which, and how.
+
+    Args:
+        sequence_lengths: tokens of each sequence, in packed order.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
+        softcap: scores are bent into (-softcap, softcap), as Gemma 2 does.
+    """
+
+    sequence_lengths: list[int]
+    scaling: float
+    dropout: float = 0.0
+    sliding_window: int | None = None
+    softcap: float | None = None
 
 
 def packed_attention(
@@ -41,9 +59,7 @@ def packed_attention(
     Args:
         query: [1, heads, tokens, head_dim]. key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: None; the lengths say everything.
-        sequence_lengths: tokens of each sequence, in packed order; their sum is `tokens`.
-        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
-        softcap: scores are bent into (-softcap, softcap), as Gemma 2 does.
+        sequence_lengths, scaling, dropout, sliding_window, softcap: a `Packing`; the sum of the lengths is `tokens`.
         sequence_parallel: the ranks that share the sequences; `tokens` are then this rank's slice of them.
         kernel: has the arguments of `attend_each`, which it is by default.
 
@@ -57,37 +73,21 @@ def packed_attention(
         raise ModelError(
             f"{type(module).__name__} has attention sinks, which packed attention does not compute: train a model without them"
         )
-    attend = partial(
-        kernel or attend_each,
-        sequence_lengths=sequence_lengths,
-        scaling=scaling,
-        dropout=dropout,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
+    packing = Packing(sequence_lengths, scaling, dropout, sliding_window, softcap)
+    attend = partial(kernel or attend_each, packing=packing)
     if sequence_parallel is None:
         return attend(query, key, value), None
     return exchange_heads(attend, query, key, value, sequence_parallel), None
 
 
-def attend_each(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sequence_lengths: list[int],
-    scaling: float,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
     """[1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim], whole sequences."""
     # split, not slices: the backward of a split is one concatenation, that of n slices is n zero-filled copies.
-    pieces = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
+    pieces = zip(*(t.split(packing.sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
     attended = []
     for q, k, v in pieces:
-        window = _window_mask(q.shape[2], sliding_window, q.device)
-        if softcap is None:
+        window = _window_mask(q.shape[2], packing.sliding_window, q.device)
+        if packing.softcap is None:
             attended.append(
                 scaled_dot_product_attention(
                     q,
@@ -95,13 +95,13 @@ def attend_each(
                     v,
                     attn_mask=window,
                     is_causal=window is None,
-                    dropout_p=dropout,
-                    scale=scaling,
+                    dropout_p=packing.dropout,
+                    scale=packing.scaling,
                     enable_gqa=True,
                 )
             )
         else:
-            attended.append(_soft_capped_attention(q, k, v, window, scaling, dropout, softcap))
+            attended.append(_soft_capped_attention(q, k, v, window, packing.softcap, packing))
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
@@ -110,16 +110,15 @@ def _soft_capped_attention(
     key: Tensor,
     value: Tensor,
     window: Tensor | None,
-    scaling: float,
-    dropout: float,
     softcap: float,
+    packing: Packing,
 ) -> Tensor:
     """Attention of one sequence with capped scores (arXiv 2408.00118, section 2), which SDPA has not: it holds [heads, length, length]."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap))
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (packing.scaling / softcap))
     allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if window is None else window
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
-    return torch.nn.functional.dropout(weights, dropout) @ value
+    return torch.nn.functional.dropout(weights, packing.dropout) @ value
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:

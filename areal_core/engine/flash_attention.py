@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from areal_core.engine.attention import PACKED, attend_each, packed_attention
+from areal_core.engine.attention import PACKED, Packing, attend_each, packed_attention
 
 FLASH = "packed_flash"
 OLDEST_CAPABILITY = (8, 0)  # Ampere
@@ -41,42 +41,23 @@ def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> Attenti
     return AttentionChoice(PACKED, f"SDPA, one sequence at a time: {missing}")
 
 
-def attend_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sequence_lengths: list[int],
-    scaling: float,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
     """What `attend_each` computes, in one kernel; it has no dropout and no soft cap, and takes heads of up to 256."""
-    if dropout or softcap is not None or query.shape[3] > WIDEST_HEAD:
-        return attend_each(
-            query,
-            key,
-            value,
-            sequence_lengths=sequence_lengths,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+    if packing.dropout or packing.softcap is not None or query.shape[3] > WIDEST_HEAD:
+        return attend_each(query, key, value, packing)
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = _cumulative(tuple(sequence_lengths), query.device)
-    longest = max(sequence_lengths)
+    ends = _cumulative(tuple(packing.sequence_lengths), query.device)
+    longest = max(packing.sequence_lengths)
     attended = varlen_attn(
         *(t[0].transpose(0, 1) for t in (query, key, value)),  # [tokens, heads, head_dim]
         ends,
         ends,
         longest,
         longest,
-        scale=scaling,
+        scale=packing.scaling,
         # The kernel counts the tokens before a token, Transformers counts the token itself, too.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if packing.sliding_window is None else packing.sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return attended[None]

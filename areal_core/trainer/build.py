@@ -79,7 +79,7 @@ def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
     """Training steps of a run over `num_rows` rows: all epochs, or what `total_train_steps` and `total_train_n_seqs` leave of them.
 
     Raises:
-        ConfigError: none.
+        ConfigError: there would be no step.
     """
     batch_size = config.train_dataset.batch_size
     steps = config.total_train_epochs * (num_rows // batch_size)

@@ -1,16 +1,15 @@
 """Supervised fine-tuning: maximum likelihood of the completions of given rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from areal_core.algorithm.alignment import shifted_left
 from areal_core.algorithm.sft_loss import sft_loss
-from areal_core.batch import Batch, pad_and_concat
+from areal_core.batch import Batch
 from areal_core.config import SFTConfig
-from areal_core.trainer.supervised import Rows, SupervisedTrainer, never
+from areal_core.trainer.rows import record_rows, rows_to_batch
+from areal_core.trainer.supervised import SupervisedTrainer
 from areal_core.trainer.updates import trained_tokens
 
 
@@ -19,38 +18,31 @@ class SFTTrainer(SupervisedTrainer):
 
     Args:
         train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type "sft").
+        valid_dataset: held-out ones; by default those of `config.valid_dataset`, if it is given.
     """
 
-    def __init__(self, config: SFTConfig, train_dataset: Sequence[dict[str, Any]]) -> None:
-        super().__init__(config, train_dataset)
+    name = "sft"
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        train_dataset: Sequence[dict[str, Any]],
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(config, train_dataset, valid_dataset)
         self.restore()
 
-    def train(self, stop: Callable[[int], bool] = never) -> None:
-        """Train to the last step, or the first after which `stop(step)` holds; `stop` must answer alike on every rank."""
-        self.train_rows("sft", self._train_step, stop)
+    def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        return rows_to_batch(rows)
 
-    def _train_step(self, rows: Rows) -> None:
-        batch = rows_to_batch(rows)
-        every = torch.ones(batch["attention_mask"].shape[0], dtype=torch.bool)
-        self.stats.denominator(n_seqs=every, n_tokens=batch["attention_mask"])
-        self.update(batch, self._loss, trained_tokens)
+    def weight(self, batch: Batch) -> Tensor:
+        return trained_tokens(batch)
 
-    def _loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
-        loss, details = sft_loss(logprobs, flat["loss_mask"])
-        self.stats.denominator(n_valid_tokens=flat["loss_mask"].bool())
-        self.stats.stat("n_valid_tokens", loss=details["loss"])
+    def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+        trained = flat["loss_mask"].bool()
+        loss, per_token, per_row = sft_loss(logprobs, trained, flat["cu_seqlens"])
+        record_rows(self.stats, flat)
+        self.stats.denominator(n_valid_tokens=trained, prompt_tokens=~trained)
+        self.stats.stat("n_valid_tokens", **per_token)
+        self.stats.stat("n_seqs", **per_row)
         return loss
-
-
-def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
-    """Rows as a padded batch, `loss_mask` next-token aligned."""
-    singles = [
-        {
-            "input_ids": torch.tensor([row["input_ids"]], dtype=torch.int32),
-            "attention_mask": torch.ones(1, len(row["input_ids"]), dtype=torch.bool),
-            "loss_mask": torch.tensor([row["loss_mask"]], dtype=torch.int32),
-        }
-        for row in rows
-    ]
-    batch = pad_and_concat(singles)
-    return batch | {"loss_mask": shifted_left(batch["loss_mask"], 0)}

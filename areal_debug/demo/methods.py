@@ -82,15 +82,15 @@ def teach(folder: Path, seed: int = 1) -> None:
     """Make a tiny model, and fine-tune it until it is right sometimes: reward needs something to build on."""
     run = Run(SFT, make_tiny_model(folder / "untrained", seed=seed), folder / "teaching", seed)
     config = run.config("larger_supervised.yaml", SFTConfig)
-    with SFTTrainer(config, examples()) as trainer:
+    with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         trainer.train(stop=right_sometimes(trainer, TRAINING[:96]))
     (run_folder(config, "checkpoints") / "default" / "final").rename(folder / "taught")
 
 
-def examples() -> list[TokenRow]:
-    """The training rows as prompts and completions."""
+def examples(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
+    """Rows as prompts and completions."""
     tokenizer = make_tiny_tokenizer()
-    return [sft_row(row, tokenizer) for row in TRAINING]
+    return [sft_row(row, tokenizer) for row in rows]
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
@@ -100,9 +100,9 @@ def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
 
 
 def learn_from_examples(run: Run) -> Curve:
-    """SFT, which has no validation of its own: answers are sampled here."""
+    """SFT, whose validation tells the loss of given answers: here answers are sampled, too."""
     config = run.config("larger_supervised.yaml", SFTConfig)
-    with SFTTrainer(config, examples()) as trainer:
+    with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         replica = Replica(config.actor.path, trainer.actor.dtype, trainer.ranks.device)
         curve = []
 

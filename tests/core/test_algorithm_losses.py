@@ -104,7 +104,7 @@ def test_empty_mask_still_has_a_backward():
     for loss in (
         policy_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4), ONE)[0],
         policy_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4), ONE, level="sequence")[0],
-        sft_loss(logprobs, torch.zeros(4))[0],
+        sft_loss(logprobs, torch.zeros(4), torch.tensor([0, 4]))[0],
         sapo_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4))[0],
         value_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4))[0],
     ):
@@ -223,10 +223,12 @@ def test_value_loss_equals_numpy():
     np.testing.assert_allclose(loss.item(), worse[mask].sum(), rtol=1e-10)
 
 
-def test_sft_loss_sums_over_trainable_tokens():
-    loss, stats = sft_loss(torch.tensor([-1.0, -2.0, -float("inf")]), torch.tensor([1, 1, 0]))
-    assert loss.item() == 3.0
-    assert stats["loss"].tolist() == [1.0, 2.0, 0.0]
+def test_sft_loss_sums_over_trainable_tokens_and_perplexity_is_that_of_each_sequence():
+    logprobs, mask = torch.tensor([-1.0, -2.0, -float("inf"), -0.5, -3.0]), torch.tensor([1, 1, 0, 1, 0])
+    loss, per_token, per_row = sft_loss(logprobs, mask, torch.tensor([0, 3, 4, 5]))
+    assert loss.item() == 3.5
+    assert per_token["loss"].tolist() == [1.0, 2.0, 0.0, 0.5, 0.0]
+    torch.testing.assert_close(per_row["ppl"], torch.tensor([math.exp(1.5), math.exp(0.5), 1.0]))
 
 
 def test_entropy_bonus_lowers_the_loss_by_the_entropy_of_trained_tokens():

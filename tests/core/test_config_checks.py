@@ -75,6 +75,7 @@ def test_sound_config_passes_without_notes():
          ["debug.dump_rollout_data is True", "debug.replay_rollout_data is True"]),
         ({"debug.replay_rollout_data": True}, ["debug.replay_rollout_data is True", "debug.path is ''"]),
         ({"total_train_steps": 0}, ["total_train_steps is 0"]),
+        ({"evaluator.freq_steps": -3}, ["evaluator.freq_steps is -3", "null for never"]),
         ({"actor.optimizer": None}, ["actor.optimizer is empty"]),
         ({"actor.optimizer.eps": 0.0}, ["eps 0.0"]),
         ({"actor.path": ""}, ["actor.path is empty"]),

@@ -155,7 +155,7 @@ def test_sft_loss_and_entropy_bonus_are_those_of_logits(num_tokens):
     labels = torch.randint(11, (num_tokens,), generator=generator)
     mask = torch.rand(num_tokens, generator=generator) < 0.6
     chosen = torch.distributions.Categorical(logits=logits)
-    loss, _ = sft_loss(chosen.log_prob(labels), mask)
+    loss, *_ = sft_loss(chosen.log_prob(labels), mask, torch.tensor([0, num_tokens]))
     expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask], reduction="sum")
     torch.testing.assert_close(loss, expected)
     p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(1, keepdims=True)

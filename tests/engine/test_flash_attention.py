@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from areal_core.engine import flash_attention as F
-from areal_core.engine.attention import attend_each
+from areal_core.engine.attention import Packing, attend_each
 
 LENGTHS = [5, 1, 90]
-ARGUMENTS = {"sequence_lengths": LENGTHS, "scaling": 0.25, "softcap": None}
+SCALING = 0.25
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_the_kernel_gets_sequences_end_to_end_and_the_window_in_its_own_count(
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
-    attended = F.attend_all(query, key, value, dropout=0.0, sliding_window=sliding_window, **ARGUMENTS)
+    attended = F.attend_all(query, key, value, Packing(LENGTHS, SCALING, sliding_window=sliding_window))
     assert torch.equal(attended, query.transpose(1, 2))  # [1, tokens, heads, head_dim]
     assert got == {
         "ends": [0, 5, 6, 96],
         "longest": (90, 90),
         "shapes": ((96, 4, 8), (96, 2, 8)),
-        "scale": 0.25,
+        "scale": SCALING,
         "window_size": window,
         "enable_gqa": True,
     }
@@ -62,9 +62,9 @@ def test_the_kernel_gets_sequences_end_to_end_and_the_window_in_its_own_count(
 
 def test_what_the_kernel_has_not_is_computed_one_sequence_at_a_time():
     query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
-    arguments = ARGUMENTS | {"softcap": 3.0, "dropout": 0.0, "sliding_window": None}
-    attended = F.attend_all(query, key, value, **arguments)
-    assert torch.equal(attended, attend_each(query, key, value, **arguments))
+    packing = Packing(LENGTHS, SCALING, softcap=3.0)
+    attended = F.attend_all(query, key, value, packing)
+    assert torch.equal(attended, attend_each(query, key, value, packing))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU, and there is none")
@@ -77,7 +77,7 @@ def test_flash_attention_equals_one_sequence_at_a_time_within_bfloat16(sliding_w
     ]
     found = []
     for attend in (F.attend_all, attend_each):
-        attended = attend(*inputs, dropout=0.0, sliding_window=sliding_window, **ARGUMENTS)
+        attended = attend(*inputs, Packing(LENGTHS, SCALING, sliding_window=sliding_window))
         found.append([attended, *torch.autograd.grad(attended.float().square().sum(), inputs)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)

@@ -15,7 +15,7 @@ from areal_core.engine.scores import load_score_model
 from areal_core.errors import ConfigError
 from areal_core.trainer import build, supervised
 from areal_core.trainer.dpo import DPOTrainer
-from areal_core.trainer.pairs import deal, pairs_to_batch
+from areal_core.trainer.pairs import pairs_to_batch
 from areal_core.trainer.reward_model import RWTrainer
 from areal_debug.demo.larger import larger_number_rows
 from areal_debug.demo.methods import pairs
@@ -153,7 +153,7 @@ def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(trainer,
 
 def test_each_held_out_pair_is_dealt_to_one_rank_in_as_many_batches_on_each():
     pairs = [{"chosen_ids": [i]} for i in range(5)]
-    dealt = [deal(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)]
+    dealt = [supervised.deal(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)]
     assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[0]] == [[0, 2], [4]]
     assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[1]] == [[1, 3], []]
     assert pairs_to_batch(dealt[1][1])["input_ids"].shape[0] == 0

@@ -106,18 +106,18 @@ def test_a_run_that_fails_gives_up_what_is_being_written_and_goes_on_from_the_on
         write(snapshot, given_up)
 
     monkeypatch.setattr(recovery, "write_snapshot", stuck)
-    update = SFTTrainer.update
+    loss = SFTTrainer.loss
 
     def fails_in_step_2(trainer, *arguments):
         if started.is_set():
             raise RuntimeError("out of memory")
-        update(trainer, *arguments)
+        return loss(trainer, *arguments)
 
-    monkeypatch.setattr(SFTTrainer, "update", fails_in_step_2)
+    monkeypatch.setattr(SFTTrainer, "loss", fails_in_step_2)
     with pytest.raises(RuntimeError, match="out of memory"):
         train("auto", saver__mode="async")
     assert sorted(folder.name for folder in checkpoints().iterdir()) == ["step-000001", "step-000002.partial"]
-    monkeypatch.setattr(SFTTrainer, "update", update)
+    monkeypatch.setattr(SFTTrainer, "loss", loss)
     monkeypatch.setattr(recovery, "write_snapshot", write)
     assert train("auto", saver__mode="async") == whole
 

@@ -1,0 +1,24 @@
+"""Supervised fine-tuning on GSM8K: the model learns the solutions that come with the questions, and its loss on held-out ones is told.
+
+    areal-debug train examples/gsm8k_sft.py --config examples/gsm8k_sft.yaml
+
+Any JSONL file with `prompt` and `completion`, `question` and `answer`, or `messages` and `answer`, can stand in place of the dataset.
+"""
+
+import sys
+
+from areal_core.config import SFTConfig, load_expr_config
+from areal_core.dataset import get_dataset
+from areal_core.trainer.build import load_tokenizer
+from areal_core.trainer.sft import SFTTrainer
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, SFTConfig)
+    tokenizer = load_tokenizer(config)
+    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

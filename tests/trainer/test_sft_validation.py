@@ -1,0 +1,80 @@
+"""Held-out rows of supervised fine-tuning: what is told of them is what the model's own logits say, when it was asked for."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_core.config import SFTConfig
+from areal_core.config.engine import OptimizerConfig
+from areal_core.errors import ConfigError
+from areal_core.paths import run_folder
+from areal_core.trainer import build, supervised
+from areal_core.trainer.sft import SFTTrainer
+
+TRAINING = [{"input_ids": [5, 6, *range(7, 9 + i)], "loss_mask": [0, 0, *[1] * (i + 2)]} for i in range(8)]
+HELD_OUT = [
+    {"input_ids": [5, 6, 40 + i, 50, 51][: 3 + i], "loss_mask": [0, 0, 1, 1, 1][: 3 + i]} for i in range(3)
+]
+
+
+@pytest.fixture
+def train(tiny_model, ranks, tmp_path, monkeypatch):
+    """Trains two steps in this process, and returns the statistics of each."""
+    monkeypatch.setattr(build, "start_process", lambda config: ranks)
+    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
+
+    def run(valid_dataset, **evaluator) -> list[dict[str, float]]:
+        config = SFTConfig(experiment_name="e", trial_name="t", total_train_steps=2)
+        config.cluster.fileroot, config.allocation_mode = str(tmp_path), "fsdp:d1"
+        config.actor.path, config.actor.dtype = str(tiny_model), "float32"
+        config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
+        config.train_dataset.batch_size = 4
+        for name, value in evaluator.items():
+            setattr(config.evaluator, name, value)
+        with SFTTrainer(config, TRAINING, valid_dataset) as trainer:
+            trainer.train()
+        lines = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return run
+
+
+def losses_per_row(model) -> list[float]:
+    """The mean negative log-likelihood of each held-out completion, by the model's own forward pass."""
+    losses = []
+    for row in HELD_OUT:
+        ids = torch.tensor([row["input_ids"]])
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        losses.append(-logprobs[1:].mean().item())  # the prompt is two tokens
+    return losses
+
+
+def test_the_model_before_training_is_measured_as_its_own_logits_say(train, tiny_model):
+    first, _ = train(HELD_OUT, eval_before_train=True, freq_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        losses = losses_per_row(model)
+    lengths = [1, 2, 3]
+    mean = sum(loss * length for loss, length in zip(losses, lengths, strict=True)) / sum(lengths)
+    scope = "eval-before-sft"
+    assert first[f"{scope}/loss/avg"] == pytest.approx(mean, rel=1e-5)
+    assert first[f"{scope}/ppl/avg"] == pytest.approx(sum(map(math.exp, losses)) / 3, rel=1e-5)
+    counts = {
+        name: first[f"{scope}/{name}"] for name in ("n_seqs", "n_tokens", "n_valid_tokens", "prompt_tokens")
+    }
+    assert counts == {"n_seqs": 3, "n_tokens": 12, "n_valid_tokens": 6, "prompt_tokens": 6}
+
+
+def test_held_out_rows_are_measured_after_the_steps_that_the_config_names(train):
+    first, second = train(HELD_OUT, freq_steps=2)
+    assert not [name for name in first if name.startswith("eval")]
+    assert second["eval-sft/loss/avg"] > 0
+    assert second["sft/ppl/min"] > 1
+
+
+def test_validation_without_rows_is_refused(train):
+    with pytest.raises(ConfigError, match="evaluator asks for validation and valid_dataset is None"):
+        train(None, freq_steps=1)
