@@ -11,7 +11,11 @@ COLUMNS = (
         "{:.4f}",
     ),
     ("accuracy", ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"), "{:.3f}"),
-    ("held-out", ("eval-dpo/reward_accuracy/avg", "eval-rw/correct_ratio/avg"), "{:.3f}"),
+    (
+        "held-out",
+        ("eval-sft/loss/avg", "eval-dpo/reward_accuracy/avg", "eval-rw/correct_ratio/avg"),
+        "{:.3f}",
+    ),
     ("grad_norm", ("ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"), "{:.3f}"),
     ("lr", ("ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"), "{:.2e}"),
     ("seq_len", ("ppo_actor/seq_len/avg", "sft/seq_len/avg"), "{:.0f}"),

@@ -8,12 +8,13 @@ from typing import Any
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.names import NAMES
 from areal_debug.doctor.reading import Run
-from areal_debug.doctor.rules import learning, policy, rollout
+from areal_debug.doctor.rules import learning, policy, rollout, supervised
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 from areal_debug.doctor.series import FEWEST_STEPS
 
 RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *learning.RULES,
+    *supervised.RULES,
     *policy.RULES,
     *rollout.RULES,
     *(partial(beyond, threshold) for threshold in THRESHOLDS),

@@ -64,15 +64,36 @@ NAMES: dict[str, tuple[str, ...]] = {
     "explained_variance": ("*critic*/explained_variance", "critic/vf_explained_var"),
     "failed": ("rollout/failed",),
     "accepted": ("rollout/accepted",),
-    "loss": ("*_actor/update/loss", "actor/pg_loss", "loss", "*/loss"),
+    "policy_loss": ("*_actor/update/actor_loss/avg", "actor/pg_loss"),
+    "loss": ("sft/loss/avg", "dpo/loss/avg", "rw/loss/avg", "loss"),
+    "eval_loss": (
+        "eval-sft/loss/avg",
+        "eval-dpo/loss/avg",
+        "eval-rw/loss/avg",
+        "val/loss",
+        "eval_loss",
+        "eval/loss",
+    ),
+    "preference_accuracy": (
+        "dpo/reward_accuracy/avg",
+        "rw/correct_ratio/avg",
+        "rewards/accuracies",
+        "accuracy",
+    ),
+    "chosen_reward": ("dpo/chosen_reward/avg", "rewards/chosen"),
 }
 
 FAMILIES = {
     "*_actor/": "AReaL",
     "rollout/": "AReaL",
+    "sft/": "AReaL",
+    "dpo/": "AReaL",
+    "rw/": "AReaL",
     "critic/": "verl",
     "actor/": "verl",
     "completions/": "TRL",
+    "rewards/": "TRL",
+    "mean_token_accuracy": "TRL",
 }
 
 

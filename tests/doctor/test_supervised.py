@@ -1,0 +1,97 @@
+"""The doctor on supervised runs: those that learn are left in peace, each trouble is named, under our names and those of TRL and verl."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+
+from .runs import around, ramp, write_stats
+
+STEPS = 200
+SFT = {"loss": "sft/loss/avg", "eval_loss": "eval-sft/loss/avg", "grad_norm": "sft/grad_norm"}
+DPO = {
+    "loss": "dpo/loss/avg",
+    "eval_loss": "eval-dpo/loss/avg",
+    "preference_accuracy": "dpo/reward_accuracy/avg",
+    "chosen_reward": "dpo/chosen_reward/avg",
+}
+TRL_DPO = {
+    "loss": "loss",
+    "eval_loss": "eval_loss",
+    "preference_accuracy": "rewards/accuracies",
+    "chosen_reward": "rewards/chosen",
+}
+VERL_SFT = {"loss": "train/loss", "eval_loss": "val/loss"}
+
+
+def learning(seed: int = 0) -> dict[str, np.ndarray]:
+    """Losses that fall, preferences that come out right, and answers that are liked more."""
+    falls = 0.4 + np.exp(-ramp(0.0, 3.0, 0.0))
+    return {
+        "loss": around(falls, 0.08, seed),
+        "eval_loss": around(falls + 0.05, 0.02, seed + 1),
+        "preference_accuracy": np.clip(around(ramp(0.55, 0.9, 0.0), 0.05, seed + 2), 0, 1),
+        "chosen_reward": around(ramp(0.0, 0.5, 0.0), 0.05, seed + 3),
+        "grad_norm": np.exp(around(-1.0, 0.3, seed + 4)),
+    }
+
+
+def examined(tmp_path, run, names):
+    folder = write_stats(tmp_path, {quantity: run[quantity] for quantity in names}, names)
+    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("names", "family"), [(SFT, "AReaL"), (DPO, "AReaL"), (TRL_DPO, "TRL"), (VERL_SFT, "unknown")]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_supervised_run_that_learns_is_healthy(tmp_path, seed, names, family):
+    code, found = examined(tmp_path, learning(10 * seed), names)
+    assert (code, found["verdict"], found["alarms"], found["names_of"]) == (0, "healthy", [], family)
+    assert set(found["judged"]) == set(names)
+
+
+@pytest.mark.parametrize("names", [DPO, TRL_DPO])
+@pytest.mark.parametrize(
+    ("alarm", "changes"),
+    [
+        ("D06", {"loss": around(1.4, 0.08)}),
+        ("D07", {"eval_loss": around(0.6 + np.abs(ramp(-0.6, 0.6, 0.0)), 0.02)}),
+        ("D08", {"preference_accuracy": np.clip(around(0.47, 0.02), 0, 0.5)}),
+        ("D09", {"chosen_reward": around(ramp(0.0, -2.0, 0.2), 0.05)}),
+    ],
+)
+def test_trouble_of_supervised_training_is_named_alone(tmp_path, alarm, changes, names):
+    code, found = examined(tmp_path, learning() | changes, names)
+    assert (code, [one["id"] for one in found["alarms"]]) == (1, [alarm])
+    assert all(found["alarms"][0][part] for part in ("found", "evidence", "advice", "experiment", "source"))
+
+
+def test_a_loss_that_rises_is_an_error(tmp_path):
+    _, found = examined(tmp_path, learning() | {"loss": around(ramp(1.0, 3.0, 0.0), 0.05)}, VERL_SFT)
+    assert [(one["id"], one["severity"]) for one in found["alarms"]] == [("D06", "error")]
+
+
+def test_the_step_of_the_best_held_out_loss_is_told(tmp_path):
+    """It is measured every tenth step, and best at step 100."""
+    measured = np.where(np.arange(STEPS) % 10 == 0, 0.6 + np.abs(ramp(-0.6, 0.6, 0.0)), np.nan)
+    folder = write_stats(tmp_path, {"loss": learning()["loss"]}, SFT)
+    file = folder / "stats.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, value in zip(rows, measured, strict=True):
+        row |= {} if np.isnan(value) else {SFT["eval_loss"]: value}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
+    [found] = json.loads(done.stdout)["alarms"]
+    assert found["id"] == "D07"
+    assert 90 <= found["evidence"][0][0] <= 110
+
+
+def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
+    names = {"loss": "loss", "reward": "reward"}
+    run = learning() | {"loss": around(0.0, 0.01), "reward": around(ramp(0.2, 0.7, 0.0), 0.05)}
+    assert examined(tmp_path, run, names)[0] == 0
