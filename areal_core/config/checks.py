@@ -24,7 +24,7 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
     couplings += PPO_COUPLINGS + SERVED_LORA_COUPLINGS if isinstance(config, PPOConfig) else ()
     couplings += PAIR_COUPLINGS if isinstance(config, DPOConfig | RWConfig) else ()
     couplings += DPO_COUPLINGS if isinstance(config, DPOConfig) else ()
-    problems = [*wrong_choices(config), *not_yet(values, refused=True)]
+    problems = [*wrong_values(config), *not_yet(values, refused=True)]
     try:
         problems += [problem for coupling in couplings for problem in coupling(config)]
     except AllocationError as error:  # the other couplings that ask for it would say the same
@@ -45,45 +45,25 @@ def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def wrong_choices(section: Any, prefix: str = "") -> Iterator[str]:
+def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
+    """What is none of an option's choices, or beyond its limits."""
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
-        choices = (
-            field.metadata["choices"] if field.metadata else ()
-        )  # a user's own subclass has plain fields
         if dataclasses.is_dataclass(value):
-            yield from wrong_choices(value, f"{name}.")
-        elif choices and value not in choices:
-            yield f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}"
-
-
-def run_length_is_positive(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("total_train_epochs", "total_train_steps", "total_train_n_seqs"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            yield f"{name} is {value}; expected at least 1"
-    divisors = {name: n for name, n in flat_values(config).items() if name.endswith(".n_mbs_divisor")}
-    yield from (f"{name} is {n}; expected at least 1" for name, n in divisors.items() if n < 1)
-
-
-def periods_are_not_negative(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, value in flat_values(config).items():
-        if name.endswith((".freq_epochs", ".freq_steps", ".freq_secs")) and value is not None and value < 0:
-            yield f"{name} is {value}; expected at least 1, or null for never"
+            yield from wrong_values(value, f"{name}.")
+        elif field.metadata:  # a user's own subclass has plain fields
+            choices, limits = field.metadata["choices"], field.metadata["limits"]
+            if choices and value not in choices:
+                yield f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}"
+            elif limits is not None and value is not None and not limits.hold(value):
+                yield f"{name} is {value}; expected {limits.words}"
 
 
 def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
     if not config.actor.path:
         yield "actor.path is empty; give a model folder"
-    optimizer = config.actor.optimizer
-    if optimizer is None:
+    if config.actor.optimizer is None:
         yield "actor.optimizer is empty; give at least actor.optimizer.lr"
-        return
-    if optimizer.lr < 0 or optimizer.eps <= 0 or optimizer.gradient_clipping <= 0:
-        yield (
-            f"actor.optimizer.lr is {optimizer.lr}, eps {optimizer.eps}, gradient_clipping {optimizer.gradient_clipping}; "
-            "expected lr >= 0 and the others above 0"
-        )
 
 
 def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
@@ -94,8 +74,6 @@ def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
             f"recover.mode is {recover.mode!r} and recover.freq_epochs, freq_steps and freq_secs are {periods}; "
             "give one of them, or there is no checkpoint to continue from"
         )
-    if recover.retries < 0:
-        yield f"recover.retries is {recover.retries}; expected 0 or more"
 
 
 def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[str]:
@@ -105,15 +83,8 @@ def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[st
         yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
 
 
-def recording_limits_are_positive(config: BaseExperimentConfig) -> Iterator[str]:
+def recorded_steps_are_said_once(config: BaseExperimentConfig) -> Iterator[str]:
     debug = config.debug
-    for name in ("dump_every", "max_keep", "keep_every", "max_size_gb"):
-        value = getattr(debug, name)
-        if value is not None and value <= 0:
-            yield f"debug.{name} is {value}; expected more than 0"
-    for name in ("dump_queue_steps", "min_free_gb"):
-        if getattr(debug, name) < 0:
-            yield f"debug.{name} is {getattr(debug, name)}; expected 0 or more"
     if debug.dump_steps is not None and debug.dump_every != 1:
         yield f"debug.dump_steps is {debug.dump_steps} and debug.dump_every is {debug.dump_every}; give one of them"
 
@@ -123,7 +94,7 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
     if allocation.train is None:
         return
     batch_size, num_ranks = config.train_dataset.batch_size, allocation.train.data
-    if batch_size < 1 or batch_size % num_ranks:
+    if batch_size % num_ranks:
         yield (
             f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
             "the first must be a multiple of the second"
@@ -147,12 +118,10 @@ def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 COUPLINGS = (
-    run_length_is_positive,
-    periods_are_not_negative,
     model_can_be_trained,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,
-    recording_limits_are_positive,
+    recorded_steps_are_said_once,
     batch_divides_over_ranks,
     only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.config.option import option, section
+from areal_core.config.option import ABOVE_0, ABOVE_1, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, option, section
 
 
 @dataclass
@@ -15,18 +15,24 @@ class NormConfig:
     mean_leave1out: bool = option(False, "Leave the element itself out of its mean (RLOO).")
     std_level: str | None = option("batch", "Whose standard deviation divides.", ("batch", "group", None))
     std_unbiased: bool = option(True, "Divide by n - 1 instead of n inside the standard deviation.")
-    eps: float = option(1e-5, "Added to the standard deviation.")
-    group_size: int = option(1, "Samples per prompt; must equal gconfig.n_samples at level group.")
+    eps: float = option(1e-5, "Added to the standard deviation.", limits=ABOVE_0)
+    group_size: int = option(
+        1, "Samples per prompt; must equal gconfig.n_samples at level group.", limits=AT_LEAST_1
+    )
 
 
 @dataclass
 class MicroBatchSpec:
     """How a batch is cut into the pieces that go through the model one at a time."""
 
-    n_mbs: int | None = option(1, "Number of micro-batches; the fewest, if max_tokens_per_mb is given.")
-    granularity: int = option(1, "Neighbouring sequences that stay together.")
-    max_tokens_per_mb: int | None = option(None, "Most tokens in a micro-batch; empty: no limit.")
-    n_mbs_divisor: int = option(1, "The number of micro-batches is a multiple of this.")
+    n_mbs: int | None = option(
+        1, "Number of micro-batches; the fewest, if max_tokens_per_mb is given.", limits=AT_LEAST_1
+    )
+    granularity: int = option(1, "Neighbouring sequences that stay together.", limits=AT_LEAST_1)
+    max_tokens_per_mb: int | None = option(
+        None, "Most tokens in a micro-batch; empty: no limit.", limits=AT_LEAST_1
+    )
+    n_mbs_divisor: int = option(1, "The number of micro-batches is a multiple of this.", limits=AT_LEAST_1)
     packing_algorithm: str = option(
         "ffd", "How sequences are packed: first-fit decreasing or Karmarkar-Karp.", ("ffd", "kk")
     )
@@ -39,17 +45,19 @@ class OptimizerConfig:
     type: str = option(
         "adam", "AdamW, SGD, or AdamW with a bfloat16 first moment.", ("adam", "sgd", "adam_bf16")
     )
-    lr: float = option(1e-3, "Peak learning rate.")
-    weight_decay: float = option(0.01, "Decoupled weight decay.")
-    beta1: float = option(0.9, "Decay of the first moment.")
-    beta2: float = option(0.999, "Decay of the second moment.")
-    eps: float = option(1e-8, "Added to the root of the second moment.")
-    min_lr_ratio: float = option(0.0, "The schedule ends at this share of lr.")
+    lr: float = option(1e-3, "Peak learning rate.", limits=AT_LEAST_0)
+    weight_decay: float = option(0.01, "Decoupled weight decay.", limits=AT_LEAST_0)
+    beta1: float = option(0.9, "Decay of the first moment.", limits=DECAY)
+    beta2: float = option(0.999, "Decay of the second moment.", limits=DECAY)
+    eps: float = option(1e-8, "Added to the root of the second moment.", limits=ABOVE_0)
+    min_lr_ratio: float = option(0.0, "The schedule ends at this share of lr.", limits=SHARE)
     lr_scheduler_type: str = option(
         "constant", "Shape of the schedule after warm-up.", ("constant", "linear", "cosine")
     )
-    warmup_steps_proportion: float = option(0.001, "Share of all steps in which lr rises from 0.")
-    gradient_clipping: float = option(1.0, "Largest gradient norm.")
+    warmup_steps_proportion: float = option(
+        0.001, "Share of all steps in which lr rises from 0.", limits=SHARE
+    )
+    gradient_clipping: float = option(1.0, "Largest gradient norm.", limits=ABOVE_0)
     offload: bool = option(False, "Keep optimiser states in host memory between steps.")
     initial_loss_scale: float = option(2.0**32, "Megatron only.")
     min_loss_scale: float = option(1.0, "Megatron only.")
@@ -78,7 +86,9 @@ class FSDPEngineConfig:
     per_layer_optim_step: bool = option(
         False, "Keep optimiser states in host memory and step one layer at a time."
     )
-    optim_step_prefetch_layers: int = option(1, "Layers fetched ahead by per_layer_optim_step.")
+    optim_step_prefetch_layers: int = option(
+        1, "Layers fetched ahead by per_layer_optim_step.", limits=AT_LEAST_0
+    )
     shard_vision_across_sp: bool = option(False, "Shard the vision tower over the sequence group.")
     compile: bool = option(False, "Put transformer layers through torch.compile.")
 
@@ -100,7 +110,9 @@ class TrainEngineConfig:
     use_liger: bool = option(False, "Fused norms and MLPs of the package liger-kernel; on a GPU only.")
     init_from_scratch: bool = option(False, "Random weights instead of the checkpoint's.")
     is_critic: bool = option(False, "A value head instead of a language-model head; a critic has one anyway.")
-    temperature: float = option(1.0, "Divides the logits before logprobs; must equal gconfig.temperature.")
+    temperature: float = option(
+        1.0, "Divides the logits before logprobs; must equal gconfig.temperature.", limits=ABOVE_0
+    )
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, "How a batch is cut into micro-batches.")
     pad_to_maximum: bool = option(False, "Pad every micro-batch to max_tokens_per_mb.")
     disable_dropout: bool = option(False, "Set every dropout to 0.")
@@ -148,34 +160,38 @@ class RejectionSamplingConfig:
 class PPOActorConfig(TrainEngineConfig):
     """The policy of PPO, GRPO and their relatives."""
 
-    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.")
-    eps_clip: float = option(0.2, "The policy ratio is clipped below 1 - eps_clip.")
+    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.", limits=AT_LEAST_1)
+    eps_clip: float = option(0.2, "The policy ratio is clipped below 1 - eps_clip.", limits=AT_LEAST_0)
     eps_clip_higher: float | None = option(
-        None, "and above 1 + eps_clip_higher; empty: eps_clip (DAPO's clip-higher)."
+        None, "and above 1 + eps_clip_higher; empty: eps_clip (DAPO's clip-higher).", limits=AT_LEAST_0
     )
     c_clip: float | None = option(
-        None, "Dual clip: bounds the loss of negative advantages; above 1, empty: off."
+        None, "Dual clip: bounds the loss of negative advantages; above 1, empty: off.", limits=ABOVE_1
     )
-    m2_threshold: float | None = option(None, "M2PO: bound on the second moment of the log-ratio.")
+    m2_threshold: float | None = option(
+        None, "M2PO: bound on the second moment of the log-ratio.", limits=ABOVE_0
+    )
     reward_norm: NormConfig | None = option(None, "Normalisation of sequence rewards.")
     reward_scaling: float = option(1.0, "Factor on the biased reward.")
     reward_bias: float = option(0.0, "Added to the reward before scaling.")
-    reward_clip: float = option(20.0, "Bound on the scaled reward.")
+    reward_clip: float = option(20.0, "Bound on the scaled reward.", limits=ABOVE_0)
     overlong_reward_penalty: bool = option(False, "Punish completions that come near max_new_tokens (DAPO).")
     overlong_tokens: int | None = option(None, "Length of the zone in which the penalty grows.")
     overlong_penalty_factor: float | None = option(None, "Penalty at max_new_tokens.")
     mask_no_eos_with_zero: bool = option(
         False, "Give truncated completions no reward; with a critic, its value of what would follow."
     )
-    discount: float = option(1.0, "Discount of GAE.")
-    gae_lambda: float = option(1.0, "Lambda of GAE.")
+    discount: float = option(1.0, "Discount of GAE.", limits=SHARE)
+    gae_lambda: float = option(1.0, "Lambda of GAE.", limits=SHARE)
     adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")
-    kl_ctl: float = option(0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.")
+    kl_ctl: float = option(
+        0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.", limits=AT_LEAST_0
+    )
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
-    entropy_coef: float = option(0.0, "Weight of a bonus for entropy in the loss.")
+    entropy_coef: float = option(0.0, "Weight of a bonus for entropy in the loss.", limits=AT_LEAST_0)
     use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
-    sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.")
-    sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.")
+    sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.", limits=ABOVE_0)
+    sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.", limits=ABOVE_0)
     recompute_logprob: bool = option(False, "Take the trainer's logprobs instead of the engine's.")
     use_decoupled_loss: bool = option(
         False, "Clip around the proximal policy, correct for the behaviour policy."
@@ -191,7 +207,7 @@ class PPOActorConfig(TrainEngineConfig):
         "recompute", "How proximal logprobs are had.", ("recompute", "loglinear", "metrics")
     )
     dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal.")
-    group_size: int = option(1, "Older option; must equal gconfig.n_samples.")
+    group_size: int = option(1, "Older option; must equal gconfig.n_samples.", limits=AT_LEAST_1)
     log_agent_stats: bool = option(False, "Log statistics of agent episodes.")
     log_agent_stats_keys: list[str] = section(list, "Keys of those statistics.")
     max_new_tokens: int = option(1024, "For the overlong penalty; must equal gconfig.max_new_tokens there.")
@@ -207,8 +223,8 @@ class PPOActorConfig(TrainEngineConfig):
 class PPOCriticConfig(TrainEngineConfig):
     """The value model of PPO; a language model gets a head of values, which begin at 0."""
 
-    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.")
-    eps_clip: float = option(0.5, "Values are clipped to this distance from the old ones.")
+    ppo_n_minibatches: int = option(4, "Optimiser steps per batch.", limits=AT_LEAST_1)
+    eps_clip: float = option(0.5, "Values are clipped to this distance from the old ones.", limits=ABOVE_0)
     mask_no_eos_with_zero: bool = option(
         False, "The actor's, whose rewards both learn from; true needs the actor's to be."
     )
@@ -218,7 +234,7 @@ class PPOCriticConfig(TrainEngineConfig):
 class DPOEngineConfig(TrainEngineConfig):
     """The policy that learns preferences directly."""
 
-    beta: float = option(0.1, "Strength of the pull towards the reference.")
+    beta: float = option(0.1, "Strength of the pull towards the reference.", limits=ABOVE_0)
     loss_type: str = option(
         "sigmoid", "Log-sigmoid of the margin, or its squared distance (IPO).", ("sigmoid", "ipo")
     )
@@ -228,5 +244,5 @@ class DPOEngineConfig(TrainEngineConfig):
 class TeacherConfig(TrainEngineConfig):
     """The model whose distribution is distilled."""
 
-    rl_loss_weight: float = option(1.0, "Weight of the policy loss; 0: distil only.")
-    distill_loss_weight: float = option(0.005, "Weight of the distillation loss.")
+    rl_loss_weight: float = option(1.0, "Weight of the policy loss; 0: distil only.", limits=AT_LEAST_0)
+    distill_loss_weight: float = option(0.005, "Weight of the distillation loss.", limits=ABOVE_0)

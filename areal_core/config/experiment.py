@@ -12,7 +12,7 @@ from areal_core.config.engine import (
     TrainEngineConfig,
 )
 from areal_core.config.generation import GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
-from areal_core.config.option import REQUIRED, option, section
+from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, REQUIRED, option, section
 from areal_core.config.services import (
     ClusterSpecConfig,
     LauncherConfig,
@@ -29,12 +29,14 @@ class DatasetConfig:
     path: str = option(REQUIRED, "JSONL file, folder, Hugging Face name, or 'arithmetic' (generated).")
     type: str = option(REQUIRED, "What a row is.", ("rl", "sft", "rw", "dpo"))
     split: str | None = option(None, "Split to take.")
-    batch_size: int = option(1, "Rows per step over all ranks.")
+    batch_size: int = option(1, "Rows per step over all ranks.", limits=AT_LEAST_1)
     shuffle: bool = option(True, "A new order every epoch.")
     pin_memory: bool = option(False, "Kept for older files; rows are not tensors here.")
     num_workers: int = option(0, "Kept for older files; rows are read in the trainer's process.")
     drop_last: bool = option(True, "Leave out a last batch that is not full.")
-    max_length: int | None = option(None, "Longest prompt in tokens; longer rows are left out.")
+    max_length: int | None = option(
+        None, "Longest prompt in tokens; longer rows are left out.", limits=AT_LEAST_1
+    )
     dataset_kwargs: dict[str, Any] = section(dict, "Arguments of this data source.")
 
 
@@ -54,9 +56,9 @@ class TimerConfig:
     experiment_name: str = option("", "Empty: the experiment's.")
     trial_name: str = option("", "Empty: the experiment's.")
     fileroot: str = option("", "Empty: cluster.fileroot.")
-    freq_epochs: int | None = option(None, "Epochs between two times.")
-    freq_steps: int | None = option(None, "Steps between two times.")
-    freq_secs: int | None = option(None, "Seconds between two times.")
+    freq_epochs: int | None = option(None, "Epochs between two times.", limits=AT_LEAST_0)
+    freq_steps: int | None = option(None, "Steps between two times.", limits=AT_LEAST_0)
+    freq_secs: int | None = option(None, "Seconds between two times.", limits=AT_LEAST_0)
 
 
 @dataclass
@@ -82,7 +84,7 @@ class RecoverConfig(TimerConfig):
     mode: str = option(
         "disabled", "Whether a run continues.", ("disabled", "off", "on", "auto", "fault", "resume")
     )
-    retries: int = option(3, "Times the launcher starts a failed run again.")
+    retries: int = option(3, "Times the launcher starts a failed run again.", limits=AT_LEAST_0)
     no_save_optim: bool = option(
         False, "Leave optimiser states out: a smaller checkpoint, which does not lead to the same bits."
     )
@@ -104,9 +106,9 @@ class DebugConfig:
         ("rollout", "plan", "full"),
     )
     dump_steps: list[int] | None = option(None, "The steps to record; empty: as dump_every says.")
-    dump_every: int = option(1, "Record one step in so many.")
+    dump_every: int = option(1, "Record one step in so many.", limits=AT_LEAST_1)
     dump_queue_steps: int = option(
-        2, "Steps that may wait for the disk while training goes on; 0: it waits for each."
+        2, "Steps that may wait for the disk while training goes on; 0: it waits for each.", limits=AT_LEAST_0
     )
     dump_when_slow: str = option(
         "wait",
@@ -118,25 +120,34 @@ class DebugConfig:
         "When recording fails, by a full disk or otherwise: the run stops, or goes on without.",
         ("stop", "continue"),
     )
-    max_keep: int | None = option(None, "Keep so many recorded steps, the last ones; empty: all.")
-    keep_every: int | None = option(None, "Keep steps that this divides, whatever max_keep says.")
+    max_keep: int | None = option(
+        None, "Keep so many recorded steps, the last ones; empty: all.", limits=AT_LEAST_1
+    )
+    keep_every: int | None = option(
+        None, "Keep steps that this divides, whatever max_keep says.", limits=AT_LEAST_1
+    )
     pin_steps: list[int] | None = option(None, "Keep these steps, whatever any limit says.")
     max_size_gb: float | None = option(
-        None, "Remove the oldest recorded steps when all take more than so many GB (1e9 bytes)."
+        None,
+        "Remove the oldest recorded steps when all take more than so many GB (1e9 bytes).",
+        limits=ABOVE_0,
     )
     min_free_gb: float = option(
-        1.0, "Leave so many GB of the disk free: remove the oldest steps, and fail when that is not enough."
+        1.0,
+        "Leave so many GB of the disk free: remove the oldest steps, and fail when that is not enough.",
+        limits=AT_LEAST_0,
     )
     save_initial_weights: bool = option(False, "Record the weights that the run starts from.")
     anchor_every_steps: int | None = option(
         None,
         "Put a checkpoint into the record before every so many steps, for `goto` and replays to start from.",
+        limits=AT_LEAST_1,
     )
     anchor_max_replay_s: float | None = option(
-        None, "Put one there as soon as replaying from the last would take so many seconds."
+        None, "Put one there as soon as replaying from the last would take so many seconds.", limits=ABOVE_0
     )
     anchor_max_gb: float | None = option(
-        None, "Thin those checkpoints out when all take more than so many GB (1e9 bytes)."
+        None, "Thin those checkpoints out when all take more than so many GB (1e9 bytes).", limits=ABOVE_0
     )
 
 
@@ -144,7 +155,9 @@ class DebugConfig:
 class ConsistencyConfig:
     """Comparing the engine's logprobs with the trainer's while the run trains."""
 
-    every_k_steps: int = option(0, "Compare every k-th step at no further forward; 0: never.")
+    every_k_steps: int = option(
+        0, "Compare every k-th step at no further forward; 0: never.", limits=AT_LEAST_0
+    )
 
 
 @dataclass
@@ -155,14 +168,16 @@ class BaseExperimentConfig:
     trial_name: str = option(REQUIRED, "Name of this attempt; part of every path.")
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines.")
     allocation_mode: str = option("", "Who runs where, as 'sglang:d4+fsdp:d4'; empty: each engine's backend.")
-    seed: int = option(1, "Seed of everything random.")
+    seed: int = option(1, "Seed of everything random.", limits=AT_LEAST_0)
     deterministic: bool = option(False, "Same inputs, same bits; stops where that cannot be had.")
     device: str = option("auto", "Device of the trainer.", ("auto", "cpu", "cuda"))
     enable_offload: bool = option(False, "Let every model leave device memory while it is idle.")
-    total_train_epochs: int = option(1, "Passes over the data.")
-    total_train_steps: int | None = option(None, "Stop after so many steps.")
+    total_train_epochs: int = option(1, "Passes over the data.", limits=AT_LEAST_1)
+    total_train_steps: int | None = option(None, "Stop after so many steps.", limits=AT_LEAST_1)
     total_train_n_seqs: int | None = option(
-        None, "Stop before more sequences than so many: rows of data times samples of each."
+        None,
+        "Stop before more sequences than so many: rows of data times samples of each.",
+        limits=AT_LEAST_1,
     )
     tokenizer_path: str = option("", "Tokenizer; empty: actor.path.")
     train_dataset: DatasetConfig = section(DatasetConfig, "Training rows.")

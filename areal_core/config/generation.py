@@ -4,21 +4,25 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.config.option import option, section
+from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, option, section
 
 
 @dataclass
 class GenerationHyperparameters:
     """How one completion is sampled."""
 
-    n_samples: int = option(1, "Completions per prompt: the size of a group.")
-    max_new_tokens: int = option(16384, "Most tokens to sample per completion.")
-    min_new_tokens: int = option(0, "Fewest tokens to sample per completion.")
-    max_tokens: int = option(32768, "Most tokens of prompt and completion together.")
+    n_samples: int = option(1, "Completions per prompt: the size of a group.", limits=AT_LEAST_1)
+    max_new_tokens: int = option(16384, "Most tokens to sample per completion.", limits=AT_LEAST_1)
+    min_new_tokens: int = option(0, "Fewest tokens to sample per completion.", limits=AT_LEAST_0)
+    max_tokens: int = option(32768, "Most tokens of prompt and completion together.", limits=AT_LEAST_1)
     greedy: bool = option(False, "Take the likeliest token instead of sampling.")
-    top_p: float = option(1.0, "Nucleus sampling: keep the likeliest tokens up to this probability.")
-    top_k: int = option(100_000_000, "Keep only so many of the likeliest tokens; the default keeps all.")
-    temperature: float = option(1.0, "Divides the logits before sampling.")
+    top_p: float = option(
+        1.0, "Nucleus sampling: keep the likeliest tokens up to this probability.", limits=POSITIVE_SHARE
+    )
+    top_k: int = option(
+        100_000_000, "Keep only so many of the likeliest tokens; the default keeps all.", limits=AT_LEAST_1
+    )
+    temperature: float = option(1.0, "Divides the logits before sampling.", limits=AT_LEAST_0)
     stop_token_ids: list[int] = section(list, "Tokens that end a completion, besides EOS and padding.")
     ignore_eos: bool = option(False, "Go on sampling after EOS.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of decoded text.")
@@ -38,8 +42,8 @@ class AgentConfig:
     host: str = option(
         "127.0.0.1", "Interface of the proxy; others than loopback want an admin key of your own."
     )
-    port: int = option(0, "Port of the proxy; 0 for a free one.")
-    max_body_bytes: int = option(8 << 20, "Largest request that the proxy reads.")
+    port: int = option(0, "Port of the proxy; 0 for a free one.", limits=AT_LEAST_0)
+    max_body_bytes: int = option(8 << 20, "Largest request that the proxy reads.", limits=AT_LEAST_1)
     admin_api_key: str = option("areal-admin-key", "Key for the administrative endpoints of the proxy.")
     mode: str = option(
         "inline",
@@ -51,17 +55,21 @@ class AgentConfig:
     )
     reasoning_parser: str = option("qwen3", "How the model marks reasoning, by SGLang's names.")
     chat_template_type: str = option("hf", "How messages become tokens.", ("hf", "concat"))
-    engine_max_tokens: int | None = option(None, "Most tokens of prompt and completion of one call.")
+    engine_max_tokens: int | None = option(
+        None, "Most tokens of prompt and completion of one call.", limits=AT_LEAST_1
+    )
     turn_discount: float = option(
-        1.0, "Factor on a later turn's reward when it is passed to the turn before."
+        1.0, "Factor on a later turn's reward when it is passed to the turn before.", limits=SHARE
     )
     export_style: str = option(
         "individual", "One training row a call, or one a conversation.", ("individual", "concat")
     )
-    subproc_max_workers: int = option(4, "Processes for agents in mode subproc.")
-    session_timeout_seconds: int = option(3600, "Seconds after which an idle session is dropped.")
+    subproc_max_workers: int = option(4, "Processes for agents in mode subproc.", limits=AT_LEAST_1)
+    session_timeout_seconds: int = option(
+        3600, "Seconds after which an idle session is dropped.", limits=ABOVE_0
+    )
     set_reward_finish_timeout: float = option(
-        0.0, "Seconds to wait for a late reward after a session has ended."
+        0.0, "Seconds to wait for a late reward after a session has ended.", limits=AT_LEAST_0
     )
 
 
@@ -76,25 +84,33 @@ class InferenceEngineConfig:
         "", "Where rollouts run, if allocation_mode does not say it: 'sglang:d4' or 'embedded'."
     )
     max_concurrent_rollouts: int | None = option(
-        None, "Most prompts (with all their samples) at once over all ranks; empty: consumer_batch_size."
+        None,
+        "Most prompts (with all their samples) at once over all ranks; empty: consumer_batch_size.",
+        limits=AT_LEAST_1,
     )
-    queue_size: int | None = option(None, "Kept for older files; prompts wait in the loader here.")
+    queue_size: int | None = option(
+        None, "Kept for older files; prompts wait in the loader here.", limits=AT_LEAST_1
+    )
     consumer_batch_size: int = option(
         1, "Prompts that the trainer takes per step; must equal train_dataset.batch_size."
     )
     max_head_offpolicyness: int = option(
-        0, "How many weight versions the trainer may be ahead of a sample's oldest token; 0: synchronous."
+        0,
+        "How many weight versions the trainer may be ahead of a sample's oldest token; 0: synchronous.",
+        limits=AT_LEAST_0,
     )
     max_failures: int = option(
-        0, "Prompts per rank and step whose episodes may raise before the run stops with their exception."
+        0,
+        "Prompts per rank and step whose episodes may raise before the run stops with their exception.",
+        limits=AT_LEAST_0,
     )
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")
     tokenizer_path: str = option("", "Tokenizer of the dumped text; empty: tokenizer_path of the run.")
     dump_to_file: bool = option(False, "Write decoded episodes below the logs: rollout/VERSION/PROMPT.jsonl.")
-    setup_timeout: float = option(300.0, "Seconds to wait for servers to become healthy.")
-    request_timeout: float = option(3600.0, "Seconds to wait for one reply.")
-    request_retries: int = option(3, "Attempts per request.")
+    setup_timeout: float = option(300.0, "Seconds to wait for servers to become healthy.", limits=ABOVE_0)
+    request_timeout: float = option(3600.0, "Seconds to wait for one reply.", limits=ABOVE_0)
+    request_retries: int = option(3, "Attempts per request.", limits=AT_LEAST_0)
     pause_mode: str = option(
         "abort",
         "What a weight push does to requests in flight: cut them, recompute them, or let them keep their cache.",
@@ -103,8 +119,11 @@ class InferenceEngineConfig:
     verify_weights_every: int = option(
         16,
         "Compare the servers' weights with the trainer's after the first push and every so many; 0: never.",
+        limits=AT_LEAST_0,
     )
-    pause_grace_period: float = option(0.0, "Seconds between pausing the servers and sending weights.")
+    pause_grace_period: float = option(
+        0.0, "Seconds between pausing the servers and sending weights.", limits=AT_LEAST_0
+    )
     use_lora: bool = option(False, "Send servers the adapter; false: the model with the adapter in it.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")
     return_routed_experts: bool = option(False, "Keep which experts each token was routed to.")

@@ -1,17 +1,34 @@
-"""One option is one dataclass field: its default, its help text and, where the values are few, its choices."""
+"""One option is one dataclass field: its default, its help text and, where not every value makes sense, its choices or limits."""
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 REQUIRED = "???"  # what OmegaConf takes for a value that the user must give
 
 
-def option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    """A field with a plain default. `choices`, if any, are the only values that `check_config` lets pass."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+@dataclass(frozen=True)
+class Limits:
+    """Which numbers an option may have, in words and as a test, which NaN fails."""
+
+    words: str
+    hold: Callable[[float], bool]
+
+
+AT_LEAST_0 = Limits("0 or more", lambda value: value >= 0)
+AT_LEAST_1 = Limits("at least 1", lambda value: value >= 1)
+ABOVE_1 = Limits("above 1", lambda value: value > 1)
+ABOVE_0 = Limits("above 0", lambda value: value > 0)
+SHARE = Limits("0 to 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Limits("above 0, up to 1", lambda value: 0 < value <= 1)
+DECAY = Limits("0 or more, and below 1", lambda value: 0 <= value < 1)
+
+
+def option(default: Any, help: str, choices: tuple[Any, ...] = (), limits: Limits | None = None) -> Any:
+    """A field with a plain default. Values that are no `choices`, and numbers beyond `limits`, do not pass `check_config`."""
+    return field(default=default, metadata={"help": help, "choices": choices, "limits": limits})
 
 
 def section(factory: Callable[[], Any], help: str) -> Any:
     """A field whose default is a fresh object: a nested section, a list or a dict."""
-    return field(default_factory=factory, metadata={"help": help, "choices": ()})
+    return field(default_factory=factory, metadata={"help": help, "choices": (), "limits": None})

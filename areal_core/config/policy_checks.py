@@ -11,11 +11,6 @@ from areal_core.config.scorer_checks import SCORER_COUPLINGS
 
 def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
     rollout = config.rollout
-    for name in ("max_head_offpolicyness", "max_failures"):
-        if getattr(rollout, name) < 0:
-            yield f"rollout.{name} is {getattr(rollout, name)}; expected 0 or more"
-    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts < 1:
-        yield f"rollout.max_concurrent_rollouts is {rollout.max_concurrent_rollouts}; expected at least 1"
     if not config.async_training and rollout.max_head_offpolicyness > 0:
         yield (
             f"async_training is False and rollout.max_head_offpolicyness is {rollout.max_head_offpolicyness}; "
@@ -30,8 +25,6 @@ def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
 
 def consistency_has_logprobs_to_compare(config: PPOConfig) -> Iterator[str]:
     every, actor = config.consistency.every_k_steps, config.actor
-    if every < 0:
-        yield f"consistency.every_k_steps is {every}; expected at least 0"
     if every > 0 and not actor.should_compute_prox_logp():
         yield (
             f"consistency.every_k_steps is {every}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
@@ -81,8 +74,6 @@ def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
             f"ref.temperature is {config.ref.temperature} and actor.temperature is {config.actor.temperature}; "
             "the KL penalty compares the two: they must be equal"
         )
-    if config.actor.kl_ctl < 0:
-        yield f"actor.kl_ctl is {config.actor.kl_ctl}; expected 0 or more"
 
 
 def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
@@ -117,16 +108,6 @@ def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
         yield f"actor.overlong_tokens is {actor.overlong_tokens} and gconfig.max_new_tokens is {max_new_tokens}; expected 1 to the second"
     if actor.max_new_tokens != max_new_tokens:
         yield f"actor.max_new_tokens is {actor.max_new_tokens} and gconfig.max_new_tokens is {max_new_tokens}; they must be equal"
-
-
-def clip_bounds_are_ordered(config: PPOConfig) -> Iterator[str]:
-    actor = config.actor
-    if actor.eps_clip < 0 or (actor.eps_clip_higher is not None and actor.eps_clip_higher < 0):
-        yield f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_higher is {actor.eps_clip_higher}; expected 0 or more"
-    if actor.c_clip is not None and actor.c_clip <= 1:
-        yield f"actor.c_clip is {actor.c_clip}; expected above 1, or null for off"
-    if actor.reward_clip <= 0:
-        yield f"actor.reward_clip is {actor.reward_clip}; expected above 0"
 
 
 def rejection_sampling_is_consistent(config: PPOConfig) -> Iterator[str]:
@@ -171,8 +152,6 @@ def proximal_policy_is_there_to_compare(config: PPOConfig) -> Iterator[str]:
         )
     if actor.m2_threshold is None:
         return
-    if actor.m2_threshold <= 0:
-        yield f"actor.m2_threshold is {actor.m2_threshold}; expected above 0, or null for off"
     if not actor.should_compute_prox_logp() or not actor.use_decoupled_loss:
         yield (
             f"actor.m2_threshold is {actor.m2_threshold}, actor.use_decoupled_loss is {actor.use_decoupled_loss} and "
@@ -186,7 +165,7 @@ def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
     train = resolve_allocation(config).train
     per_rank = num_rows // train.data if train is not None else num_rows
     for name, model in {"actor": config.actor, "critic": config.critic}.items():
-        if model is not None and not 1 <= model.ppo_n_minibatches <= max(per_rank, 1):
+        if model is not None and model.ppo_n_minibatches > max(per_rank, 1):
             yield (
                 f"{name}.ppo_n_minibatches is {model.ppo_n_minibatches} and each rank has {per_rank} sequences "
                 "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
@@ -208,7 +187,6 @@ PPO_COUPLINGS = (
     kl_penalty_has_a_reference,
     longest_sequence_fits,
     overlong_penalty_is_complete,
-    clip_bounds_are_ordered,
     rejection_sampling_is_consistent,
     sapo_has_no_clip,
     proximal_policy_is_there_to_compare,

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.config.option import option, section
+from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, option, section
 
 
 @dataclass
@@ -86,8 +86,8 @@ class ClusterSpecConfig:
     name_resolve: NameResolveConfig = section(NameResolveConfig, "How processes find each other.")
     cluster_name: str = option("local", "Name of the cluster.")
     fileroot: str = option("/tmp/areal/", "Where logs, checkpoints and records go; seen by all machines.")
-    n_nodes: int = option(32, "Machines.")
-    n_gpus_per_node: int = option(8, "GPUs on each.")
+    n_nodes: int = option(32, "Machines.", limits=AT_LEAST_1)
+    n_gpus_per_node: int = option(8, "GPUs on each.", limits=AT_LEAST_0)
 
 
 @dataclass
@@ -109,7 +109,9 @@ class RayLauncherConfig:
     address: str | None = option(
         None, "Address of the cluster; empty: RAY_ADDRESS, a cluster on this machine, or a new one."
     )
-    placement_timeout_s: float = option(300.0, "Longest wait for the machines that the run needs.")
+    placement_timeout_s: float = option(
+        300.0, "Longest wait for the machines that the run needs.", limits=ABOVE_0
+    )
 
 
 @dataclass

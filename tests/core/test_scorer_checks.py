@@ -47,7 +47,7 @@ def test_a_critic_and_a_teacher_pass():
     [
         ({"path": ""}, "critic.path is empty"),
         ({"optimizer": None}, "critic.optimizer is empty, so values would never be learned"),
-        ({"optimizer": OptimizerConfig(gradient_clipping=0.0)}, "gradient_clipping 0.0; expected lr >= 0"),
+        ({"optimizer": OptimizerConfig(gradient_clipping=0.0)}, "critic.optimizer.gradient_clipping is 0.0; expected above 0"),
         ({"eps_clip": 0.0}, "critic.eps_clip is 0.0; expected above 0"),
         ({"ppo_n_minibatches": 9}, "critic.ppo_n_minibatches is 9 and each rank has 8 sequences"),
         ({"mask_no_eos_with_zero": True}, "critic.mask_no_eos_with_zero is True and actor.mask_no_eos_with_zero is False"),
@@ -80,7 +80,7 @@ def test_sequences_fit_into_the_micro_batches_of_every_model():
         ({"path": ""}, "teacher.path is empty"),
         ({"temperature": 0.7}, "teacher.temperature is 0.7 and actor.temperature is 1.0"),
         ({"rl_loss_weight": -1.0}, "teacher.rl_loss_weight is -1.0"),
-        ({"distill_loss_weight": 0.0}, "teacher.distill_loss_weight is 0.0; expected 0 or more and above 0"),
+        ({"distill_loss_weight": 0.0}, "teacher.distill_loss_weight is 0.0; expected above 0"),
     ],
 )
 def test_a_teacher_that_could_not_teach_is_refused(options, told):
