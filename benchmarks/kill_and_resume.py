@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ PROGRAM = Path(__file__).parent / "killed_run.py"
 OPTIMIZER = {"lr": 1.0e-3, "warmup_steps_proportion": 0.0, "lr_scheduler_type": "linear"}
 TIMEOUT_S = 600.0
 POLL_S = 0.02
+MOST_MISSES = 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ class Kill:
     after_s: float
     steps_done: int
     was_writing: bool
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """The run that was not killed: how long it took to start, and in all, and what it ended with."""
+
+    start_s: float
+    duration_s: float
+    result: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -167,9 +179,15 @@ def is_rank(process: psutil.Process) -> bool:
     """Whether a process is one of the ranks, and not one that they started."""
     try:
         parent = process.parent()
-        return "RANK" in process.environ() and (parent is None or "RANK" not in parent.environ())
+        return runs_program(process) and (parent is None or not runs_program(parent))
     except psutil.Error:
         return False
+
+
+def runs_program(process: psutil.Process) -> bool:
+    """Whether a process is a Python that runs the program itself, and not a launcher, which has it among its arguments."""
+    arguments = process.cmdline()
+    return "areal_debug.script" in arguments and "areal_core.launch.ranks" not in arguments
 
 
 def end(processes: list[psutil.Process]) -> None:
@@ -188,6 +206,25 @@ def try_once(job: Job, times: list[float], choose: random.Random, expected: dict
     job.wait()
     hit = [kill for kill in kills if kill is not None]
     return Trial(hit, job.result() == expected) if hit else None
+
+
+def killed_runs(
+    plan: Plan, config: Path, folder: Path, left_alone: LeftAlone, choose: random.Random
+) -> Iterator[Trial]:
+    """One run after another in which a kill hit a rank. Raises RuntimeError when none does any more."""
+    misses = hits = 0
+    while misses < MOST_MISSES:
+        job = Job(plan, config, folder)
+        times = [left_alone.duration_s - left_alone.start_s, left_alone.duration_s][: 1 + hits % 2]
+        trial = try_once(job, times, choose, left_alone.result)
+        shutil.rmtree(job.folder)
+        misses = 0 if trial is not None else misses + 1
+        if trial is not None:
+            hits += 1
+            yield trial
+    raise RuntimeError(
+        f"{misses} runs in a row ended before they were killed: give them more steps (--steps)"
+    )
 
 
 def main() -> int:
@@ -212,18 +249,16 @@ def main() -> int:
         undisturbed = Job(plan, config, folder / "undisturbed")
         undisturbed.start()
         start_s = undisturbed.wait_for_training()
-        duration_s = undisturbed.wait()
-        expected = undisturbed.result()
+        left_alone = LeftAlone(start_s, undisturbed.wait(), undisturbed.result())
         if not options.json:
-            print(f"undisturbed: {duration_s:.1f} s, of which {start_s:.1f} s to start", flush=True)
-        while len(trials) < options.kills:
-            job = Job(plan, config, folder / "killed")
-            times = [duration_s - start_s, duration_s][: 1 + len(trials) % 2]
-            if (trial := try_once(job, times, choose, expected)) is not None:
-                trials.append(trial)
-                if not options.json:
-                    print(describe(len(trials), trial), flush=True)
-            shutil.rmtree(job.folder)
+            print(
+                f"undisturbed: {left_alone.duration_s:.1f} s, of which {start_s:.1f} s to start", flush=True
+            )
+        runs = killed_runs(plan, config, folder / "killed", left_alone, choose)
+        for trial in islice(runs, options.kills):
+            trials.append(trial)
+            if not options.json:
+                print(describe(len(trials), trial), flush=True)
     num_identical = sum(trial.is_identical for trial in trials)
     if options.json:
         print(json.dumps({**asdict(plan), "trials": [asdict(trial) for trial in trials]}, indent=1))
