@@ -145,7 +145,7 @@ def test_the_real_weights_and_biases_package_writes_every_step_offline(config, t
 
 @pytest.mark.long
 def test_the_real_trackio_package_writes_every_step_into_its_local_database(config, tmp_path):
-    pytest.importorskip("trackio", reason="needs the package, which wants an older pillow than ours")
+    pytest.importorskip("trackio", reason="needs the package: pip install 'areal-debug[trackio]'")
     program = """
 import sys
 from areal_core.telemetry.loggers import TrackioLogger
