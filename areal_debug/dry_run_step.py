@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config import (
@@ -160,14 +161,7 @@ def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
 def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> Iterator[Stage]:
     """Checkpoints, evaluation, recovery, records and loggers."""
     checkpoints = run_folder(config, "checkpoints")
-    saved = say_period(config.saver)
-    beside = "; the critic beside it" if isinstance(config, PPOConfig) and config.critic is not None else ""
-    yield Stage(
-        "save",
-        f"{saved}; into {checkpoints / 'default'}{beside}"
-        if saved
-        else "no checkpoint to use: saver.freq_* are empty",
-    )
+    yield Stage("save", plan_saving(config, say_period(config.saver), checkpoints / "default"))
     recover, mode = say_period(config.recover), config.recover.mode
     off = mode in ("disabled", "off") or not recover
     yield Stage(
@@ -180,6 +174,16 @@ def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> 
         steps = f"every {every} steps" if every > 1 else "every step"
         yield Stage("record", f"{steps}, scope {config.debug.dump_scope}, into {record_folder(config)}")
     yield Stage("log", ", ".join(loggers(config)))
+
+
+def plan_saving(config: AnyConfig, period: str, folder: Path) -> str:
+    """When models are written that others can use."""
+    if not isinstance(config, PPOConfig):
+        return f"{period + '; ' if period else ''}after the last step; into {folder}"
+    if not period:
+        return "no checkpoint to use: saver.freq_* are empty"
+    beside = "; the critic beside it" if config.critic is not None else ""
+    return f"{period}; after the last step; into {folder}{beside}"
 
 
 def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> str:

@@ -149,6 +149,8 @@ class PPOTrainer:
                     with self.live_stats.timing("checkpoint_for_recover"):
                         saved = self.recovery.save_when_due(step, self.version, self.engines, source)
                     self._observe_checkpoint(saved)
+                if self.first_step < self.end_step == self.total_steps:
+                    self.saver.save_last(self.end_step - 1)
                 self.saver.finish()
                 self._observe_checkpoint(self.recovery.finish())
         except BaseException as raised:

@@ -25,6 +25,7 @@ from areal_core.telemetry import step_summary
 from areal_core.trainer.recovery import step_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+NOTHING_KEPT = "and no model was kept: saver.freq_epochs, freq_steps or freq_secs writes them"
 
 
 class RunLines:
@@ -69,7 +70,8 @@ class RunLines:
             signal.signal(number, handler)
         done, seconds = self.next_step - self.first_step, time.monotonic() - self._began_s
         if error is None:
-            where = f"statistics in {self.logs / 'stats.jsonl'}, checkpoints in {self.checkpoints}"
+            kept = f"checkpoints in {self.checkpoints}" if self.checkpoints.is_dir() else NOTHING_KEPT
+            where = f"statistics in {self.logs / 'stats.jsonl'}, {kept}"
             self._tell(f"done, {done} step{'s' * (done != 1)} in {seconds:.1f} s; {where}")
         else:
             ended = f"ended by {name_of(error)} after {done} of {self.end_step - self.first_step} steps"

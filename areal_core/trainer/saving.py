@@ -33,12 +33,19 @@ class Saver:
         self.folder = run_folder(config, "checkpoints")
         self.is_async = config.saver.mode == "async"
         self.engines, self.tokenizer, self.frequency = engines, tokenizer, frequency
+        self._last_step: int | None = None
         self._writing = BackgroundSave()
 
     def save_when_due(self, step: int) -> None:
         """Writes the models after `step` if one of `saver.freq_*` has passed; a collective. Raises what writing the last ones raised."""
         self._writing.finished()
         if self.frequency.is_due(step):
+            self._last_step = step
+            self.save(f"globalstep{step}")
+
+    def save_last(self, step: int) -> None:
+        """Writes the models after the run's last `step`, if `saver` asks for any and it was not due then; a collective."""
+        if self.frequency.is_set and self._last_step != step:
             self.save(f"globalstep{step}")
 
     def save(self, name: str) -> None:

@@ -87,7 +87,7 @@ def test_a_tiny_run_is_told_whole_and_leaves_nothing_behind(dry_run, tiny_model,
         == "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens; "
         "attention is SDPA, one sequence at a time: no flash-attention on a CPU"
     )
-    assert does["save"].startswith("every epoch: 2 times, first after step 15; into ")
+    assert does["save"].startswith("every epoch: 2 times, first after step 15; after the last step; into ")
     assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")
     assert does["recover"].startswith("auto, every 40 steps: not once in 32 steps")
     cache = next(part for part in run["memory"]["rank"] if part["name"] == "key-value cache")

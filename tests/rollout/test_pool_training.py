@@ -18,7 +18,9 @@ from recorder import open_record
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"
 NUM_KILLS = 20
 STEPS_A_KILL = 3
-NUM_STEPS = 5 * NUM_KILLS  # training goes on while a server starts, which takes several steps on a busy machine
+NUM_STEPS = (
+    5 * NUM_KILLS
+)  # training goes on while a server starts, which takes several steps on a busy machine
 PUSHES = {
     "disk": ["actor.weight_update_mode=disk"],
     "xccl": ["actor.weight_update_mode=xccl"],

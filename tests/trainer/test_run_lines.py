@@ -27,6 +27,7 @@ def interrupts_are_heard():
 
 def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config, capsys):
     with RunLines(config, 0, 2, prints=True) as lines:
+        lines.checkpoints.mkdir(parents=True)
         for step in (0, 1):
             lines(step, {"sft/loss/avg": 0.5})
     first, *steps, last = capsys.readouterr().out.splitlines()
@@ -34,6 +35,13 @@ def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config
     assert steps == ["step 1/2  loss 0.5000", "step 2/2  loss 0.5000"]
     assert last.startswith("sums/first: done, 2 steps in ")
     assert last.endswith(f"statistics in {lines.logs}/stats.jsonl, checkpoints in {lines.checkpoints}")
+
+
+def test_a_run_that_kept_no_model_says_which_options_keep_one(config, capsys):
+    with RunLines(config, 0, 1, prints=True) as lines:
+        lines(0, {})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "and no model was kept: saver.freq_epochs, freq_steps or freq_secs" in last
 
 
 def test_a_run_that_was_complete_says_that_nothing_is_left(config, capsys):
