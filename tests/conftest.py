@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# As the Makefile does, before anything imports torch: more threads than cores only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).parent.parent
 EXIT_STATUS = pytest.StashKey[int]()
 
