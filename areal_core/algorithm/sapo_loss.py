@@ -18,18 +18,21 @@ def sapo_loss(
     Soft Adaptive Policy Optimization (arXiv 2511.20347): `-A * sigmoid(tau (r - 1)) * 4 / tau`, tau by the sign of A. At
     r = 1 the gradient is that of `-A r`; away from 1 it fades, faster for negative advantages.
 
-    Statistics: loss, importance_weight, approx_kl, soft_gate (with its factor 4 / tau).
+    Statistics: loss, importance_weight, approx_kl, sapo_soft_gate (with its factor 4 / tau), and what it would be were all advantages
+    positive, or none.
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
-    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    gate_pos, gate_neg = (torch.sigmoid(tau * (ratio - 1)) * 4 / tau for tau in (tau_pos, tau_neg))
+    gate = torch.where(advantages > 0, gate_pos, gate_neg)
     loss = torch.where(mask, -gate * advantages, 0.0)
     stats = {
         "loss": loss.detach(),
         "importance_weight": ratio.detach(),
         "approx_kl": log_ratio.detach(),
-        "soft_gate": gate.detach(),
+        "sapo_soft_gate": gate.detach(),
+        "sapo_scaled_gate_pos": gate_pos.detach(),
+        "sapo_scaled_gate_neg": gate_neg.detach(),
     }
     return loss.sum(), stats

@@ -214,7 +214,7 @@ class PolicyObjective:
     def _gated_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`sapo_loss`, with its own statistic. Weights are 1: the loss is not decoupled, which the config's checks hold."""
+        """`sapo_loss`, with its own statistics. Weights are 1: the loss is not decoupled, which the config's checks hold."""
         options = self.options
         loss, details = sapo_loss(
             logprobs,
@@ -224,7 +224,8 @@ class PolicyObjective:
             tau_pos=options.sapo_tau_pos,
             tau_neg=options.sapo_tau_neg,
         )
-        self.stats.stat("n_valid_tokens", sapo_soft_gate=details["soft_gate"])
+        gates = {name: value for name, value in details.items() if name.startswith("sapo_")}
+        self.stats.stat("n_valid_tokens", **gates)
         return loss, details
 
 

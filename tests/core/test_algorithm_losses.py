@@ -246,6 +246,8 @@ def test_sapo_gate_by_hand_and_its_gradient_at_the_start():
         logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2), tau_pos=1.0, tau_neg=2.0
     )
     assert stats["loss"].tolist() == [-2.0, 1.0]
+    gates = [stats[f"sapo_{gate}"].tolist() for gate in ("soft_gate", "scaled_gate_pos", "scaled_gate_neg")]
+    assert gates == [[2.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
     loss.backward()
     assert logprobs.grad.tolist() == [-1.0, 1.0]  # that of -A r
 
