@@ -42,8 +42,11 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
 
 
 def held_out_loss_rises(run: Run) -> Alarm | None:
-    """D07: the held-out loss was lower before, and that of training was not."""
+    """D07: the held-out loss was lower before, and that of training does not rise, which D06 would tell."""
     held_out, loss = run.series.get("eval_loss"), run.series.get("loss")
+    trained = trend(loss.finite) if loss is not None else None
+    if trained is not None and trained.rises:
+        return None
     if held_out is None or len(held_out.finite.values) < FEWEST_STEPS:
         return None
     series = held_out.finite
@@ -54,18 +57,14 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
     found = trend(Series(series.name, series.steps[best:], series.values[best:]))
     if found is None or not found.rises or found.change < max(CLEAR_SHARE * abs(lowest), 2 * found.scatter):
         return None
-    trained = (
-        ""
-        if loss is None
-        else f"; that of training goes from {loss.finite.first:.3g} to {loss.finite.last:.3g}"
-    )
+    meanwhile = "" if trained is None else f"; that of training by {trained.change:+.3g} over the run"
     at = int(series.steps[best])
     return Alarm(
         "D07",
         "the held-out loss rises: the model learns its rows by heart",
         "warning",
         held_out.name,
-        f"around step {at} it was {lowest:.4g}, from there it changes by {found.change:+.3g}{trained}",
+        f"around step {at} it was {lowest:.4g}, from there it changes by {found.change:+.3g}{meanwhile}",
         ((at, lowest), *series.tail(3)),
         (
             f"use the checkpoint of about step {at}",
