@@ -42,17 +42,9 @@ def main() -> None:
     if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, a node
         os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_PROCID"])
     logs = Path(os.environ[RANK_LOGS]) / f"node-{os.environ.get('PET_NODE_RANK', '0')}"
-    # A prefix made of an empty role is empty: lines look as the rank wrote them.
-    options = [
-        "--log-dir",
-        str(logs),
-        "--tee",
-        "2",
-        "--role",
-        "",
-        "--log-line-prefix-template",
-        "${role_name}",
-    ]
+    # A prefix made of an empty role is empty: lines look as the rank wrote them. By a variable, for torch 2.13 has no option for it.
+    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${role_name}"
+    options = ["--log-dir", str(logs), "--tee", "2", "--role", ""]
     ends: dict[int, float] = {}
     threading.Thread(target=note_ends, args=(ends,), daemon=True).start()
     try:
