@@ -101,7 +101,7 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
                 )
             )
         else:
-            attended.append(_soft_capped_attention(q, k, v, window, packing.softcap, packing))
+            attended.append(_soft_capped_attention(q, k, v, window, packing))
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
@@ -110,11 +110,11 @@ def _soft_capped_attention(
     key: Tensor,
     value: Tensor,
     window: Tensor | None,
-    softcap: float,
     packing: Packing,
 ) -> Tensor:
     """Attention of one sequence with capped scores (arXiv 2408.00118, section 2), which SDPA has not: it holds [heads, length, length]."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    softcap = packing.softcap
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (packing.scaling / softcap))
     allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if window is None else window
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)

@@ -71,6 +71,11 @@ class Trend:
     high: float
     scatter: float
 
+    def told(self, num_steps: int) -> str:
+        """The change in words."""
+        interval = f"95 % interval {self.low:+.3g} to {self.high:+.3g}"
+        return f"over {num_steps} steps it changes by {self.change:+.3g} ({interval})"
+
     @property
     def rises(self) -> bool:
         """Clearly upwards."""

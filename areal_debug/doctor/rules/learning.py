@@ -36,7 +36,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         "the reward falls" if falls else "the reward does not rise",
         "error" if falls else "warning",
         reward.name,
-        f"over {len(reward.values)} steps it changes by {found.change:+.3g} (95 % interval {found.low:+.3g} to {found.high:+.3g})",
+        found.told(len(reward.values)),
         reward.tail(),
         EXPERIMENTS,
         "the synchronous baseline: if its reward rises, staleness is the cause",

@@ -29,7 +29,7 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         "the loss rises" if found.rises else "the loss does not fall",
         "error" if found.rises else "warning",
         loss.name,
-        f"over {len(loss.values)} steps it changes by {found.change:+.3g} (95 % interval {found.low:+.3g} to {found.high:+.3g})",
+        found.told(len(loss.values)),
         loss.tail(),
         (
             "another learning rate: three times larger where the loss is flat, three times smaller where it rises",
