@@ -23,7 +23,7 @@ from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record
 from recorder.archive_writer import archive_record
 from recorder.format import STEP_FILE, rank_file, step_name
 from recorder.header import write_header
-from recorder.sealed import seal, sync, unseal, write_durably
+from recorder.sealed import checksummed_bytes, parse_checksummed, sync, write_durably
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER
@@ -138,14 +138,14 @@ def long_record(folder: Path, num_steps: int, batch: dict[str, np.ndarray]) -> N
     first = folder / "steps" / step_name(0)
     write_step(first, flatten(batch))
     write_header(folder, SCRIPTED_HEADER)
-    manifest = unseal((first / STEP_FILE).read_bytes(), STEP_FILE)
+    manifest = parse_checksummed((first / STEP_FILE).read_bytes(), STEP_FILE)
     names = [*manifest["batches"], *manifest["files"]]
     for step in range(1, num_steps):
         path = folder / "steps" / step_name(step)
         path.mkdir()
         for name in names:
             os.link(first / name, path / name)
-        (path / STEP_FILE).write_bytes(seal(manifest | {"step": step}))
+        (path / STEP_FILE).write_bytes(checksummed_bytes(manifest | {"step": step}))
 
 
 def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) -> None:
@@ -253,13 +253,13 @@ def part_from(record: Path, other: Path, num_steps: int, first: int) -> None:
     long_record(other, num_steps, long_tailed_batch(64, 500))
     folder = other / "steps" / step_name(num_steps)
     write_step(folder, flatten(long_tailed_batch(64, 500)), scripted_outcome("ffffffff"))
-    manifest = unseal((folder / STEP_FILE).read_bytes(), STEP_FILE)
+    manifest = parse_checksummed((folder / STEP_FILE).read_bytes(), STEP_FILE)
     name = rank_file("outcome", 0, 1, "json")
     for step in range(first, num_steps):
         path = other / "steps" / step_name(step)
         (path / name).unlink()
         os.link(folder / name, path / name)
-        (path / STEP_FILE).write_bytes(seal(manifest | {"step": step}))
+        (path / STEP_FILE).write_bytes(checksummed_bytes(manifest | {"step": step}))
     shutil.rmtree(folder)
 
 

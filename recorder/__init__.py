@@ -1,4 +1,4 @@
-"""A record of training: versioned, checksummed, without pickle. FORMAT.md is the specification."""
+"""Training records: versioned, checksummed, without pickle. FORMAT.md is the specification."""
 
 from recorder.errors import (
     DamagedRecord,

@@ -1,18 +1,19 @@
-"""A record inside one zarr v3 store, read through the same questions as a folder of files.
+"""Read a record from one zarr v3 store through the same interface as from a folder of files.
 
-Every file of a record is a list of parts, each a slice of a long one-dimensional array of the store:
+Every file of a record is a list of parts, each a slice of a long one-dimensional array of the
+store:
 
     ARCHIVE/
-      zarr.json                     attributes: `areal_debug_archive` 1, and where the layout of the files at the top is
-      <lane>/documents              uint8: JSON, safetensors headers, text, layouts
-      <lane>/input_ids.I32 ...      one array a key of the batch, in the dtype that the trainer saw
-      <lane>/checkpoints            uint8: files of anchors
-      steps/000042/zarr.json        attributes: where the layout of that step is; written last, so its presence is the commit
-      anchors/000040/zarr.json      the same of an anchor
+      zarr.json                     attributes: `areal_debug_archive` 1, layout of the top files
+      <stream>/documents            uint8: JSON, safetensors headers, text, layouts
+      <stream>/input_ids.I32 ...    one array per key of the batch, in the stored dtype
+      <stream>/checkpoints          uint8: files of anchors
+      steps/000042/zarr.json        attributes: layout of that step; written last: the commit
+      anchors/000040/zarr.json      the same for an anchor
 
-A lane belongs to whoever appends to it: `record archive` has one for everything, a run that records into zarr has one a rank.
-Arrays are sharded and compressed, and zarr checks a crc32c of every chunk; the record's own checksums are above that and stay valid,
-because what a reader gets are the bytes of the files.
+Each writer appends to a stream of its own (`ArrayStream`). Arrays are sharded and compressed, and
+zarr checks a crc32c of every chunk. The record's own checksums are a layer above and stay valid,
+because a reader gets the bytes of the original files.
 """
 
 import hashlib
@@ -30,10 +31,9 @@ from zarr.core.sync import sync as run_in_zarr
 from zarr.storage import FsspecStore, LocalStore, StorePath, ZipStore
 
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEPS_FOLDER
+from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER
 from recorder.sealed import write_durably
 from recorder.storage import file_blocks, is_url, walk
-from recorder.tensors import NUMPY_TYPES
 
 ARCHIVE_VERSION = 1
 VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
@@ -41,7 +41,7 @@ VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
 
 @dataclass(frozen=True)
 class Part:
-    """`count` elements of an array from element `offset`, which the file holds as `stored`, a safetensors dtype."""
+    """`count` elements of an array from element `offset`, stored as safetensors dtype `stored`."""
 
     array: str
     offset: int
@@ -50,26 +50,26 @@ class Part:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the part has in the file."""
+        """Size of the part in the file, in bytes."""
         return self.count * NUMPY_TYPES[self.stored].itemsize
 
 
-Layout = dict[str, list[Part]]  # the files of a folder and what they are made of
+Layout = dict[str, list[Part]]  # file name -> its parts, in order
 
 
 def layout_bytes(layout: Layout) -> bytes:
-    """The layout as JSON."""
+    """Serialize a layout as JSON."""
     parts = {name: [list(vars(part).values()) for part in parts] for name, parts in layout.items()}
     return json.dumps(parts, separators=(",", ":")).encode()
 
 
 def parse_layout(data: bytes) -> Layout:
-    """The inverse of `layout_bytes`."""
+    """Parse a layout; the inverse of `layout_bytes`."""
     return {name: [parse_part(part) for part in parts] for name, parts in json.loads(data).items()}
 
 
 def parse_part(document: Any) -> Part:
-    """A part as JSON lists it."""
+    """Parse a part as it is listed in JSON."""
     array, offset, count, stored = document
     return Part(array, offset, count, stored)
 
@@ -114,11 +114,11 @@ class ArchiveStorage:
         return found
 
     def local_folder(self, folder: str) -> Path:
-        """The folder, copied to this machine's temporary folder unless it is there already."""
+        """Return a local copy of the folder in the temporary folder; made if it does not exist."""
         return local_copy(self, folder)
 
     def part(self, file: str, part: Part) -> memoryview:
-        """The part's bytes as the file has them."""
+        """Return the bytes of a part as in the file."""
         try:
             if part.array not in self.arrays:
                 self.arrays[part.array] = self.group[part.array]  # type: ignore[assignment]
@@ -129,20 +129,23 @@ class ArchiveStorage:
         return np.ascontiguousarray(values).view(np.uint8).data
 
     def layout_of(self, file: str) -> tuple[Layout, str]:
-        """The layout of the step or anchor that holds the file, and the file's name in it; an empty one where there is neither."""
+        """Return the layout of the step or anchor that contains the file, and its name there.
+
+        The layout is empty if there is no such step or anchor.
+        """
         folder, name = "", file
         if file.count("/") > 1:
             top, number, name = file.split("/", 2)
             folder = f"{top}/{number}"
         if folder not in self.layouts:
             found = self.read_layout(folder)
-            if found is None:  # looked for again next time: the run may still be recording
+            if found is None:  # not cached: the run may still be recording
                 return {}, name
             self.layouts[folder] = found
         return self.layouts[folder], name
 
     def read_layout(self, folder: str) -> Layout | None:
-        """The layout that a group's attributes point to, None where there is no such group."""
+        """Return the layout that a group's attributes refer to, None if there is no such group."""
         try:
             group = self.group[folder] if folder else self.group
             where = parse_part(group.attrs[LAYOUT_ATTRIBUTE])
@@ -155,16 +158,16 @@ class ArchiveStorage:
         try:
             return parse_layout(data)
         except (ValueError, TypeError, AttributeError) as error:
-            raise DamagedRecord(f"{folder}/zarr.json", f"points to no layout ({error})") from None
+            raise DamagedRecord(f"{folder}/zarr.json", f"does not refer to a layout ({error})") from None
 
     def children(self, folder: str) -> list[str]:
-        """Names below a group, without reading what they are: one listing whatever their number."""
+        """List the names below a group, with one listing and without reading the entries."""
         listed = list_store(self.group.store_path / folder if folder else self.group.store_path)
         return [name for name in listed if name != "zarr.json"]
 
 
 def list_store(place: StorePath) -> list[str]:
-    """Names of objects and prefixes right below a place of a store."""
+    """List the names of objects and prefixes directly below a path of a store."""
 
     async def collect() -> list[str]:
         return [name.strip("/") async for name in place.store.list_dir(place.path)]
@@ -173,10 +176,10 @@ def list_store(place: StorePath) -> list[str]:
 
 
 def open_store(location: str, read_only: bool) -> LocalStore | ZipStore | FsspecStore:
-    """The zarr store at a path or URL."""
+    """Open the zarr store at a path or URL."""
     if is_url(location):
         with warnings.catch_warnings():
-            # a file system that is not asynchronous is wrapped, which changes nothing but speed
+            # zarr wraps synchronous file systems, which affects speed only
             warnings.filterwarnings("ignore", category=UserWarning, module="zarr")
             return FsspecStore.from_url(location, read_only=read_only)
     if Path(location).is_file():
@@ -185,7 +188,10 @@ def open_store(location: str, read_only: bool) -> LocalStore | ZipStore | Fsspec
 
 
 def file_system(location: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it. Raises RecordError where a package is missing or the URL is none."""
+    """Return the fsspec file system of a URL and the path in it.
+
+    Raises RecordError if a package is missing or the URL is invalid.
+    """
     from fsspec.core import url_to_fs
 
     try:
@@ -195,7 +201,10 @@ def file_system(location: str) -> tuple[Any, str]:
 
 
 def open_archive(location: str) -> ArchiveStorage:
-    """The archive at a folder, zip file or URL. Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord."""
+    """Open the archive at a folder, zip file or URL.
+
+    Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
+    """
     try:
         store = open_store(location, read_only=True)
     except ImportError as error:
@@ -205,14 +214,12 @@ def open_archive(location: str) -> ArchiveStorage:
     try:
         group = zarr.open_group(store, mode="r", use_consolidated=False)
     except FileNotFoundError:
-        raise RecordNotFound(f"there is nothing at {location}: give the place of a record") from None
+        raise RecordNotFound(f"nothing exists at {location}: give the path or URL of a record") from None
     except Exception as error:  # zarr lets whatever its parser raises through
         raise DamagedRecord("zarr.json", f"is not readable ({type(error).__name__}: {error})") from None
     attributes = dict(group.attrs)
     if VERSION_ATTRIBUTE not in attributes:
-        raise NotARecord(
-            f"{location} is a zarr store, but no archive of a record, or one that was not finished"
-        )
+        raise NotARecord(f"{location} is a zarr store, but not a finished archive of a record")
     if (version := attributes[VERSION_ATTRIBUTE]) != ARCHIVE_VERSION:
         raise UnknownFormat(
             f"{location} is an archive of version {version}, this version of areal-debug reads {ARCHIVE_VERSION}: "
@@ -222,13 +229,16 @@ def open_archive(location: str) -> ArchiveStorage:
 
 
 def local_copy(storage: ArchiveStorage, folder: str) -> Path:
-    """A copy of an anchor, named by its checksums: every rank of a machine shares it, and so do later replays."""
+    """Copy an anchor to the temporary folder, named by its checksums.
+
+    All ranks of a machine share the copy, and so do later replays.
+    """
     digest = hashlib.sha256(storage.read(f"{folder}/{ANCHOR_FILE}")).hexdigest()[:16]
     place = Path(tempfile.gettempdir()) / f"areal-debug-{os.getuid()}" / digest
     if not place.exists():
         place.parent.mkdir(mode=0o700, exist_ok=True)
-        if place.parent.stat().st_uid != os.getuid():  # somebody could put other weights there
-            raise RecordError(f"{place.parent} belongs to somebody else: set TMPDIR to a folder of your own")
+        if place.parent.stat().st_uid != os.getuid():  # another user could replace the weights
+            raise RecordError(f"{place.parent} belongs to another user: set TMPDIR to a folder of your own")
         unfinished = Path(tempfile.mkdtemp(dir=place.parent))
         for name in walk(storage, folder):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)

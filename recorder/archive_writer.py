@@ -1,6 +1,6 @@
-"""Writes archives: layouts of files, which any writer shares, and a whole record at once, packed tightly.
+"""Write archives: layouts of files, for every writer, and complete, densely packed records.
 
-files of a record ─> parts in a Lane (lane.py), full shards only ─> close ─> one group a step ─> attributes of the root, the commit
+files of a record ─> parts in an ArrayStream, full shards only ─> close ─> one group a step ─> attributes of the root, the commit
 """
 
 import os
@@ -24,7 +24,7 @@ from recorder.archive import (
 )
 from recorder.errors import RecordExists
 from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
-from recorder.lane import Lane
+from recorder.lane import ArrayStream
 from recorder.reader import Record, open_record
 from recorder.sealed import sync
 from recorder.storage import Storage, file_blocks, is_url, location_of, walk
@@ -32,66 +32,69 @@ from recorder.storage import Storage, file_blocks, is_url, location_of, walk
 DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
 
 
-def file_layout(lane: Lane, storage: Storage, file: str, batch: BatchEntry | None) -> list[Part]:
-    """Appends a file of a record to a lane: safetensors as header and tensors, anything else as bytes."""
+def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEntry | None) -> list[Part]:
+    """Append a file to a stream: safetensors as header and tensors, other files as bytes."""
     if batch is None:
         column = CHECKPOINTS if file.startswith(ANCHORS_FOLDER) else DOCUMENTS
-        return [lane.append(column, "U8", block) for block in file_blocks(storage, file)]
+        return [stream.append(column, "U8", block) for block in file_blocks(storage, file)]
     tensors = sorted(batch.tensors.items(), key=lambda item: item[1].offset)
-    return [lane.append(DOCUMENTS, "U8", storage.read(file, 0, batch.header_bytes))] + [
-        lane.append(
+    return [stream.append(DOCUMENTS, "U8", storage.read(file, 0, batch.header_bytes))] + [
+        stream.append(
             f"{name}.{entry.stored}", entry.stored, storage.read(file, entry.offset, entry.size_bytes)
         )
         for name, entry in tensors
     ]
 
 
-def step_layout(lane: Lane, record: Record, step: int) -> Layout:
-    """Appends the files of a step to a lane."""
+def step_layout(stream: ArrayStream, record: Record, step: int) -> Layout:
+    """Append the files of a step to a stream."""
     manifest = record.step(step).manifest
     names = [*manifest.batches, *manifest.files]
     folder = f"{STEPS_FOLDER}/{step_name(step)}"
     layout = {
-        name: file_layout(lane, record.storage, f"{folder}/{name}", manifest.batches.get(name))
+        name: file_layout(stream, record.storage, f"{folder}/{name}", manifest.batches.get(name))
         for name in names
     }
-    return layout | {STEP_FILE: file_layout(lane, record.storage, f"{folder}/{STEP_FILE}", None)}
+    return layout | {STEP_FILE: file_layout(stream, record.storage, f"{folder}/{STEP_FILE}", None)}
 
 
-def folder_layout(lane: Lane, record: Record, folder: str) -> Layout:
-    """Appends all files under a folder to a lane."""
+def folder_layout(stream: ArrayStream, record: Record, folder: str) -> Layout:
+    """Append all files under a folder to a stream."""
     names = walk(record.storage, folder)
-    return {name: file_layout(lane, record.storage, f"{folder}/{name}", None) for name in names}
+    return {name: file_layout(stream, record.storage, f"{folder}/{name}", None) for name in names}
 
 
-def top_layout(lane: Lane, storage: Storage) -> Layout:
-    """Appends the files at the top of a record to a lane: record.json and its like."""
+def top_layout(stream: ArrayStream, storage: Storage) -> Layout:
+    """Append the files at the top of a record, such as record.json, to a stream."""
     names = [name for name in storage.names("") if storage.size(name) is not None]
-    return {name: file_layout(lane, storage, name, None) for name in names}
+    return {name: file_layout(stream, storage, name, None) for name in names}
 
 
 def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
-    """Makes a step or anchor part of the archive: one object that appears whole."""
+    """Commit a step or anchor to the archive by creating one object atomically."""
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
 def write_archive(record: Record, location: str, on_step: Callable[[int], None]) -> None:
-    """Writes a record into an empty store. Until the root has its attributes, which come last, the store is no archive."""
+    """Write a record into an empty store.
+
+    The root's attributes are written last: a store without them is not an archive.
+    """
     group = zarr.create_group(open_store(location, read_only=False))
-    lane = Lane(group, "all", packed=True)
+    stream = ArrayStream(group, "all", packed=True)
     layouts: dict[str, Part] = {}
 
     def add(folder: str, layout: Layout) -> None:
-        layouts[folder] = lane.append(DOCUMENTS, "U8", layout_bytes(layout))
+        layouts[folder] = stream.append(DOCUMENTS, "U8", layout_bytes(layout))
 
-    add("", top_layout(lane, record.storage))
+    add("", top_layout(stream, record.storage))
     for step in record.steps:
-        add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(lane, record, step))
+        add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step))
         on_step(step)
     for anchor in record.anchors():
         folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
-        add(folder, folder_layout(lane, record, folder))
-    lane.close()
+        add(folder, folder_layout(stream, record, folder))
+    stream.close()
     for folder in layouts.keys() - {""}:
         commit_layout(group, folder, layouts[folder])
     if not is_url(location):
@@ -103,7 +106,7 @@ def write_archive(record: Record, location: str, on_step: Callable[[int], None])
 
 @dataclass(frozen=True)
 class Archived:
-    """What `archive_record` wrote, and its size beside that of the source."""
+    """Result of `archive_record`, with the sizes of archive and source."""
 
     location: str
     num_steps: int
@@ -118,15 +121,15 @@ def archive_record(
     overwrite: bool = False,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Archived:
-    """Archives the committed steps and finished anchors of a record, which may itself be an archive.
+    """Archive the committed steps and finished anchors of a record, which may itself be an archive.
 
     Args:
         destination: a folder, a file that ends in `.zip`, or an fsspec URL.
-        overwrite: replace what is at the destination, if that is an archive.
+        overwrite: replace an existing archive at the destination.
 
     Raises:
-        RecordExists: something is at the destination.
-        RecordError: the source is no record or is damaged.
+        RecordExists: the destination is not empty.
+        RecordError: the source is not a record or is damaged.
     """
     record, location = open_record(source), location_of(destination)
     clear_destination(location, overwrite)
@@ -153,7 +156,7 @@ def archive_record(
 
 
 def stored_bytes(location: str) -> int:
-    """Bytes that the place takes, all objects together."""
+    """Total size in bytes of all objects at a location."""
     if is_url(location):
         files, path = file_system(location)
         return int(files.du(path))
@@ -162,7 +165,7 @@ def stored_bytes(location: str) -> int:
 
 
 def clear_destination(location: str, overwrite: bool) -> None:
-    """Raises RecordExists unless the destination is empty, or holds a record and `overwrite` says to replace it."""
+    """Raise RecordExists unless the destination is empty, or an archive and `overwrite` is set."""
     if is_url(location):
         files, path = file_system(location)
         if not files.exists(path) or not files.ls(path):
@@ -180,11 +183,11 @@ def clear_destination(location: str, overwrite: bool) -> None:
         if overwrite and place.is_file() and zipfile.is_zipfile(place):
             place.unlink()
             return
-    raise RecordExists(f"{location} is there already: choose another place, or --force to replace an archive")
+    raise RecordExists(f"{location} exists already: choose another place, or --force to replace an archive")
 
 
 def zip_folder(folder: Path, file: Path) -> None:
-    """A zip file of a folder, without compression, for the chunks are compressed. It appears whole."""
+    """Zip a folder, atomically and without compression: its chunks are compressed already."""
     unfinished = file.with_name(file.name + ".part")
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted_files(folder):
@@ -195,11 +198,11 @@ def zip_folder(folder: Path, file: Path) -> None:
 
 
 def sorted_files(folder: Path) -> Iterator[Path]:
-    """All files under a folder, in order."""
+    """All files under a folder, sorted."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def sync_files(folder: Path) -> None:
-    """Waits until the disk has every file and folder under a folder."""
+    """Fsync every file and folder under a folder."""
     for path in (folder, *folder.rglob("*")):
         sync(path)

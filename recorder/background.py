@@ -1,10 +1,11 @@
-"""One thread that does jobs in order while the run trains on, holding at most so many of them.
+"""Run jobs in order in one thread while training continues, with a bounded queue.
 
-    training thread   put(job) ─> [ at most `depth` jobs, the one in work included ] ─> work(job)   writer thread
+    training thread   put(job) ─> [ at most `depth` jobs, including the running one ] ─> work(job)   writer thread
                       wait(timeout) <──────────── a job is done, or work raised ─────────────
 
-`put` never waits: who wants to wait for room asks `wait` first, for a bounded time, so that ranks can tell each other in between. An error
-of `work` ends the thread, empties the queue, and stays in `error` for the training thread to find.
+`put` never blocks: a caller that needs a free slot calls `wait` first, with a timeout, so that
+ranks can exchange their states in between. An error of `work` ends the thread, empties the queue,
+and is kept in `error` for the training thread.
 """
 
 import threading
@@ -16,7 +17,7 @@ Job = TypeVar("Job")
 
 
 class Background(Generic[Job]):
-    """Calls `work` on each job given, one after another, in a thread of its own. `depth` is at least 1."""
+    """Call `work` on each job, one after another, in a separate thread. `depth` is at least 1."""
 
     def __init__(self, work: Callable[[Job], None], depth: int) -> None:
         assert depth >= 1
@@ -25,22 +26,22 @@ class Background(Generic[Job]):
         self.jobs: deque[Job] = deque()
         self.changed = threading.Condition()
         self.closing = False
-        # a daemon: a process that dies of something else must not wait for a disk
+        # a daemon: a process that fails elsewhere must not wait for the disk
         self.thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self.thread.start()
 
     @property
     def has_room(self) -> bool:
-        """Whether `put` may be called."""
+        """True if `put` may be called."""
         return len(self.jobs) < self.depth
 
     @property
     def idle(self) -> bool:
-        """Every job given is done, or will never be."""
+        """True if every job is done, or will never run because of an error."""
         return not self.jobs
 
     def put(self, job: Job) -> None:
-        """Takes a job; nothing once an error has occurred."""
+        """Queue a job; does nothing after an error."""
         with self.changed:
             assert self.has_room
             if self.error is None:
@@ -48,13 +49,16 @@ class Background(Generic[Job]):
                 self.changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when a job is done or has failed, or after the time; at once when idle."""
+        """Wait until a job has finished or failed, at most `timeout_s`; return if idle."""
         with self.changed:
             pending = len(self.jobs)
             self.changed.wait_for(lambda: len(self.jobs) < pending or self.idle, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Ends the thread once it has done every job, waiting for at most the time; whether it ended."""
+        """End the thread after the last job, waiting at most `timeout_s`.
+
+        Return whether it has ended.
+        """
         with self.changed:
             self.closing = True
             self.changed.notify_all()

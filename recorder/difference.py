@@ -1,4 +1,4 @@
-"""What differs between two documents, member by member."""
+"""Differences between two documents, member by member."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Difference:
-    """One member that differs; None stands for absent."""
+    """One member that differs; None if absent."""
 
     where: str
     recorded: Any
@@ -14,7 +14,7 @@ class Difference:
 
 
 def find_differences(recorded: Any, current: Any) -> tuple[Difference, ...]:
-    """Differences between two JSON-like documents, in order of their place. Equal NaNs are equal."""
+    """List the differences between two JSON-like documents, sorted by path. NaNs are equal."""
     if recorded == current:
         return ()
     from deepdiff import DeepDiff  # 0.3 s to import, and most comparisons find nothing
@@ -33,7 +33,7 @@ def find_differences(recorded: Any, current: Any) -> tuple[Difference, ...]:
 
 
 def present(value: Any) -> Any:
-    """The value, or None where deepdiff marks it as absent."""
+    """The value, or None if deepdiff marks it as absent."""
     from deepdiff.helper import notpresent
 
     return None if value is notpresent else value

@@ -1,6 +1,6 @@
-"""Where a run happened: all that can change its bits without changing its config.
+"""Fingerprint of an environment: everything outside the config that can change a run's bits.
 
-Only named environment variables are recorded, never all of them: they hold credentials.
+Environment variables are recorded from a fixed list, because others may contain credentials.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model",
 
 
 def environment() -> dict[str, Any]:
-    """The fingerprint of this process: platform, processor, libraries, torch and its flags, GPUs, variables, code."""
+    """Return the fingerprint of this process."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -66,12 +66,12 @@ def environment() -> dict[str, Any]:
 
 
 def diff_environment(recorded: dict[str, Any], current: dict[str, Any]) -> tuple[Difference, ...]:
-    """What differs between two fingerprints."""
+    """Differences between two fingerprints."""
     return find_differences(recorded, current)
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux gives it, else the architecture."""
+    """The processor's name as reported by Linux, else the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -79,7 +79,7 @@ def cpu_model() -> str:
 
 
 def library_version(name: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def torch_facts() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "build": str(torch.__version__),  # a str subclass, which JSON would not give back
+        "build": str(torch.__version__),  # a str subclass, which JSON would not restore
         "git": torch.version.git_version,
         "cuda": torch.version.cuda,
         "num_threads": torch.get_num_threads(),
@@ -101,7 +101,7 @@ def torch_facts() -> dict[str, Any]:
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        # these switches hold on the CPU, too
+        # these switches also apply on the CPU
         "attention_backends": {
             name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
             for name in ("flash", "mem_efficient", "math")
@@ -118,7 +118,7 @@ def gpu_driver() -> str | None:
 
 
 def git(folder: Path, *arguments: str) -> bytes | None:
-    """Output of a git command, or None where git or the repository is absent."""
+    """Return the output of a git command, or None if git or the repository is absent."""
     try:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -126,7 +126,7 @@ def git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def code_identity(folder: Path) -> dict[str, str | None]:
-    """Commit of the repository that holds the folder, and sha256 of what differs from it (None when nothing does).
+    """Return the commit of the folder's repository, and sha256 of uncommitted changes or None.
 
     Both are None outside a repository, for example in an installed wheel.
     """
@@ -144,7 +144,7 @@ def code_identity(folder: Path) -> dict[str, str | None]:
 
 
 def file_identity(path: Path) -> dict[str, Any]:
-    """Size and crc32c of a file of any size."""
+    """Return size and crc32c of a file, read in blocks."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -153,7 +153,10 @@ def file_identity(path: Path) -> dict[str, Any]:
 
 
 def folder_identity(path: str) -> dict[str, Any]:
-    """Identity of a model or tokenizer folder: each weight, config and tokenizer file; no files where it is not a local folder."""
+    """Return the identity of a model or tokenizer folder: size and crc32c of each of its files.
+
+    `files` is empty if the path is not a local folder.
+    """
     folder = Path(path)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     kept = [file for file in files if file.is_file() and file.suffix in WEIGHT_SUFFIXES]

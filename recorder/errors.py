@@ -1,32 +1,32 @@
-"""What can be wrong with a record, each error saying what to do next.
+"""Errors of records; each message says what to do next.
 
 RecordError (ValueError)
-├── RecordNotFound    nothing at that path
+├── RecordNotFound    nothing exists at that path
 ├── NotARecord        a folder without record.json
 ├── RecordExists      recording would overwrite something
 ├── UnknownFormat     a newer format version, or keys that this version does not know
-├── RecordingFailed   a rank could not write; the run was asked to stop when that happens
+├── RecordingFailed   a rank could not write; the run was configured to stop in that case
 ├── StepNotRecorded   that step, rank, row or tensor is not in the record
-├── DamagedRecord     bytes that are not the ones written; names file and tensor
-├── ForeignFormat     a file of another framework is not what its format says
-└── UnsafePickle      a pickle asks for something that no importer needs
+├── DamagedRecord     bytes differ from those written; names file and tensor
+├── ForeignFormat     a file of another framework does not match its format
+└── UnsafePickle      a pickle needs a name that no importer allows
 """
 
 
 class RecordError(ValueError):
-    """A record cannot be read or written as asked."""
+    """A record cannot be read or written as requested."""
 
 
 class RecordNotFound(RecordError):
-    """There is nothing at the path."""
+    """Nothing exists at the path."""
 
 
 class NotARecord(RecordError):
-    """The folder holds no record.json."""
+    """The folder has no record.json."""
 
 
 class RecordExists(RecordError):
-    """The folder already holds something that recording would overwrite."""
+    """Recording would overwrite existing files."""
 
 
 class UnknownFormat(RecordError):
@@ -38,7 +38,7 @@ class RecordingFailed(RecordError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what}; what was committed before is whole. Make room or record elsewhere (debug.path), or train on without a "
+            f"{what}; the steps committed before are complete. Free disk space or record elsewhere (debug.path), or train on without a "
             "record (debug.dump_when_failing=continue)"
         )
 
@@ -57,8 +57,8 @@ class DamagedRecord(RecordError):
 
 
 class ForeignFormat(RecordError):
-    """A file is not what its format says; names the file, what was expected and what was found."""
+    """A file does not match its format; the message has the expected and the found content."""
 
 
 class UnsafePickle(RecordError):
-    """A pickle asks for something that no importer needs, or breaks a limit."""
+    """A pickle needs a name that no importer allows, or exceeds a limit."""

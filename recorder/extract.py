@@ -1,4 +1,4 @@
-"""The way back from an archive: the folder of files, bit for bit."""
+"""Extract an archive into the folder of files that it was made from, bit for bit."""
 
 import os
 from collections.abc import Callable
@@ -16,13 +16,14 @@ def extract_record(
     destination: Path,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Writes the files of a record, usually an archive, into a folder that is absent or empty.
+    """Write the files of a record, usually an archive, into a folder that is absent or empty.
 
-    What commits a record, a step or an anchor comes last, as when it was recorded. Raises RecordExists, and RecordError for the source.
+    The files that commit the record, a step or an anchor are written last, as when recording.
+    Raises RecordExists, and RecordError for the source.
     """
     record = open_record(source)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise RecordExists(f"{destination} is there already: choose another folder")
+        raise RecordExists(f"{destination} exists already: choose another folder")
     destination.mkdir(parents=True, exist_ok=True)
     for name in record.storage.names(""):
         if record.storage.size(name) is not None:
@@ -35,7 +36,7 @@ def extract_record(
 
 
 def extract_folder(record: Record, folder: str, last: str, destination: Path) -> None:
-    """Writes a step or an anchor, its committing file last."""
+    """Write a step or an anchor, its committing file last."""
     for name in walk(record.storage, folder):
         path = destination / folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

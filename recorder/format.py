@@ -1,9 +1,11 @@
-"""The names, the dataclasses and the parse functions of the format. FORMAT.md says it in words."""
+"""Names, dataclasses and parsers of the record format, which FORMAT.md specifies."""
 
 import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import numpy as np
 
 from recorder.errors import DamagedRecord, UnknownFormat
 
@@ -12,12 +14,30 @@ RECORD_FILE = "record.json"
 STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
 GAPS_FILE = "gaps.json"
-# what a process that was killed leaves of one of them; nothing is lost with it
+# temporary files of a killed process; they can be ignored
 UNFINISHED_FILES = frozenset({f"{RECORD_FILE}.tmp", f"{GAPS_FILE}.tmp"})
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
-SCOPES = ("rollout", "plan", "full")
 STEP_NAME = re.compile(r"\d{6,}")
+# safetensors dtype -> NumPy dtype of the stored bytes, little-endian. NumPy has no bfloat16 and no
+# 8-bit floats: their bits are kept in unsigned integers.
+NUMPY_TYPES = {
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
 
 T = TypeVar("T")
 
@@ -34,7 +54,7 @@ def rank_file(kind: str, rank: int, num_ranks: int, suffix: str) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and checksum of a file whose bytes are checked as a whole."""
+    """Size and checksum of a file that has one checksum for all of its bytes."""
 
     size_bytes: int
     crc32c: str
@@ -44,8 +64,9 @@ class FileEntry:
 class TensorEntry:
     """One tensor of a batch file. `offset` counts from the start of the file.
 
-    `dtype` is what the trainer saw, `stored` what the file holds (integers per token take the narrowest type that holds
-    them); both are safetensors names. `axis` says what the first dimension counts: `token`, `row`, or `offset` for `cu_seqlens`.
+    `dtype` is the trainer's dtype, `stored` that of the file (integers per token use the narrowest
+    type that fits); both are safetensors names. `axis` defines the first dimension: `token`, `row`,
+    or `offset` for `cu_seqlens`.
     """
 
     dtype: str
@@ -59,7 +80,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class BatchEntry:
-    """One batch file: its header and tensors cover every byte between them."""
+    """One batch file: header and tensors together cover every byte."""
 
     size_bytes: int
     header_bytes: int
@@ -72,10 +93,11 @@ class BatchEntry:
 
 @dataclass(frozen=True)
 class Recording:
-    """What of a run is recorded.
+    """Which steps of a run are recorded, and how much of each.
 
-    `scope` is "rollout" (batches and text), "plan" (also plan and outcome) or "full" (also what the trainer learned from, token by
-    token). Steps that `every` divides are recorded, or exactly those of `steps`.
+    `scope` is "rollout" (batches and text), "plan" (also plan and outcome) or "full" (also the
+    trainer's inputs to the loss, per token). Steps that `every` divides are recorded, or exactly
+    those of `steps`.
     """
 
     scope: str = "plan"
@@ -83,13 +105,13 @@ class Recording:
     steps: tuple[int, ...] | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether the step is to be recorded."""
+        """Return whether the step is to be recorded."""
         return step % self.every == 0 if self.steps is None else step in self.steps
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank wrote in a step: its part of step.json."""
+    """The files that one rank wrote in a step: its entries of step.json."""
 
     batches: dict[str, BatchEntry]
     files: dict[str, FileEntry]
@@ -97,7 +119,10 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class StepManifest:
-    """step.json. `version` is the weight version after the step; `batches` describes every safetensors file."""
+    """step.json.
+
+    `version` is the weight version after the step; `batches` describes every safetensors file.
+    """
 
     format_version: int
     step: int
@@ -140,7 +165,7 @@ class AnchorManifest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank set out to do: weight version and RNG states at the start of the step, and the trainer's own plan."""
+    """A rank's inputs to a step: weight version and RNG states at its start, the trainer's plan."""
 
     step: int
     version: int
@@ -150,7 +175,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward of one rank. `rows` are positions in the rank's batch, `weight` is the loss denominator."""
+    """One forward and backward pass of one rank.
+
+    `rows` are positions in the rank's batch, `weight` is the loss denominator.
+    """
 
     minibatch: int
     micro_batch: int
@@ -162,7 +190,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step, by the checksum of each parameter: its gradient before it is clipped, its weights afterwards."""
+    """Checksums of an optimizer step by parameter: gradients before clipping, weights after."""
 
     gradients: dict[str, str]
     weights: dict[str, str]
@@ -170,9 +198,11 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a step on one rank. `version` is the one after the step; `checksums` name each parameter's.
+    """Results of a step on one rank.
 
-    `minibatches` are those of a record of scope "full", and none in others.
+    `version` is the one after the step; `checksums` are by parameter.
+
+    `minibatches` is empty unless the scope of the record is "full".
     """
 
     step: int
@@ -184,9 +214,10 @@ class Outcome:
 
 
 def fields_of(cls: type[T], document: Any, file: str) -> dict[str, Any]:
-    """The document's members, which must be exactly the fields of `cls`.
+    """Return the document's members, which must be exactly the fields of `cls`.
 
-    Raises DamagedRecord for a missing one and UnknownFormat for one that this version does not know.
+    Raises DamagedRecord for a missing one and UnknownFormat for one that this version does not
+    know.
     """
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if not isinstance(document, dict) or names - set(document):
@@ -199,7 +230,7 @@ def fields_of(cls: type[T], document: Any, file: str) -> dict[str, Any]:
 
 
 def check_version(document: dict[str, Any], file: str) -> None:
-    """Raises UnknownFormat unless the document has the version that this code reads."""
+    """Raise UnknownFormat unless the document has the version that this code reads."""
     found = document.get("format_version")
     if found != FORMAT_VERSION:
         raise UnknownFormat(
@@ -209,7 +240,7 @@ def check_version(document: dict[str, Any], file: str) -> None:
 
 
 def parse_header(document: dict[str, Any]) -> RecordHeader:
-    """record.json, unsealed."""
+    """Parse record.json, whose checksum has been checked and removed."""
     check_version(document, RECORD_FILE)
     members = fields_of(RecordHeader, document, RECORD_FILE)
     recording = fields_of(Recording, members["recording"], RECORD_FILE)
@@ -218,18 +249,18 @@ def parse_header(document: dict[str, Any]) -> RecordHeader:
 
 
 def parse_files(document: dict[str, Any], file: str) -> dict[str, FileEntry]:
-    """The `files` member of step.json or anchor.json."""
+    """Parse the `files` member of step.json or anchor.json."""
     return {name: FileEntry(**fields_of(FileEntry, entry, file)) for name, entry in document.items()}
 
 
 def parse_tensor(document: dict[str, Any], file: str) -> TensorEntry:
-    """One member of `tensors` in step.json."""
+    """Parse one member of `tensors` in step.json."""
     members = fields_of(TensorEntry, document, file)
     return TensorEntry(**{**members, "shape": tuple(members["shape"])})
 
 
 def parse_batches(document: dict[str, Any], file: str) -> dict[str, BatchEntry]:
-    """The `batches` member of step.json."""
+    """Parse the `batches` member of step.json."""
     batches = {}
     for name, entry in document.items():
         members = fields_of(BatchEntry, entry, file)
@@ -239,13 +270,13 @@ def parse_batches(document: dict[str, Any], file: str) -> dict[str, BatchEntry]:
 
 
 def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
-    """manifest-*.json, unsealed, which lives until the step is committed."""
+    """Parse manifest-*.json, which exists until the step is committed."""
     members = fields_of(RankFiles, document, file)
     return RankFiles(parse_batches(members["batches"], file), parse_files(members["files"], file))
 
 
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
-    """step.json, unsealed; `file` is its name in errors."""
+    """Parse step.json; `file` is its name in errors."""
     check_version(document, file)
     members = fields_of(StepManifest, document, file)
     parsed = {
@@ -256,19 +287,19 @@ def parse_step(document: dict[str, Any], file: str) -> StepManifest:
 
 
 def parse_anchor(document: dict[str, Any], file: str) -> AnchorManifest:
-    """anchor.json, unsealed; `file` is its name in errors."""
+    """Parse anchor.json; `file` is its name in errors."""
     check_version(document, file)
     members = fields_of(AnchorManifest, document, file)
     return AnchorManifest(**{**members, "files": parse_files(members["files"], file)})
 
 
 def parse_plan(document: dict[str, Any], file: str) -> Plan:
-    """plan-*.json."""
+    """Parse plan-*.json."""
     return Plan(**fields_of(Plan, document, file))
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as JSON, every float as C99 hex, so that equal text means equal bits."""
+    """Serialize an outcome as JSON types, floats as C99 hex: equal text means equal bits."""
     micro_batches = [
         vars(m) | {"loss": m.loss.hex(), "weight": m.weight.hex()} for m in outcome.micro_batches
     ]
@@ -277,7 +308,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
-    """outcome-*.json; the inverse of `outcome_document`."""
+    """Parse outcome-*.json; the inverse of `outcome_document`."""
     members = fields_of(Outcome, document, file)
     micro_batches = [fields_of(MicroBatch, item, file) for item in members["micro_batches"]]
     numbers = [

@@ -1,6 +1,7 @@
-"""The steps that a record lacks for a known reason: retention removed them, a slow disk dropped them, a run died before they were written.
+"""Steps that a record lacks for a known reason: retention, a slow disk, or an interrupted run.
 
-A gap that this cannot explain is damage. `gaps.json` is on the disk before a step is removed: no step is ever missing without its reason.
+Any other missing step is damage. `gaps.json` is committed before a step is removed, so that no step
+is ever missing without its reason.
 """
 
 from bisect import bisect_right
@@ -10,44 +11,44 @@ from pathlib import Path
 from typing import Any
 
 from recorder.format import FORMAT_VERSION, GAPS_FILE, check_version, fields_of
-from recorder.sealed import commit_file, seal
+from recorder.sealed import checksummed_bytes, commit_file
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """`removed` are ranges, both ends included and ascending; `dropped` and `lost` are single steps."""
+    """`removed` are ascending ranges, both ends included; `dropped` and `lost` are single steps."""
 
     removed: Ranges = ()
     dropped: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
 
     def reason(self, step: int) -> str | None:
-        """Why the step is not there, or None where no reason is known."""
+        """Return the reason why the step is missing, or None if it is unknown."""
         if in_ranges(step, self.removed):
             return "was removed to keep the record within its limits"
         if step in self.dropped:
             return "was dropped because the disk was slower than the run"
-        return "was not written when the run was cut off" if step in self.lost else None
+        return "was not written before the run was interrupted" if step in self.lost else None
 
     def with_removed(self, steps: Iterable[int]) -> "Gaps":
-        """These gaps and the steps that are about to be removed."""
+        """Return these gaps plus steps that are about to be removed."""
         return replace(self, removed=merge_ranges([*self.removed, *((step, step) for step in steps)]))
 
     def with_dropped(self, steps: Iterable[int]) -> "Gaps":
-        """These gaps and steps that were dropped."""
+        """Return these gaps plus steps that were dropped."""
         return replace(self, dropped=tuple(sorted({*self.dropped, *steps})))
 
 
 def in_ranges(step: int, ranges: Ranges) -> bool:
-    """Whether one of the ranges, which ascend, holds the step."""
+    """Return whether the step is in one of the ascending ranges."""
     before = bisect_right(ranges, step, key=lambda ends: ends[0])
     return before > 0 and step <= ranges[before - 1][1]
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same numbers in as few ranges as possible: (1, 2), (3, 3), (7, 7) are (1, 3), (7, 7)."""
+    """Merge adjacent ranges: (1, 2), (3, 3), (7, 7) become (1, 3), (7, 7)."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -58,7 +59,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def parse_gaps(document: dict[str, Any]) -> Gaps:
-    """gaps.json, unsealed."""
+    """Parse gaps.json, whose checksum has been checked and removed."""
     check_version(document, GAPS_FILE)
     members = {name: value for name, value in document.items() if name != "format_version"}
     members = fields_of(Gaps, members, GAPS_FILE)
@@ -67,5 +68,5 @@ def parse_gaps(document: dict[str, Any]) -> Gaps:
 
 
 def write_gaps(record: Path, gaps: Gaps) -> None:
-    """Commits gaps.json."""
-    commit_file(record / GAPS_FILE, seal({"format_version": FORMAT_VERSION} | vars(gaps)))
+    """Commit gaps.json."""
+    commit_file(record / GAPS_FILE, checksummed_bytes({"format_version": FORMAT_VERSION} | vars(gaps)))

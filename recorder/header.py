@@ -1,4 +1,4 @@
-"""The folder of a record and its record.json: where one may be written, and what it says of the run."""
+"""The folder of a record and its record.json: check the folder, describe the run."""
 
 import shutil
 from collections.abc import Mapping
@@ -18,11 +18,14 @@ from recorder.format import (
     RecordHeader,
     Recording,
 )
-from recorder.sealed import commit_file, seal
+from recorder.sealed import checksummed_bytes, commit_file
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
-    """Raises RecordExists unless a record may be written here: absent, empty, or a record and `overwrite`."""
+    """Raise RecordExists unless a record may be written here.
+
+    The folder must be absent or empty, or be a record if `overwrite` is set.
+    """
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -32,11 +35,16 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise RecordExists(f"{folder} already holds a record: choose another folder, or ask to overwrite it")
     allowed = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
     if foreign := sorted(names - allowed - UNFINISHED_FILES):
-        raise RecordExists(f"{folder} holds {foreign}, which is no part of a record: choose another folder")
+        raise RecordExists(
+            f"{folder} contains {foreign}, which is not part of a record: choose another folder"
+        )
 
 
 def clear_record(folder: Path) -> None:
-    """Makes the folder, or empties it of a record. record.json goes last: half cleared, it is still a record."""
+    """Create the folder, or remove the record in it.
+
+    record.json is removed last: a partially cleared folder is still a record.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (STEPS_FOLDER, ANCHORS_FOLDER):
         if (folder / name).exists():
@@ -46,7 +54,7 @@ def clear_record(folder: Path) -> None:
 
 
 def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -> RecordHeader:
-    """The header of a run from the facts of its `start` event."""
+    """Build the header of a run from the facts of its `start` event."""
     config, tokenizer = facts["config"], facts["tokenizer"]
     return RecordHeader(
         format_version=FORMAT_VERSION,
@@ -63,5 +71,5 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
 
 
 def write_header(folder: Path, header: RecordHeader) -> None:
-    """Commits record.json."""
-    commit_file(folder / RECORD_FILE, seal(vars(header)))
+    """Commit record.json."""
+    commit_file(folder / RECORD_FILE, checksummed_bytes(vars(header)))

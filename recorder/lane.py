@@ -1,7 +1,8 @@
-"""Appends to arrays of a zarr group: the compressed columns of an archive.
+"""Append to arrays of a zarr group: the compressed columns of an archive.
 
-A shard is one object of the store and is written once: a packed lane fills shards before it writes them, any other begins a new one at
-every append, so that what is committed is never written again.
+A shard is one object of the store and is written once: a packed stream fills shards before it
+writes them, any other starts a new shard at every append, so that committed objects are never
+rewritten.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 from recorder.archive import Part
-from recorder.tensors import NUMPY_TYPES
+from recorder.format import NUMPY_TYPES
 
 CHUNK_BYTES = 1 << 18  # decompressed to read one token
 SHARD_CHUNKS = 64  # 16 MiB of tensors an object
@@ -20,10 +21,11 @@ FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
 def compressors(stored: str, level: int) -> tuple[Any, ...]:
-    """Integers as they are and floats byte by byte, then zstd, then crc32c.
+    """Return the codecs: zstd for integers, byte shuffle and zstd for floats, then crc32c.
 
-    Measured on text of GSM8K under SmolLM2-135M, bytes a token: ids 0.79 (1.03 shuffled), logprobs where every token is trained 3.42
-    at level 7 and 3.64 at level 3 (3.71 with bits shuffled), mask 0.01.
+    Measured on GSM8K text with SmolLM2-135M, in bytes a token: ids 0.79 (1.03 shuffled), logprobs
+    with every token in the loss mask 3.42 at level 7 and 3.64 at level 3 (3.71 with bits shuffled),
+    mask 0.01.
     """
     if stored in FLOATS:
         size = NUMPY_TYPES[stored].itemsize
@@ -36,7 +38,10 @@ def compressors(stored: str, level: int) -> tuple[Any, ...]:
 
 @dataclass
 class Column:
-    """One array of a lane. `end` is where the next element goes; `held` were appended and are not in the store yet."""
+    """One array of a stream.
+
+    `end` is the index of the next element; `held` is not in the store yet.
+    """
 
     array: zarr.Array[Any]
     shard: int
@@ -46,18 +51,21 @@ class Column:
 
 
 @dataclass
-class Lane:
-    """Appends to arrays of its own in a zarr group. `packed` fills shards before it writes them, otherwise each `append` writes."""
+class ArrayStream:
+    """Append to a set of arrays in a zarr group.
+
+    If `packed`, shards are filled before they are written; otherwise each `append` writes.
+    """
 
     group: zarr.Group
     name: str
     packed: bool
     level: int = 9
     columns: dict[str, Column] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)  # objects of the store, for whoever must wait for the disk
+    written: set[str] = field(default_factory=set)  # objects of the store that need an fsync
 
     def append(self, name: str, stored: str, data: Any) -> Part:
-        """Appends bytes of `stored` elements to the array `name` and says where they are."""
+        """Append bytes of `stored` elements to the array `name` and return their part."""
         path = f"{self.name}/{name}"
         values = np.frombuffer(data, NUMPY_TYPES[stored])
         if path not in self.columns:
@@ -75,7 +83,7 @@ class Lane:
         return part
 
     def create(self, path: str, stored: str) -> Column:
-        """An empty array that grows."""
+        """Create an empty array that can grow."""
         dtype = NUMPY_TYPES[stored]
         chunk = CHUNK_BYTES // dtype.itemsize
         array = self.group.create_array(
@@ -90,14 +98,17 @@ class Lane:
         return Column(array, chunk * SHARD_CHUNKS)
 
     def write_held(self, column: Column, whole_shards: bool) -> None:
-        """Writes what is held, the last unfinished shard only at the end, because a shard is written once."""
+        """Write the held elements; an incomplete last shard only if `whole_shards` is false.
+
+        A shard can be written only once.
+        """
         values = np.concatenate(column.held)
         kept = len(values) % column.shard if whole_shards else 0
         self.write(column, values[: len(values) - kept])
         column.held, column.num_held = [values[len(values) - kept :]], kept
 
     def write(self, column: Column, values: np.ndarray) -> None:
-        """Writes elements at the end, growing the array by doubling: each growth rewrites its metadata."""
+        """Write elements at the end; a full array doubles, as a resize rewrites metadata."""
         begin, end = column.end, column.end + len(values)
         if end > column.array.shape[0]:
             column.array.resize((max(end, 2 * column.array.shape[0]),))
@@ -107,7 +118,7 @@ class Lane:
         self.written |= {f"{column.array.path}/zarr.json", *(f"{column.array.path}/c/{n}" for n in shards)}
 
     def close(self) -> None:
-        """Writes what is held and cuts the arrays to their length."""
+        """Write what is held and truncate the arrays to their length."""
         for column in self.columns.values():
             if column.num_held:
                 self.write_held(column, whole_shards=False)
@@ -115,5 +126,5 @@ class Lane:
 
 
 def round_up(number: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Round up to a multiple of `step`."""
     return -(-number // step) * step

@@ -1,4 +1,4 @@
-"""How a run is recorded, chosen once by whoever starts it."""
+"""Options of recording, chosen once when a run is started."""
 
 from dataclasses import dataclass, field
 
@@ -8,11 +8,15 @@ from recorder.retention import Retention
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """How a run is recorded. `queue_steps` is how many steps may wait for the disk; 0 makes the run wait for each.
+    """How a run is recorded.
 
-    `when_slow` is what a full queue does: "wait" or "drop" the step. `when_failing`: "stop" the run, or "continue" without recording.
-    `text` also stores decoded prompts and completions. A run that continues, whose `first_step` is not 0, goes on with its record that
-    is already there; otherwise `overwrite` clears it.
+    Attributes:
+        text: also store decoded prompts and completions.
+        overwrite: replace an existing record, unless the run resumes it.
+        first_step: not 0 for a resumed run, which then resumes its record if there is one.
+        queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
+        when_slow: what a full queue does: "wait" or "drop" the step.
+        when_failing: "stop" the run, or "continue" without recording.
     """
 
     recording: Recording = field(default_factory=Recording)

@@ -1,7 +1,8 @@
-"""Gathers the events of a step into its Outcome; the recorder stores it and the replayer compares it.
+"""Collect the events of a step into its Outcome, for the recorder and the replayer.
 
-Besides the trainer's events it takes `checksums`, with `of` "gradients" or "weights" and `values` by parameter, twice a minibatch, from
-whoever knows the model and observes the trainer's `gradients` and `optimizer`.
+Besides the trainer's events it accepts `checksums`, with `of` "gradients" or "weights" and `values`
+by parameter, two per minibatch, from an observer that knows the model and handles the trainer's
+`gradients` and `optimizer` events.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from recorder.format import MicroBatch, Minibatch, Outcome
 
 
 class OutcomeObserver:
-    """An observer that calls `on_outcome(outcome)` once a step, with what this rank reported during it."""
+    """An observer that calls `on_outcome(outcome)` once per step, with this rank's facts."""
 
     def __init__(self, on_outcome: Callable[[Outcome], None]) -> None:
         self.on_outcome = on_outcome
@@ -40,7 +41,7 @@ class OutcomeObserver:
 
 
 def parse_micro_batch(facts: dict[str, Any]) -> MicroBatch:
-    """The facts of a `micro_batch` event; scalars may be tensors."""
+    """Parse the facts of a `micro_batch` event; scalars may be tensors."""
     return MicroBatch(
         minibatch=facts["minibatch"],
         micro_batch=facts["micro_batch"],

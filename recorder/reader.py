@@ -1,7 +1,8 @@
-"""Reads a record lazily: opening lists one folder, and each read touches only the bytes it returns and checks them."""
+"""Read a record lazily: opening lists one folder; reads touch and check only what they return."""
 
 import json
 import os
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.errors import DamagedRecord, NotARecord, StepNotRecorded
+from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRecorded
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
@@ -33,27 +34,28 @@ from recorder.format import (
     step_name,
 )
 from recorder.gaps import Gaps, in_ranges, parse_gaps
-from recorder.sealed import checksum, restored, unseal
-from recorder.storage import Storage, location_of, open_storage
+from recorder.sealed import checksum, parse_checksummed, restored
+from recorder.storage import FolderStorage, Storage, is_url, location_of
 from recorder.tensors import check_header, read_tensor
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A committed step. Every method raises DamagedRecord when bytes are not the ones written."""
+    """A committed step. Every method raises DamagedRecord if bytes differ from those written."""
 
     storage: Storage
     manifest: StepManifest
 
     def batch(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Flat arrays of a rank: per-token [tokens, ...], per-row [rows, ...], `cu_seqlens` [rows + 1] int64.
+        """Read a rank's flat arrays: [tokens, ...], [rows, ...], `cu_seqlens` [rows + 1] int64.
 
-        Dtypes are those the trainer saw; bfloat16 and 8-bit floats come as their bits in unsigned integers.
+        Dtypes are those of the trainer; bfloat16 and 8-bit floats are returned as bits in unsigned
+        integers.
         """
         return self.tensors(*self.batch_entry(rank), keys)
 
     def learning(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """What the trainer of a rank learned from, next-token aligned, flat like `batch`: `prox_logp`, `advantages` and others.
+        """Read the inputs to a rank's loss (`advantages`, ...), flat, next-token aligned.
 
         Raises StepNotRecorded unless the scope of the record is "full".
         """
@@ -65,7 +67,7 @@ class RecordedStep:
     def tensors(
         self, name: str, entry: BatchEntry, keys: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """Arrays of one of the step's safetensors files, all of them unless `keys` are given."""
+        """Read arrays of one of the step's safetensors files; all unless `keys` are given."""
         wanted = list(entry.tensors) if keys is None else list(keys)
         file = self.name_of(name)
         if missing := [key for key in wanted if key not in entry.tensors]:
@@ -74,7 +76,7 @@ class RecordedStep:
         return {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
-        """One row of a rank: per-token [length, ...], per-row [...]."""
+        """Read one row of a rank: per token [length, ...], per row [...]."""
         _, entry = self.batch_entry(rank)
         self.check_row(rank, row)
         arrays = self.batch(rank)
@@ -85,21 +87,21 @@ class RecordedStep:
         }
 
     def plan(self, rank: int) -> Plan:
-        """What the rank set out to do. Raises StepNotRecorded when the scope of the record is "rollout"."""
+        """Read the rank's plan. Raises StepNotRecorded if the scope of the record is "rollout"."""
         name = self.rank_name("plan", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
         return parse_plan(restored(json.loads(self.file(name))), self.name_of(name))
 
     def outcome(self, rank: int) -> Outcome:
-        """What came out on the rank. Raises StepNotRecorded when the scope of the record is "rollout"."""
+        """Read the rank's outcome. Raises StepNotRecorded for scope "rollout"."""
         name = self.rank_name("outcome", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
         return parse_outcome(json.loads(self.file(name)), self.name_of(name))
 
     def text(self, rank: int) -> list[dict[str, Any]] | None:
-        """Decoded rows (`row`, `prompt`, `completion`, `reward`), or None when text was not recorded."""
+        """Read rows (`row`, `prompt`, `completion`, `reward`); None if text was not recorded."""
         name = self.rank_name("text", rank, "jsonl")
         if name not in self.manifest.files:
             return None
@@ -115,38 +117,45 @@ class RecordedStep:
         return self.batch_entry(rank)[1].num_rows
 
     def check_row(self, rank: int, row: int) -> None:
-        """Raises StepNotRecorded unless the rank has the row."""
+        """Raise StepNotRecorded unless the rank has the row."""
         if not 0 <= row < self.num_rows(rank):
             raise StepNotRecorded(
                 f"step {self.manifest.step}, rank {rank} has rows 0 to {self.num_rows(rank) - 1}, not {row}"
             )
 
     def rank_name(self, kind: str, rank: int, suffix: str) -> str:
-        """The rank's file of a kind. Raises StepNotRecorded for a rank that did not record."""
+        """Return the rank's file name of a kind.
+
+        Raises StepNotRecorded for a rank that did not record.
+        """
         num_ranks = self.manifest.num_ranks
         if not 0 <= rank < num_ranks:
             raise StepNotRecorded(f"step {self.manifest.step} has ranks 0 to {num_ranks - 1}, not {rank}")
         return rank_file(kind, rank, num_ranks, suffix)
 
     def name_of(self, name: str) -> str:
-        """The file's name inside the record, for messages."""
+        """Path of the file inside the record, for messages."""
         return f"{STEPS_FOLDER}/{step_name(self.manifest.step)}/{name}"
 
     def file(self, name: str) -> bytes:
-        """The checked bytes of a file that is checked as a whole."""
+        """Read and check a file that has one checksum for all of its bytes."""
         return checked_file(self.storage, self.name_of(name), self.manifest.files[name])
 
 
 def not_in_scope(file: str, scope: str) -> StepNotRecorded:
-    """The error for a file that recording with a smaller scope leaves out."""
-    return StepNotRecorded(f"{file} was not recorded: it takes debug.dump_scope={scope} or a larger one")
+    """Build the error for a file that recording with a smaller scope leaves out."""
+    return StepNotRecorded(f"{file} was not recorded: it needs debug.dump_scope={scope} or a larger one")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record, in a folder or an archive. `steps` are committed, `uncommitted` were being written when the run ended; both ascend.
+    """A record, in a folder or an archive.
 
-    `path` is what it was opened with, a path or a URL. `gaps` are the steps that are not there on purpose.
+    Attributes:
+        path: the path or URL that it was opened with.
+        steps: the committed steps, ascending.
+        uncommitted: steps that were being written when the run ended, ascending.
+        gaps: steps that are missing for a known reason.
     """
 
     path: str
@@ -157,7 +166,10 @@ class Record:
     gaps: Gaps = field(default_factory=Gaps)
 
     def step(self, step: int) -> RecordedStep:
-        """A committed step. Raises StepNotRecorded, or DamagedRecord when its step.json is."""
+        """Return a committed step.
+
+        Raises StepNotRecorded, or DamagedRecord if its step.json is damaged.
+        """
         if step not in self.steps:
             raise StepNotRecorded(
                 f"step {step} {self.why_missing(step)} in {self.path}: it holds {describe_steps(self.steps)}"
@@ -165,27 +177,27 @@ class Record:
         return RecordedStep(self.storage, read_manifest(self.storage, step))
 
     def why_missing(self, step: int) -> str:
-        """What became of a step that is not there."""
+        """Describe why a step is missing, as a phrase that follows "step N"."""
         if step in self.uncommitted:
             return "was not finished"
         if not self.header.recording.wants(step):
-            return "was not asked for when it was recorded"
+            return "was not selected for recording"
         return self.gaps.reason(step) or "is not recorded"
 
     def anchors(self) -> tuple[int, ...]:
-        """Steps before which a complete checkpoint was taken."""
+        """Steps before which a complete checkpoint was saved."""
         return anchor_steps(self.storage)
 
     def anchor(self, step: int) -> Path:
-        """The checkpoint's folder on this machine, every file present with its size (`verify` checks the bytes).
+        """Return the checkpoint's folder on this machine after checking the size of every file.
 
-        Raises StepNotRecorded, DamagedRecord.
+        `verify` checks the bytes. Raises StepNotRecorded, DamagedRecord.
         """
         if step not in self.anchors():
             raise StepNotRecorded(f"{self.path} has no anchor at step {step}: it has {list(self.anchors())}")
         folder = f"{ANCHORS_FOLDER}/{step_name(step)}"
         manifest = parse_anchor(
-            read_sealed(self.storage, f"{folder}/{ANCHOR_FILE}"), f"{folder}/{ANCHOR_FILE}"
+            read_checksummed(self.storage, f"{folder}/{ANCHOR_FILE}"), f"{folder}/{ANCHOR_FILE}"
         )
         for name, entry in manifest.files.items():
             if self.storage.size(f"{folder}/{name}") != entry.size_bytes:
@@ -194,7 +206,7 @@ class Record:
 
 
 def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
-    """The bytes of a file that is checked as a whole. Raises DamagedRecord unless they are the ones written."""
+    """Read a file that has one checksum. Raises DamagedRecord unless its bytes match."""
     data = bytes(storage.read(file))
     if len(data) != entry.size_bytes:
         if storage.size(file) is None:
@@ -207,26 +219,26 @@ def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
     return data
 
 
-def read_sealed(storage: Storage, file: str) -> dict[str, Any]:
-    """The document of a sealed file. Raises DamagedRecord when it is absent or any byte differs."""
+def read_checksummed(storage: Storage, file: str) -> dict[str, Any]:
+    """Read a checksummed JSON file. Raises DamagedRecord if it is absent or any byte differs."""
     data = bytes(storage.read(file))
     if not data and storage.size(file) is None:
         raise DamagedRecord(file, "is missing")
-    return unseal(data, file)
+    return parse_checksummed(data, file)
 
 
 def read_manifest(storage: Storage, step: int) -> StepManifest:
-    """The step.json of a step. Raises DamagedRecord when it is absent, changed, or that of another step."""
+    """Read the step.json of a step. Raises DamagedRecord if absent, changed, or of another step."""
     file = f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
-    manifest = parse_step(read_sealed(storage, file), file)
+    manifest = parse_step(read_checksummed(storage, file), file)
     if manifest.step != step:
         raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
     return manifest
 
 
 def read_gaps(storage: Storage) -> Gaps:
-    """gaps.json, or no gaps where there is none. Raises DamagedRecord."""
-    return Gaps() if storage.size(GAPS_FILE) is None else parse_gaps(read_sealed(storage, GAPS_FILE))
+    """Read gaps.json; no gaps if the file is absent. Raises DamagedRecord."""
+    return Gaps() if storage.size(GAPS_FILE) is None else parse_gaps(read_checksummed(storage, GAPS_FILE))
 
 
 def describe_steps(steps: tuple[int, ...]) -> str:
@@ -239,29 +251,50 @@ def describe_steps(steps: tuple[int, ...]) -> str:
 
 
 def step_folders(storage: Storage, gaps: Gaps = Gaps()) -> list[int]:
-    """Numbers of all step folders, ascending, without those that were being removed when their run ended."""
-    # STEP_NAME in a form that is twice as fast, which shows with 10,000 steps
+    """List the step folders' numbers, ascending, without those removed according to gaps.json."""
+    # equivalent to STEP_NAME and twice as fast, which matters with 10,000 steps
     steps = sorted([int(name) for name in storage.names(STEPS_FOLDER) if len(name) >= 6 and name.isdecimal()])
     return [step for step in steps if not in_ranges(step, gaps.removed)] if gaps.removed else steps
 
 
 def anchor_steps(storage: Storage) -> tuple[int, ...]:
-    """Numbers of all finished anchors, ascending."""
+    """List the steps of all finished anchors, ascending."""
     names = [name for name in storage.names(ANCHORS_FOLDER) if STEP_NAME.fullmatch(name)]
     finished = [n for n in names if storage.size(f"{ANCHORS_FOLDER}/{n}/{ANCHOR_FILE}") is not None]
     return tuple(sorted(map(int, finished)))
 
 
-def open_record(path: str | os.PathLike[str]) -> Record:
-    """Opens a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
+def open_storage(path: str | os.PathLike[str]) -> Storage:
+    """Open the storage at a folder, a zip file or an fsspec URL.
 
-    Costs one listing whatever the number of steps: steps commit in order, so only the last ones can lack step.json, and a
-    step that lost it later is damaged and says so when read. Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
+    Raises RecordNotFound if nothing exists there, and NotARecord for a file or store that is not an
+    archive.
+    """
+    location = location_of(path)
+    local = Path(location)
+    if not is_url(location):
+        if not local.exists():
+            raise RecordNotFound(f"{location} does not exist: give the folder that a run recorded into")
+        if local.is_dir() and not (local / "zarr.json").is_file():
+            return FolderStorage(local)
+        if local.is_file() and not zipfile.is_zipfile(local):
+            raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
+    from recorder.archive import open_archive  # zarr takes 0.2 s to import
+
+    return open_archive(location)
+
+
+def open_record(path: str | os.PathLike[str]) -> Record:
+    """Open a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
+
+    Costs one listing for any number of steps: steps commit in order, so only the last ones can lack
+    step.json; a step that lost it later is damaged, which is reported when it is read. Raises
+    RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
     """
     location, storage = location_of(path), open_storage(path)
     if storage.size(RECORD_FILE) is None:
         raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
-    header = parse_header(read_sealed(storage, RECORD_FILE))
+    header = parse_header(read_checksummed(storage, RECORD_FILE))
     gaps = read_gaps(storage)
     steps = step_folders(storage, gaps)
     committed = len(steps)

@@ -1,11 +1,12 @@
-"""Which steps of a growing record to remove, so that it stays within limits that were agreed on beforehand.
+"""Choose which steps of a growing record to remove, to keep it within limits set beforehand.
 
     pinned                     never removed
-    the last `keep_last`       removed only for room: the byte cap, the free-disk floor; the very last one never
-    divisible by `keep_every`  as those
-    all others                 removed as soon as `keep_last` newer ones are there
+    the last `keep_last`       removed only for disk space: byte cap, free-disk floor; the very last one never
+    divisible by `keep_every`  the same
+    all others                 removed when `keep_last` newer steps exist
 
-Room is made from the oldest end. Anchors are not counted and not removed: one of them is worth thousands of steps.
+The oldest steps are removed first. Anchors are not counted and not removed: one of them is worth
+thousands of steps.
 """
 
 import errno
@@ -22,7 +23,8 @@ from recorder.gaps import Gaps, write_gaps
 class Retention:
     """Limits of a record. None, and 0 for the floor, are no limit.
 
-    `keep_last` counts recorded steps; `max_bytes` caps the bytes of all steps, `min_free_bytes` is what the disk must have left.
+    `keep_last` counts recorded steps; `max_bytes` limits the size of all steps; `min_free_bytes` is
+    what the disk must have left.
     """
 
     keep_last: int | None = None
@@ -33,11 +35,11 @@ class Retention:
 
 
 def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention) -> list[int]:
-    """The steps to remove, ascending.
+    """Return the steps to remove, ascending.
 
     Args:
         sizes: bytes of each committed step.
-        free_bytes: what the disk has left.
+        free_bytes: free space of the disk.
     """
     steps = sorted(sizes)
     removable = [step for step in steps[:-1] if step not in limits.pinned]
@@ -56,29 +58,29 @@ def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention
 
 
 def kept_by_number(step: int, limits: Retention) -> bool:
-    """Whether `keep_every` divides the step."""
+    """Return whether `keep_every` divides the step."""
     return limits.keep_every is not None and step % limits.keep_every == 0
 
 
 class KeptSteps:
-    """Rank 0's account of the steps in a record that it writes: what they take, what was removed, what was dropped."""
+    """Rank 0's account of its record: sizes of the steps, removed and dropped steps."""
 
     def __init__(self, record: Path, limits: Retention) -> None:
         self.record, self.limits = record, limits
         self.sizes: dict[int, int] = {}
         self.gaps = Gaps()
 
-    def go_on(self, sizes: dict[int, int], gaps: Gaps) -> None:
-        """Takes over what an earlier run left."""
+    def resume(self, sizes: dict[int, int], gaps: Gaps) -> None:
+        """Start from the state that an earlier run left."""
         self.sizes, self.gaps = sizes, gaps
 
     def add(self, step: int, size_bytes: int) -> None:
-        """Takes a committed step into account and removes those that are too many."""
+        """Count a committed step and remove steps beyond the limits."""
         self.sizes[step] = size_bytes
         self.make_room()
 
     def make_room(self) -> None:
-        """Removes what the limits say; gaps.json says so first."""
+        """Remove steps beyond the limits; gaps.json is updated first."""
         steps = steps_to_remove(self.sizes, shutil.disk_usage(self.record).free, self.limits)
         if not steps:
             return
@@ -89,7 +91,7 @@ class KeptSteps:
             del self.sizes[step]
 
     def check_room(self) -> None:
-        """Raises OSError (ENOSPC) when the disk has less left than it must, after removing what may be removed."""
+        """Remove what the limits allow; raise OSError (ENOSPC) if the disk is still too full."""
         if not self.limits.min_free_bytes:
             return
         self.make_room()
@@ -97,11 +99,11 @@ class KeptSteps:
         if free < self.limits.min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has {free:,} bytes left, and {self.limits.min_free_bytes:,} are to stay free",
+                f"the disk has {free:,} bytes left, and {self.limits.min_free_bytes:,} must stay free",
             )
 
-    def note_dropped(self, steps: Sequence[int]) -> None:
-        """Writes down steps that were dropped, if any are new."""
+    def add_dropped(self, steps: Sequence[int]) -> None:
+        """Add dropped steps to gaps.json, if any are new."""
         if not set(steps) <= set(self.gaps.dropped):
             self.gaps = self.gaps.with_dropped(steps)
             write_gaps(self.record, self.gaps)

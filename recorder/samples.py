@@ -1,4 +1,4 @@
-"""One recorded row as a reader wants to see it: token by token, with text where a tokenizer is at hand."""
+"""Recorded rows for display: token by token, with text if there is a tokenizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,16 @@ import numpy as np
 
 from recorder.reader import RecordedStep
 
-MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 takes at most four bytes, and a byte-level token holds at least one
+# a UTF-8 character has at most four bytes, and a byte-level token at least one
+MAX_TOKENS_PER_CHARACTER = 4
 
 
 @dataclass(frozen=True)
 class Token:
-    """`logprob` and `version` speak of trained tokens only. `text` may be empty: the token continues a character."""
+    """`logprob` and `version` are defined for tokens in the loss mask only.
+
+    `text` may be empty: the token continues a character.
+    """
 
     id: int
     text: str
@@ -38,7 +42,7 @@ class Sample:
 def read_samples(
     step: RecordedStep, rank: int, rows: list[int], decode: Callable[[list[int]], str] | None
 ) -> list[Sample]:
-    """The rows of a rank, token by token; without `decode` a token's text is its id in angle brackets."""
+    """Read rows of a rank, token by token; without `decode`, texts are ids in angle brackets."""
     arrays = step.batch(rank)
     bounds = arrays["cu_seqlens"]
     samples = []
@@ -75,10 +79,10 @@ def rows_of_prompt(step: RecordedStep, rank: int, prompt_id: int) -> list[int]:
 
 
 def token_texts(ids: list[int], decode: Callable[[list[int]], str] | None) -> list[str]:
-    """One text a token; joined they are the decoded sequence.
+    """Return one text per token; joined they are the decoded sequence.
 
-    Each token is decoded behind its predecessor, which keeps leading spaces; tokens that share a character are decoded
-    together and the text goes to the last of them.
+    Each token is decoded together with its predecessor, which keeps leading spaces; tokens that
+    share a character are decoded together, and the last of them gets the text.
     """
     if decode is None:
         return [f"<{token}>" for token in ids]

@@ -1,6 +1,7 @@
-"""A sealed JSON file: ordinary JSON whose last member is the crc32c of every byte before it.
+"""Checksummed JSON: ordinary JSON whose last member is the crc32c of every byte before it.
 
-The seal covers bytes and not parsed values, because `1e5` and `1E5` differ by one bit and parse to the same number.
+The checksum covers bytes and not parsed values, because `1e5` and `1E5` differ in one bit and parse
+to the same number.
 """
 
 import json
@@ -17,17 +18,17 @@ from recorder.errors import DamagedRecord
 
 Json = Any
 NON_FINITE = ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
-SEAL_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
-SEAL = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
+CHECKSUM_MEMBER_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
+CHECKSUM_MEMBER = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
 
 
 def checksum(data: Any) -> str:
-    """crc32c of a contiguous buffer, as eight lower-case hex digits."""
+    """Return the crc32c of a contiguous buffer, as eight lower-case hex digits."""
     return f"{crc32c(data):08x}"
 
 
 def plain(value: Json) -> Json:
-    """The value with non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
+    """Replace non-finite floats, which JSON lacks, by objects such as `{"float": "nan"}`."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +39,7 @@ def plain(value: Json) -> Json:
 
 
 def restored(value: Json) -> Json:
-    """The inverse of `plain`; tuples have become lists."""
+    """Invert `plain`; tuples have become lists."""
     if isinstance(value, dict):
         if value in NON_FINITE:
             return float(value["float"])
@@ -47,44 +48,44 @@ def restored(value: Json) -> Json:
 
 
 def json_bytes(document: dict[str, Json]) -> bytes:
-    """The document as JSON, one line a member. Floats use Python's shortest spelling, which reads back to the same bits."""
-    # without `indent`, which would switch to an encoder that takes ten times as long
+    """Serialize a document as JSON, one line per member; floats read back to the same bits."""
+    # without `indent`, which selects an encoder that is ten times slower
     members = [f" {json.dumps(str(key))}: {json_text(value)}" for key, value in document.items()]
     return ("{\n" + ",\n".join(members) + "\n}\n").encode()
 
 
 def json_text(value: Json) -> str:
-    """The value, which may hold dataclasses, as JSON on one line."""
+    """Serialize a value, which may contain dataclasses, as JSON on one line."""
     try:
         return json.dumps(value, allow_nan=False, default=vars)
     except ValueError:
         return json.dumps(plain(value), allow_nan=False, default=vars)
 
 
-def seal(document: dict[str, Json]) -> bytes:
-    """The document, which must not be empty, as sealed JSON."""
+def checksummed_bytes(document: dict[str, Json]) -> bytes:
+    """Serialize a non-empty document as checksummed JSON."""
     body = json_bytes(document)[: -len("\n}\n")]
     return body + f',\n "crc32c": "{checksum(body)}"\n}}\n'.encode()
 
 
-def unseal(data: bytes, file: str) -> dict[str, Json]:
-    """The sealed document without its checksum; `file` is the name to put in errors.
+def parse_checksummed(data: bytes, file: str) -> dict[str, Json]:
+    """Check and parse checksummed JSON, without its checksum; `file` is the name for errors.
 
-    Raises DamagedRecord when the seal is absent or any byte differs.
+    Raises DamagedRecord if the checksum is absent or any byte differs.
     """
-    match = SEAL.fullmatch(data[-SEAL_BYTES:])
+    match = CHECKSUM_MEMBER.fullmatch(data[-CHECKSUM_MEMBER_BYTES:])
     if not match:
         raise DamagedRecord(
             file, f"does not end with its checksum ({len(data)} bytes): it is cut off or changed"
         )
-    body = data[:-SEAL_BYTES]
+    body = data[:-CHECKSUM_MEMBER_BYTES]
     if checksum(body) != match[1].decode():
         raise DamagedRecord(file, f"bytes do not match their crc32c {match[1].decode()}")
     return restored(json.loads(body + b"\n}"))
 
 
 def write_durably(path: Path, *parts: Any) -> None:
-    """Writes the buffers of bytes one after another and waits until the disk has them."""
+    """Write the buffers of bytes one after another, then fsync."""
     with path.open("wb", buffering=0) as file:
         for part in parts:
             view = memoryview(part)
@@ -94,7 +95,7 @@ def write_durably(path: Path, *parts: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has the file, or the folder's entries, without which a rename may be lost with the power."""
+    """Fsync a file or a folder's entries; without it a rename may be lost on power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,7 +104,7 @@ def sync(path: Path) -> None:
 
 
 def commit_file(path: Path, data: bytes) -> None:
-    """Writes a file that is either whole or absent: temporary file, fsync, rename, fsync of the folder."""
+    """Write a file atomically: temporary file, fsync, rename, fsync of the folder."""
     temporary = path.with_name(path.name + ".tmp")
     write_durably(temporary, data)
     temporary.rename(path)

@@ -1,9 +1,10 @@
-"""The files of one step: each rank writes its own and leaves their checksums for rank 0, which commits the step.
+"""The files of one step: each rank writes its own, rank 0 commits them with checksums.
 
     rank r   batch, plan, outcome ─ fsync ─> manifest-r (renamed into place)
     rank 0   batch, plan, outcome ─ fsync ─> waits for the manifests ─> step.json (renamed into place)
 
-Ranks share nothing but the folder. A rank that failed leaves no manifest: whoever waits for it must be told so (`given_up`).
+Ranks share nothing but the folder. A rank that failed leaves no manifest: rank 0's wait for it has
+to be ended (`wait_or_stop`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +28,25 @@ from recorder.format import (
     parse_rank_files,
     rank_file,
 )
-from recorder.sealed import checksum, commit_file, json_bytes, json_text, seal, sync, unseal, write_durably
+from recorder.sealed import (
+    checksum,
+    checksummed_bytes,
+    commit_file,
+    json_bytes,
+    json_text,
+    parse_checksummed,
+    sync,
+    write_durably,
+)
 from recorder.tensors import FlatBatch, flatten, write_batch
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank records of a step; None for what its scope leaves out. Nothing in it belongs to the trainer any more."""
+    """One rank's data of a step; None for what the scope leaves out.
+
+    It shares no memory with the trainer.
+    """
 
     step: int
     version: int
@@ -44,14 +57,17 @@ class RankStep:
     text: bytes | None = None
 
 
-def learned_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
-    """What the trainer computed from a batch before its first loss: every tensor that the batch itself does not have."""
+def learning_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
+    """Flatten the trainer's tensors before its first loss, without those of the batch."""
     own = {key: value for key, value in inputs.items() if key not in batch.tensors}
     return flatten(own, any_padding=True)  # never padded again; a masked product leaves -0.0 there
 
 
 def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
-    """JSON lines: prompt, completion and reward of each row. The prompt ends at the first token that the model sampled."""
+    """Return JSON lines with prompt, completion and reward of each row.
+
+    The prompt ends before the first token in the loss mask.
+    """
     arrays = {key: tensor.array for key, tensor in batch.tensors.items()}
     lines = []
     for row, (begin, end) in enumerate(zip(arrays["cu_seqlens"], arrays["cu_seqlens"][1:], strict=False)):
@@ -68,7 +84,7 @@ def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
 
 
 def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> RankFiles:
-    """Writes one rank's files of a step, durably."""
+    """Write one rank's files of a step, durably."""
     documents = {
         ("plan", "json"): None if recorded.plan is None else json_bytes(vars(recorded.plan)),
         ("outcome", "json"): None
@@ -91,46 +107,44 @@ def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> R
     return RankFiles(batches, files)
 
 
-def hand_over(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
-    """Leaves a rank's part of step.json for rank 0, whole or not at all; read once and never again, so no fsync."""
+def write_rank_manifest(folder: Path, rank: int, num_ranks: int, written: RankFiles) -> None:
+    """Write a rank's entries of step.json for rank 0, atomically; read once, so without fsync."""
     path = folder / rank_file("manifest", rank, num_ranks, "json")
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(seal(vars(written)))
+    temporary.write_bytes(checksummed_bytes(vars(written)))
     temporary.rename(path)
 
 
-def take_over(
-    folder: Path, rank: int, num_ranks: int, wait_or_give_up: Callable[[], bool] = lambda: True
+def collect_rank_manifest(
+    folder: Path, rank: int, num_ranks: int, wait_or_stop: Callable[[], bool] = lambda: True
 ) -> RankFiles:
-    """Takes a rank's part of step.json away, waiting for it as long as `wait_or_give_up` returns False.
+    """Read and remove a rank's entries of step.json, waiting while `wait_or_stop` returns False.
 
-    Raises RecordError when it gave up.
+    Raises RecordError if it returned True.
     """
     path = folder / rank_file("manifest", rank, num_ranks, "json")
     while not path.exists():
-        if wait_or_give_up():
-            raise RecordError(
-                f"rank {rank} has not written its files of {folder.name}: see what that rank says"
-            )
-    written = parse_rank_files(unseal(path.read_bytes(), path.name), path.name)
+        if wait_or_stop():
+            raise RecordError(f"rank {rank} has not written its files of {folder.name}: see that rank's log")
+    written = parse_rank_files(parse_checksummed(path.read_bytes(), path.name), path.name)
     path.unlink()
     return written
 
 
 def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles]) -> StepManifest:
-    """Writes step.json, whose rename is the commit; `ranks` are what every rank wrote, in order."""
+    """Commit a step by renaming its step.json into place; `ranks` has the files by rank."""
     batches = {name: entry for written in ranks for name, entry in written.batches.items()}
     files = {name: entry for written in ranks for name, entry in written.files.items()}
     manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
     sync(folder.parent)
-    commit_file(folder / STEP_FILE, seal(vars(manifest)))
+    commit_file(folder / STEP_FILE, checksummed_bytes(vars(manifest)))
     return manifest
 
 
 def commit_anchor(folder: Path, step: int) -> None:
-    """Seals a checkpoint folder: lists every file under it with its checksum in anchor.json, written last; sealing again is harmless."""
+    """Commit a checkpoint folder: write anchor.json, with all checksums, last. Idempotent."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / ANCHOR_FILE)
     for path in paths:
         sync(path)
     files = {str(path.relative_to(folder)): FileEntry(**file_identity(path)) for path in paths}
-    commit_file(folder / ANCHOR_FILE, seal(vars(AnchorManifest(FORMAT_VERSION, step, files))))
+    commit_file(folder / ANCHOR_FILE, checksummed_bytes(vars(AnchorManifest(FORMAT_VERSION, step, files))))

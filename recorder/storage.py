@@ -1,44 +1,41 @@
-"""Where a record's bytes lie. Readers ask four questions of a place and never know what keeps the files.
+"""Storage of a record's bytes: a small interface that hides whether it is a folder or an archive.
 
     open_record, verify, replay  ->  Storage  ->  FolderStorage    the files themselves
                                               ->  ArchiveStorage   the same files, rebuilt from a zarr store (archive.py)
 
-Files are named from the record's top with slashes: `steps/000042/step.json`.
+Paths are relative to the record's top, with slashes: `steps/000042/step.json`.
+`reader.open_storage` chooses the implementation.
 """
 
 import os
 import re
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from recorder.errors import RecordNotFound
-
-ZARR_FILE = "zarr.json"
 STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
 # A URL that passed through pathlib has lost one of its slashes.
 URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
 
 
 class Storage(Protocol):
-    """A place that holds a record."""
+    """A place that contains a record."""
 
     def names(self, folder: str) -> list[str]:
-        """Names of the files and folders in a folder ("" is the top), in no order; none where it is absent."""
+        """Names of files and folders in a folder ("" is the top), unordered; [] if absent."""
         ...
 
     def size(self, file: str) -> int | None:
-        """Size of a file in bytes, None where there is no such file."""
+        """Size of a file in bytes, None if there is no such file."""
         ...
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
-        """Bytes of a file from `offset`, to its end or `size_bytes` of them; fewer where it ends before, none where it is absent."""
+        """Read a file from `offset`, to its end or at most `size_bytes`; empty if absent."""
         ...
 
     def local_folder(self, folder: str) -> Path:
-        """The folder as one that other libraries can open on this machine."""
+        """Return the folder as a path that other libraries can open on this machine."""
         ...
 
 
@@ -79,7 +76,7 @@ class FolderStorage:
 
 
 def walk(storage: Storage, folder: str) -> Iterator[str]:
-    """Names of all files under a folder ("" is the top), from that folder, in order."""
+    """Yield the paths of all files under a folder ("" is the top), relative to it, sorted."""
     for name in sorted(storage.names(folder)):
         path = f"{folder}/{name}" if folder else name
         if storage.size(path) is not None:
@@ -89,47 +86,28 @@ def walk(storage: Storage, folder: str) -> Iterator[str]:
 
 
 def file_blocks(storage: Storage, file: str, block_bytes: int = 1 << 26) -> Iterator[bytes | bytearray]:
-    """A file in blocks, for it may be larger than memory."""
+    """Read a file in blocks, because it may be larger than memory."""
     size_bytes = storage.size(file) or 0
     for offset in range(0, size_bytes, block_bytes):
         yield storage.read(file, offset, min(block_bytes, size_bytes - offset))
 
 
 def location_of(path: str | os.PathLike[str]) -> str:
-    """The path or URL as text."""
+    """Return the path or URL as text."""
     return URL.sub(r"\1://", os.fspath(path), count=1)
 
 
 def is_url(location: str) -> bool:
-    """Whether the location is an fsspec URL and no path."""
+    """Return whether the location is an fsspec URL rather than a path."""
     return URL.match(location) is not None
 
 
 def is_archive_name(path: str | os.PathLike[str]) -> bool:
-    """Whether a run that is told to record there means an archive: a URL, or a folder that ends in `.zarr`."""
+    """Return whether the location means an archive: a URL, or a name in `.zarr` or `.zip`."""
     location = location_of(path)
     return is_url(location) or location.endswith((".zarr", ".zip"))
 
 
 def staging_folder(location: str, logs: Path) -> Path:
-    """Where steps are staged: beside an archive of this machine, else in the run's own folder."""
+    """Return the staging folder: next to a local archive, else in the run's own folder."""
     return logs / "staging" if is_url(location) else Path(location + STAGING_SUFFIX)
-
-
-def open_storage(path: str | os.PathLike[str]) -> Storage:
-    """The storage at a folder, a zip file or an fsspec URL.
-
-    Raises RecordNotFound where there is nothing, and NotARecord for a file or store that is no archive.
-    """
-    location = location_of(path)
-    local = Path(location)
-    if not is_url(location):
-        if not local.exists():
-            raise RecordNotFound(f"{location} does not exist: give the folder that a run recorded into")
-        if local.is_dir() and not (local / ZARR_FILE).is_file():
-            return FolderStorage(local)
-        if local.is_file() and not zipfile.is_zipfile(local):
-            raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
-    from recorder.archive import open_archive  # zarr takes 0.2 s to import
-
-    return open_archive(location)

@@ -1,4 +1,4 @@
-"""A step in a few numbers, cheap enough to ask of every step: it reads step.json and the rewards."""
+"""A step in a few numbers, cheap enough for every step: it reads step.json and the rewards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class StepSummary:
 
 
 def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[StepSummary]:
-    """One summary a committed step; calls `tick(step)` after each. Raises DamagedRecord."""
+    """Summarise each committed step; calls `tick(step)` after each. Raises DamagedRecord."""
     summaries = []
     for number in record.steps:
         step = record.step(number)

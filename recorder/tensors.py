@@ -1,9 +1,10 @@
-"""A padded batch as one safetensors file: flat, ragged, checksummed, and back.
+"""A padded batch as one safetensors file and back: flat, ragged, checksummed.
 
     [B, T] int32, bool mask  ->  [tokens] in the narrowest integer type, cu_seqlens [B + 1] int64, no padding
 
-safetensors is eight bytes of header length, a JSON header and raw buffers without holes; writing it here, and not through
-its library, gives the checksum of each tensor while its bytes pass and makes no copy.
+safetensors is eight bytes of header length, a JSON header and raw buffers without gaps. Writing it
+here instead of through its library computes the checksum of each tensor on the way and makes no
+copy.
 """
 
 import json
@@ -16,35 +17,17 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import DamagedRecord, RecordError
-from recorder.format import BatchEntry, TensorEntry
+from recorder.format import NUMPY_TYPES, BatchEntry, TensorEntry
 from recorder.sealed import checksum, write_durably
 from recorder.storage import Storage
 
-# numpy lacks bfloat16 and the 8-bit floats: their bits travel as unsigned integers.
-NUMPY_TYPES = {
-    "BOOL": np.dtype("bool"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-}
 BITS_ONLY = {"torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
 NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name not in BITS_ONLY.values()}
 
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor ready to be written: `dtype` as the trainer saw it, `axis` as in TensorEntry."""
+    """A tensor ready to be written: `dtype` is the trainer's, `axis` as in TensorEntry."""
 
     dtype: str
     axis: str
@@ -53,7 +36,7 @@ class FlatTensor:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A batch without padding; `padded_length` is the T that the trainer saw."""
+    """A batch without padding; `padded_length` is the trainer's T."""
 
     num_rows: int
     num_tokens: int
@@ -62,7 +45,7 @@ class FlatBatch:
 
 
 def as_array(value: Any) -> tuple[str, np.ndarray]:
-    """safetensors dtype name and numpy array of a torch tensor (any device) or numpy array."""
+    """Return safetensors dtype and NumPy array of a torch tensor (any device) or NumPy array."""
     if isinstance(value, np.ndarray):
         return NAMES[value.dtype], value
     tensor = value.detach().cpu().contiguous()
@@ -77,11 +60,11 @@ def as_array(value: Any) -> tuple[str, np.ndarray]:
 
 
 def narrow(array: np.ndarray) -> np.ndarray:
-    """The integers in the narrowest type that holds them all; anything else as it is."""
+    """Convert integers to the narrowest type that fits; other dtypes are unchanged."""
     if array.dtype.kind not in "iu" or array.size == 0:
         return array
     low, high = int(array.min()), int(array.max())
-    # a signed type holds as much below -1 as above 0
+    # a signed type has as many values below 0 as from 0
     narrowest = np.min_scalar_type(high if low >= 0 else min(low, -1 - high))
     return array.astype(narrowest) if narrowest.itemsize < array.dtype.itemsize else array
 
@@ -94,9 +77,10 @@ def without_padding(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def check_padding(key: str, padded: np.ndarray, lengths: np.ndarray) -> None:
-    """Raises RecordError when the padding is not zero, for it could not be restored.
+    """Raise RecordError if the padding is not zero, because it could not be restored.
 
-    Looks at both ends of each row's padding, which whatever fills it reaches: reading all of it takes as long as everything else together.
+    Checks both ends of each row's padding, which any fill reaches: reading all of it would take as
+    long as the rest of recording together.
     """
     rows = np.flatnonzero(lengths < padded.shape[1])
     if not len(rows):
@@ -109,7 +93,10 @@ def check_padding(key: str, padded: np.ndarray, lengths: np.ndarray) -> None:
 
 
 def sequence_lengths(attention_mask: Any) -> np.ndarray:
-    """[B] int64 from a mask [B, T]. Raises RecordError unless it is bool, true first and then false in each row."""
+    """[B] int64 from a mask [B, T].
+
+    Raises RecordError unless it is bool, true first and then false in each row.
+    """
     dtype, mask = as_array(attention_mask)
     # row by row: counting along an axis takes three times as long
     rows = mask if dtype == "BOOL" and mask.ndim == 2 else None
@@ -122,10 +109,11 @@ def sequence_lengths(attention_mask: Any) -> np.ndarray:
 
 
 def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
-    """A padded batch (ARCHITECTURE.md, "The batch") without its padding, which must be zeros unless `any_padding`. All arrays are copies.
+    """Remove the padding of a batch (ARCHITECTURE.md, "The batch"). All arrays are copies.
 
-    Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask` [B, T] bool gives the lengths and
-    is not stored. Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
+    Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask`
+    [B, T] bool gives the lengths and is not stored. Padding must be zero unless `any_padding`.
+    Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
     """
     lengths = sequence_lengths(batch["attention_mask"])
     mask_shape = (len(lengths), batch["attention_mask"].shape[1])
@@ -148,12 +136,12 @@ def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
 
 
 def stored_type(tensor: FlatTensor) -> str:
-    """safetensors name of what the file holds."""
+    """Return the safetensors dtype in the file."""
     return tensor.dtype if tensor.array.dtype == NUMPY_TYPES[tensor.dtype] else NAMES[tensor.array.dtype]
 
 
 def header_bytes(tensors: dict[str, FlatTensor], begins: dict[str, int]) -> bytes:
-    """The safetensors header; `begins` count from its end."""
+    """Return the safetensors header; `begins` count from its end."""
     header = {
         name: {
             "dtype": stored_type(tensor),
@@ -168,8 +156,8 @@ def header_bytes(tensors: dict[str, FlatTensor], begins: dict[str, int]) -> byte
 
 
 def write_batch(path: Path, batch: FlatBatch) -> BatchEntry:
-    """Writes the safetensors file durably and returns its entry for step.json."""
-    # widest type first, then by name, as the safetensors library does: every buffer is aligned to its item size
+    """Write the safetensors file durably and return its entry for step.json."""
+    # widest type first, then by name, as in the safetensors library: buffers are aligned
     tensors = dict(sorted(batch.tensors.items(), key=lambda item: (-item[1].array.itemsize, item[0])))
     sizes = [tensor.array.nbytes for tensor in tensors.values()]
     begins = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
@@ -200,7 +188,7 @@ def write_batch(path: Path, batch: FlatBatch) -> BatchEntry:
 
 
 def read_bytes(storage: Storage, file: str, offset: int, size_bytes: int) -> np.ndarray:
-    """[size_bytes] uint8 of a file. Raises DamagedRecord when the file is absent or ends before."""
+    """Read [size_bytes] uint8 of a file. Raises DamagedRecord if it is absent or shorter."""
     data = storage.read(file, offset, size_bytes)
     if len(data) != size_bytes:
         if storage.size(file) is None:
@@ -212,7 +200,7 @@ def read_bytes(storage: Storage, file: str, offset: int, size_bytes: int) -> np.
 
 
 def checked_bytes(storage: Storage, file: str, name: str, entry: TensorEntry) -> np.ndarray:
-    """[size_bytes] uint8 of one tensor, its checksum checked. Raises DamagedRecord."""
+    """Read [size_bytes] uint8 of one tensor and check its checksum. Raises DamagedRecord."""
     buffer = read_bytes(storage, file, entry.offset, entry.size_bytes)
     if checksum(buffer) != entry.crc32c:
         raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}", name)
@@ -220,14 +208,14 @@ def checked_bytes(storage: Storage, file: str, name: str, entry: TensorEntry) ->
 
 
 def read_tensor(storage: Storage, file: str, name: str, entry: TensorEntry) -> np.ndarray:
-    """One tensor in the dtype that the trainer saw (bits for bfloat16). Raises DamagedRecord."""
+    """Read one tensor in the trainer's dtype (bits for bfloat16). Raises DamagedRecord."""
     buffer = checked_bytes(storage, file, name, entry)
     array = buffer.view(NUMPY_TYPES[entry.stored]).reshape(entry.shape)
     return array.astype(NUMPY_TYPES[entry.dtype], copy=False)
 
 
 def check_header(storage: Storage, file: str, entry: BatchEntry) -> None:
-    """Raises DamagedRecord unless the file has its size and its safetensors header its bytes."""
+    """Raise DamagedRecord unless size and safetensors header match."""
     size = storage.size(file)
     if size is None:
         raise DamagedRecord(file, "is missing")

@@ -1,4 +1,4 @@
-"""A small record with known contents, written by the real writer, for tests and benchmarks: ours and users'."""
+"""A small record with known contents, written by the real writer, for tests and benchmarks."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,10 @@ SCRIPTED_RNG = {"torch": "c2VlZA=="}
 
 
 def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2) -> dict[str, np.ndarray]:
-    """A padded batch with the keys and dtypes of ARCHITECTURE.md, one row a length; the same seed gives the same bits."""
+    """Return a padded batch with the keys and dtypes of ARCHITECTURE.md, one row per length.
+
+    The same seed gives the same bits.
+    """
     rng = np.random.default_rng(seed)
     num_rows, width = len(lengths), max(lengths, default=0)
     position = np.arange(width)
@@ -66,7 +69,7 @@ def literal_batch() -> dict[str, np.ndarray]:
 
 
 def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What a trainer computes from the batch before its loss, next-token aligned: here simple functions of it."""
+    """Compute next-token aligned inputs to a loss, as simple functions of the batch."""
     mask, rewards, logprobs = (np.asarray(batch[key]) for key in ("loss_mask", "rewards", "logprobs"))
     trained = np.roll(mask, -1, axis=1).astype(np.float32)
     advantages = trained * (rewards[:, None] - np.float32(0.5))
@@ -75,7 +78,7 @@ def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
-    """The events of one training step on one rank, with losses and checksums that follow from the step."""
+    """Send the events of one training step on one rank; values follow from the step number."""
     num_rows = len(batch["rewards"])
     observer("batch", step=step, version=step, batch=batch, rng=rng)
     observer("advantages", step=step, inputs=batch | scripted_learning(batch))
@@ -100,16 +103,16 @@ def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str,
 
 
 def gatherers(num_ranks: int) -> list[Callable[[RankState], list[RankState]]]:
-    """The `gather` of each of several writers in threads of one process."""
+    """Return the `gather` functions of several writers in threads of one process."""
     barrier = threading.Barrier(num_ranks)
     states: list[Any] = [None] * num_ranks
 
     def gatherer(rank: int) -> Callable[[RankState], list[RankState]]:
         def gather(state: RankState) -> list[RankState]:
             states[rank] = state
-            barrier.wait()  # all have told theirs
+            barrier.wait()  # all have set theirs
             gathered = list(states)
-            barrier.wait()  # all have read before anybody tells again
+            barrier.wait()  # all have read before any sets the next
             return gathered
 
         return gather
@@ -125,7 +128,7 @@ def write_scripted_record(
     rng: Mapping[str, str] = SCRIPTED_RNG,
     options: RecordingOptions = RecordingOptions(),
 ) -> None:
-    """A record of `num_steps` steps; rank r of step s holds `scripted_batch` of seed `100 s + r`."""
+    """Write a record; rank r of step s has `scripted_batch` of seed `100 s + r`."""
     lengths = [3 + (5 * row) % 7 for row in range(num_rows)]
     writers = [
         RecordWriter(folder, rank, num_ranks, gather, options)
@@ -148,7 +151,7 @@ def write_scripted_record(
 
 
 def write_worked_example(folder: Path) -> None:
-    """The record that FORMAT.md lists, into an empty or absent folder."""
+    """Write the record that FORMAT.md lists, into an empty or absent folder."""
     writer = RecordWriter(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, SCRIPTED_HEADER)

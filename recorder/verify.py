@@ -1,4 +1,4 @@
-"""Reads every byte of a record and names each one that is not as written: which file, which tensor."""
+"""Read every byte of a record and report each damaged file and tensor."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,17 +24,25 @@ from recorder.format import (
     step_name,
 )
 from recorder.gaps import Gaps
-from recorder.reader import anchor_steps, read_gaps, read_manifest, read_sealed, step_folders
-from recorder.storage import Storage, file_blocks, open_storage, walk
+from recorder.reader import (
+    anchor_steps,
+    open_storage,
+    read_checksummed,
+    read_gaps,
+    read_manifest,
+    step_folders,
+)
+from recorder.storage import Storage, file_blocks, walk
 from recorder.tensors import check_header, checked_bytes
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it was written; `tensor` is None where a whole file is meant.
+    """A file or tensor that differs from what was written; `tensor` is None for a complete file.
 
-    `kind` is "damaged" (bytes are missing or not the ones written), "foreign" (no part of the record) or "unfinished" (a last step that was
-    being written when the run ended: nothing that was committed is lost).
+    `kind` is "damaged" (bytes are missing or differ), "foreign" (not part of the record) or
+    "unfinished" (a last step that was being written when the run ended; committed steps are not
+    affected).
     """
 
     file: str
@@ -49,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """`steps_missing` were begun and not finished, or lie between the steps that are there and no limit or choice explains it."""
+    """`steps_missing` are unfinished, or absent between recorded steps for no known reason."""
 
     problems: tuple[Problem, ...]
     steps_ok: tuple[int, ...]
@@ -57,12 +65,14 @@ class VerifyReport:
 
     @property
     def intact(self) -> bool:
-        """No problem was found."""
+        """True if no problem was found."""
         return not self.problems
 
 
 def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda step: None) -> VerifyReport:
-    """Checks a whole record; calls `on_step` after each step. Damage is reported and never raised.
+    """Check a complete record; calls `on_step` after each step.
+
+    Damage is reported and never raised.
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
@@ -90,15 +100,15 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
 
 
 def damage(error: DamagedRecord) -> Problem:
-    """The problem that a reader's error describes."""
+    """Convert a reader's error into a problem."""
     return Problem(error.file, error.tensor, error.what)
 
 
 def read_top(storage: Storage) -> tuple[Recording, Gaps, list[Problem]]:
-    """What record.json and gaps.json say of the steps that are not there, and what is wrong with those files."""
+    """Read recorded steps, gaps and problems from record.json and gaps.json."""
     recording, gaps, problems = Recording(), Gaps(), []
     try:
-        recording = parse_header(read_sealed(storage, RECORD_FILE)).recording
+        recording = parse_header(read_checksummed(storage, RECORD_FILE)).recording
     except DamagedRecord as error:
         problems.append(damage(error))
     try:
@@ -109,7 +119,7 @@ def read_top(storage: Storage) -> tuple[Recording, Gaps, list[Problem]]:
 
 
 def unexplained(steps: list[int], recording: Recording, gaps: Gaps) -> list[int]:
-    """Steps that are absent between the first and the last although they were recorded and neither removed nor dropped."""
+    """Steps that should have been recorded between the first and the last, and are in no gap."""
     absent = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
     return [step for step in absent if recording.wants(step) and gaps.reason(step) is None]
 
@@ -120,7 +130,7 @@ def step_file(step: int) -> str:
 
 
 def layout_problems(storage: Storage) -> Iterator[Problem]:
-    """Entries that are no part of a record, at the top and among the steps and anchors."""
+    """Yield entries that are not part of a record, at the top and among the steps and anchors."""
     known = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER, *UNFINISHED_FILES}
     yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
@@ -135,11 +145,11 @@ def unfinished(step: int) -> Problem:
 
 def unexpected(file: str) -> Problem:
     """A file or folder that the record does not list."""
-    return Problem(file, None, "is no part of the record", kind="foreign")
+    return Problem(file, None, "is not part of the record", kind="foreign")
 
 
 def step_problems(storage: Storage, step: int) -> Iterator[Problem]:
-    """What is wrong with a step that was committed; without step.json nothing else in it can be judged."""
+    """Yield the problems of a committed step; without step.json no others can be found."""
     folder = f"{STEPS_FOLDER}/{step_name(step)}"
     try:
         manifest = read_manifest(storage, step)
@@ -155,7 +165,7 @@ def step_problems(storage: Storage, step: int) -> Iterator[Problem]:
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:
-    """Each damaged tensor of a batch file, and its header."""
+    """Yield each damaged tensor of a batch file, and its header."""
     try:
         check_header(storage, file, entry)
     except DamagedRecord as error:
@@ -170,7 +180,7 @@ def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[P
 
 
 def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Problem]:
-    """What is wrong with a file that is checked as a whole."""
+    """Yield the problem of a file that has one checksum for all of its bytes."""
     size_bytes = storage.size(file)
     if size_bytes is None:
         yield Problem(file, None, "is missing")
@@ -189,10 +199,10 @@ def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Pro
 
 
 def anchor_problems(storage: Storage, folder: str) -> Iterator[Problem]:
-    """What is wrong with a finished anchor; an unfinished one is not a part of the record yet."""
+    """Yield the problems of a finished anchor; an unfinished one is not part of the record yet."""
     file = f"{folder}/{ANCHOR_FILE}"
     try:
-        manifest = parse_anchor(read_sealed(storage, file), file)
+        manifest = parse_anchor(read_checksummed(storage, file), file)
     except DamagedRecord as error:
         yield damage(error)
         return

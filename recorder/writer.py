@@ -1,13 +1,14 @@
-"""Records a run while it trains: an observer on every data-parallel rank, which agree on each step before it is written.
+"""Record a run while it trains: an observer on every data-parallel rank; ranks agree on each step.
 
-    training thread   `batch` ─> copy ─> ... ─> `step` ─> agree with all ranks ─> queue ─> goes on training
-                                                            │ somebody failed: stop, or go on without recording
-                                                            │ somebody's queue is full: wait and agree again, or drop the step
+    training thread   `batch` ─> copy ─> ... ─> `step` ─> agree with all ranks ─> queue ─> training continues
+                                                            │ a rank failed: stop, or continue without recording
+                                                            │ a queue is full: wait and agree again, or drop the step
     writer thread     queue ─> this rank's files ─ fsync ─> manifest ─(rank 0)─> waits for all manifests ─> step.json ─> retention
 
-Only training threads meet in a collective; writer threads meet in the folder. So all ranks record the same steps, and a rank that failed is
-known to all at the next step, which also ends rank 0's wait for its files. A step without step.json never happened, so a process may die at
-any byte. Without a queue the training thread does the work of both.
+Only training threads meet in a collective; writer threads meet in the folder. So all ranks record
+the same steps, and all ranks learn of a failed rank at the next step, which also ends rank 0's wait
+for its files. A step without step.json is not part of the record, so a process may die at any byte.
+Without a queue the training thread does the work of both.
 """
 
 import copy
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recorder.background import Background
-from recorder.continued import continue_record
+from recorder.continued import resume_record
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, step_name
 from recorder.header import check_folder, clear_record, describe_run, write_header
@@ -29,12 +30,12 @@ from recorder.outcome import OutcomeObserver
 from recorder.retention import KeptSteps
 from recorder.step_files import (
     RankStep,
+    collect_rank_manifest,
     commit_step,
     decode_rows,
-    hand_over,
-    learned_tensors,
-    take_over,
+    learning_tensors,
     write_rank,
+    write_rank_manifest,
 )
 from recorder.tensors import flatten
 
@@ -42,14 +43,14 @@ STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "ste
 if TYPE_CHECKING:
     from recorder.live_archive import LiveArchive
 
-POLL_S = 0.005  # how often rank 0 looks for the other ranks' manifests
-AGREE_S = 1.0  # how long a rank waits for its own disk before it hears from the others again
-DEATH_S = 20.0  # how long a run that failed waits for its last steps, which some rank may never write
+POLL_S = 0.005  # how often rank 0 polls for the other ranks' manifests
+AGREE_INTERVAL_S = 1.0  # how long a rank waits for its own disk before it syncs again
+SHUTDOWN_TIMEOUT_S = 20.0  # wait of a failed run for its last steps, which a rank may never write
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank tells the others about its recording."""
+    """State of a rank's recording, exchanged between the ranks."""
 
     failure: str | None
     has_room: bool
@@ -57,12 +58,12 @@ class RankState:
 
 
 def alone(state: RankState) -> list[RankState]:
-    """The states of all ranks of a run with one."""
+    """The `gather` of a run with one rank."""
     return [state]
 
 
-def say_on_stderr(sentence: str) -> None:
-    """Tells the user."""
+def print_to_stderr(sentence: str) -> None:
+    """Print a message for the user."""
     print(f"recording: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -70,13 +71,15 @@ class RecordWriter:
     """An observer that records a run into `folder`, which all ranks share.
 
     Args:
-        rank, num_ranks: data-parallel rank, and how many there are.
-        gather: every rank's value in rank order; a collective, called from the training thread only.
-        say: told in one sentence what the user must know and no error says.
-        archive: on rank 0, where committed steps move on to; the folder is then a staging folder.
+        rank, num_ranks: data-parallel rank, and their number.
+        gather: return every rank's value in rank order; a collective, called from the training
+            thread only.
+        notify: called with messages for the user that are not errors, one sentence each.
+        archive: on rank 0, the archive into which committed steps move; the folder is then a
+            staging folder.
 
-    Raises RecordExists when the folder holds a record (unless `overwrite`) or anything else. Events raise RecordingFailed when
-    recording failed on any rank and `when_failing` is "stop".
+    Raises RecordExists if the folder contains a record (unless `overwrite`) or anything else.
+    Events raise RecordingFailed when recording failed on any rank and `when_failing` is "stop".
     """
 
     def __init__(
@@ -86,24 +89,33 @@ class RecordWriter:
         num_ranks: int = 1,
         gather: Callable[[RankState], list[RankState]] = alone,
         options: RecordingOptions = RecordingOptions(),
-        say: Callable[[str], None] = say_on_stderr,
+        notify: Callable[[str], None] = print_to_stderr,
         archive: "LiveArchive | None" = None,
     ) -> None:
         self.folder, self.archive = Path(folder), archive
-        self.rank, self.num_ranks, self.gather, self.options, self.say = rank, num_ranks, gather, options, say
+        self.rank, self.num_ranks, self.gather, self.options, self.notify = (
+            rank,
+            num_ranks,
+            gather,
+            options,
+            notify,
+        )
         self.tokenizer: Any = None
         self.current: RankStep | None = None
         self.outcome = OutcomeObserver(self.end_step)
         self.kept = KeptSteps(self.folder, options.retention)
         self.background = Background(self.record, options.queue_steps) if options.queue_steps else None
-        self.given_up = threading.Event()  # ends rank 0's wait for the others
+        self.stop_waiting = threading.Event()  # ends rank 0's wait for the others
         self.failure: str | None = None  # of this rank, in the training thread
         self.dropped: list[int] = []
-        self.ended: str | None = None  # why nothing is recorded any more
+        self.ended: str | None = None  # why recording has ended
         check_folder(self.folder, options.overwrite or options.first_step > 0)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md. `start`, `step` and the `end` of a good run are collectives."""
+        """Handle an event (ARCHITECTURE.md).
+
+        `start`, `step` and the `end` of a good run are collectives.
+        """
         if event == "start":
             self.start(**facts)
         elif event == "end":
@@ -111,10 +123,10 @@ class RecordWriter:
         elif event in STEP_EVENTS and self.wants(facts["step"]):
             if event == "batch":
                 plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
-                # flatten copies: the trainer is free to change its tensors afterwards
+                # flatten copies: the trainer may change its tensors afterwards
                 self.current = RankStep(facts["step"], facts["version"], flatten(facts["batch"]), plan)
             elif event == "advantages" and self.current and self.options.recording.scope == "full":
-                learning = learned_tensors(facts["inputs"], self.current.batch)
+                learning = learning_tensors(facts["inputs"], self.current.batch)
                 self.current = replace(self.current, learning=learning)
             elif event == "step" and self.current and self.current.plan:
                 plan = replace(self.current.plan, details=facts["plan"])
@@ -122,30 +134,31 @@ class RecordWriter:
             self.outcome(event, **facts)
 
     def wants(self, step: int) -> bool:
-        """Whether the step is recorded, as far as can be said before it ends."""
+        """Return whether the step is recorded, as far as it is known before it ends."""
         return self.ended is None and self.options.recording.wants(step)
 
     def start(self, **facts: Any) -> None:
-        """Rank 0 clears the folder and writes record.json."""
+        """On rank 0, clear the folder and write record.json; a collective."""
         if facts["data_parallel_size"] != self.num_ranks or facts["data_parallel_rank"] != self.rank:
             raise RecordError(
                 f"the run is data-parallel rank {facts['data_parallel_rank']} of {facts['data_parallel_size']}, "
                 f"its RecordWriter {self.rank} of {self.num_ranks}: build it with the run's numbers"
             )
         if self.options.text:
-            # a copy: the writer thread decodes while the run encodes, and a fast tokenizer serves one thread at a time
+            # a copy: the writer thread decodes while the run encodes, and a fast tokenizer is not
+            # thread-safe
             self.tokenizer = copy.deepcopy(facts["tokenizer"])
-        self.agree()  # every rank has looked into the folder before rank 0 writes into it
+        self.agree()  # every rank has checked the folder before rank 0 writes into it
         if self.rank == 0 and self.ended is None:
             self.attempt(lambda: self.begin(facts))
-        self.agree()  # nobody writes a step before the folder is cleared
+        self.agree()  # no rank writes a step before the folder is cleared
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Makes an empty record of the run, or goes on with the one that it has."""
+        """Create an empty record of the run, or resume its existing one."""
         header = describe_run(facts, self.options.recording)
         if self.options.first_step and (self.folder / RECORD_FILE).exists():
             try:
-                self.kept.go_on(*continue_record(self.folder, self.options.first_step, header))
+                self.kept.resume(*resume_record(self.folder, self.options.first_step, header))
                 return
             except RecordExists:  # of another run
                 if not self.options.overwrite:
@@ -156,7 +169,7 @@ class RecordWriter:
             self.archive.begin()
 
     def end_step(self, outcome: Outcome) -> None:
-        """Writes the step that just ended, or queues it, or neither, as all ranks agree."""
+        """Write, queue or drop the step that just ended, as all ranks agree."""
         step, self.current = self.current, None
         if step is None or step.step != outcome.step:
             raise RecordError(f"step {outcome.step} ended without a `batch` event: send one before `step`")
@@ -175,63 +188,68 @@ class RecordWriter:
             self.drop(step.step)
 
     def agree_on_room(self) -> bool:
-        """Whether every rank can take one more step; waits for it unless slow disks are to drop steps."""
+        """Return whether all ranks can queue a step; wait for it unless `when_slow` is "drop"."""
         assert self.background is not None
         while not all(state.has_room for state in self.agree()):
             if self.options.when_slow == "drop":
                 return False
-            self.background.wait(AGREE_S)
+            self.background.wait(AGREE_INTERVAL_S)
         return self.ended is None
 
     def drop(self, step: int) -> None:
-        """Counts a step that was not recorded."""
+        """Count a step that was not recorded, and report the first one."""
         self.dropped.append(step)
         if self.rank == 0 and len(self.dropped) == 1:
-            self.say(f"the disk is slower than the run: step {step} is dropped, and others may be")
+            self.notify(f"the disk is slower than the run: step {step} is dropped, and more may follow")
 
     def record(self, step: RankStep) -> None:
-        """In the writer thread: everything about one step."""
+        """Write and, on rank 0, commit one step; runs in the writer thread."""
         self.write(step)
         if self.rank == 0:
             self.commit(step)
 
     def write(self, step: RankStep) -> None:
-        """Writes this rank's files and leaves their checksums for rank 0."""
+        """Write this rank's files, and their checksums for rank 0."""
         if self.rank == 0:
             self.kept.check_room()
         if self.tokenizer is not None:
             step = replace(step, text=decode_rows(step.batch, self.tokenizer))
         folder = self.step_folder(step)
         folder.mkdir(parents=True, exist_ok=True)
-        hand_over(folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step))
+        write_rank_manifest(
+            folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step)
+        )
 
     def commit(self, step: RankStep) -> None:
-        """On rank 0: commits the step once all ranks have written theirs, then keeps to the limits."""
+        """On rank 0, commit the step when all ranks have written theirs, then apply the limits."""
         folder = self.step_folder(step)
         ranks = [
-            take_over(folder, rank, self.num_ranks, lambda: self.given_up.wait(POLL_S))
+            collect_rank_manifest(folder, rank, self.num_ranks, lambda: self.stop_waiting.wait(POLL_S))
             for rank in range(self.num_ranks)
         ]
-        self.kept.note_dropped(self.dropped)
+        self.kept.add_dropped(self.dropped)
         manifest = commit_step(folder, step.step, step.version, ranks)
         if self.archive is None:
             self.kept.add(step.step, manifest.size_bytes)
         else:
-            self.archive.take(step.step)
+            self.archive.move_step(step.step)
 
     def step_folder(self, step: RankStep) -> Path:
-        """Where the step is written."""
+        """The folder of the step."""
         return self.folder / STEPS_FOLDER / step_name(step.step)
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Does work of this rank, whose failure all ranks must hear of before anybody acts on it."""
+        """Run work of this rank and keep its error until all ranks know of it."""
         try:
             work()
         except Exception as error:
             self.failure = describe(error)
 
     def agree(self) -> list[RankState]:
-        """The states of all ranks, none of which has failed; none at all once recording has ended. A collective until then."""
+        """Return the states of all ranks if none has failed; [] once recording has ended.
+
+        A collective until then.
+        """
         if self.ended is not None:
             return []
         failure, background = self.failure, self.background
@@ -248,47 +266,49 @@ class RecordWriter:
         return states
 
     def fail(self, rank: int, failure: str) -> None:
-        """Ends the recording, on every rank alike, and the run if that is what failing shall do."""
-        self.given_up.set()
+        """End the recording, on every rank alike, and also the run if `when_failing` is "stop"."""
+        self.stop_waiting.set()
         if self.background is not None:
-            self.background.close(DEATH_S)
+            self.background.close(SHUTDOWN_TIMEOUT_S)
         self.ended = f"recording into {self.folder} failed on rank {rank}: {failure}"
         if self.options.when_failing == "stop":
             raise RecordingFailed(self.ended)
         if self.rank == 0:
-            self.say(f"{self.ended}; the run goes on without recording")
+            self.notify(f"{self.ended}; the run continues without recording")
 
     def end(self, error: str | None) -> None:
-        """Waits for the last steps, and says what is not in the record."""
+        """Wait for the last steps, and report the steps that are missing from the record."""
         if error is None:
             while not all(state.idle for state in self.agree()):
                 assert self.background is not None
-                self.background.wait(AGREE_S)
+                self.background.wait(AGREE_INTERVAL_S)
         if self.background is not None and self.ended is None:
-            self.finish_alone(self.background)
+            self.finish_without_collectives(self.background)
         if self.rank == 0:
-            self.say_what_is_missing(error)
+            self.report_missing_steps(error)
 
-    def finish_alone(self, background: Background[RankStep]) -> None:
-        """Ends the writer thread; in a run that failed there is no collective any more, for another rank may be dead."""
-        if not background.close(DEATH_S):
-            self.say(f"rank {self.rank} gave up on the last steps: another rank did not write its files")
+    def finish_without_collectives(self, background: Background[RankStep]) -> None:
+        """End the writer thread without a collective: in a failed run another rank may be dead."""
+        if not background.close(SHUTDOWN_TIMEOUT_S):
+            self.notify(
+                f"rank {self.rank} stopped waiting for the last steps: another rank did not write its files"
+            )
         elif background.error is not None:
-            self.say(f"rank {self.rank} could not write the last steps: {describe(background.error)}")
-        self.given_up.set()
+            self.notify(f"rank {self.rank} could not write the last steps: {describe(background.error)}")
+        self.stop_waiting.set()
 
-    def say_what_is_missing(self, error: str | None) -> None:
-        """On rank 0, at the end: steps that were dropped, and that recording ended before the run did."""
+    def report_missing_steps(self, error: str | None) -> None:
+        """On rank 0, report dropped steps, and whether recording ended before the run did."""
         if self.dropped:
             if self.ended is None:
-                self.attempt(lambda: self.kept.note_dropped(self.dropped))
-            self.say(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
+                self.attempt(lambda: self.kept.add_dropped(self.dropped))
+            self.notify(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
         if self.archive is not None and self.ended is None:
             self.archive.end()
         if self.ended is not None and error is None:
-            self.say(f"the record is not complete: {self.ended}")
+            self.notify(f"the record is not complete: {self.ended}")
 
 
 def describe(error: Exception) -> str:
-    """What happened, with the kind of error: an OSError's own words do not say that it is one."""
+    """The error with its type: an OSError's message does not name it."""
     return f"{type(error).__name__}: {error}"

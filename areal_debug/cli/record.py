@@ -131,8 +131,7 @@ def show(
 def verify(record: Path, as_json: bool) -> None:
     """Check every byte; exit with 1 when any file or tensor is damaged, missing or foreign."""
     from recorder import verify as verify_record
-    from recorder.reader import step_folders
-    from recorder.storage import open_storage
+    from recorder.reader import open_storage, step_folders
 
     num_steps = len(step_folders(open_storage(record)))
     report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick))

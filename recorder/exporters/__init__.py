@@ -1,1 +1,1 @@
-"""Records as other tools read them: one file a format."""
+"""Exporters of records to the formats of other tools: one module per format."""

@@ -1,4 +1,4 @@
-"""From a record to a file of another tool."""
+"""Export a record as a file of another tool."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,22 +15,22 @@ FORMATS: dict[str, Callable[[Record, Path, Sequence[int], bool], list[Path]]] = 
     "parquet": parquet.write,
     "slime": slime.write,
 }
-# What each format has no place for.
+# Data that each format cannot represent.
 LOST = {
     "jsonl": ("plans, outcomes and anchors",),
-    "pt": ("plans, outcomes, anchors and text", "which rank trained on a row"),
+    "pt": ("plans, outcomes, anchors and text", "the rank of each row"),
     "parquet": ("plans, outcomes and anchors",),
     "slime": (
         "plans, outcomes and anchors",
-        "which version sampled a token, where one sample has several",
-        "tokens before the first trained one count as prompt",
+        "the weight version of each token, if a sample has several",
+        "tokens before the first one in the loss mask count as prompt",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, and what they do not hold."""
+    """The written files, and what the format cannot represent."""
 
     files: tuple[str, ...]
     steps: tuple[int, ...]
@@ -44,19 +44,20 @@ def export_record(
     step: int | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Writes the steps of a record, or one of them, as a format of another tool.
+    """Write the steps of a record, or one of them, in the format of another tool.
 
     Args:
-        destination: a file; formats with one file a step want `{step}` in its name when there are several.
+        destination: a file; a format with one file per step needs `{step}` in the name if there are
+            several.
 
     Raises:
-        RecordError: the record cannot be read, or the destination is there.
+        RecordError: the record cannot be read, or the destination exists.
     """
     record = open_record(source)
     steps = record.steps if step is None else (step,)
     if not steps:
-        raise RecordError(f"{record.path} holds no finished step: there is nothing to export")
+        raise RecordError(f"{record.path} has no finished step: there is nothing to export")
     if not destination.parent.is_dir():
-        raise RecordError(f"{destination.parent} is no folder: make it first")
+        raise RecordError(f"{destination.parent} is not a folder: create it first")
     files = FORMATS[format_name](record, destination, steps, overwrite)
     return Exported(tuple(map(str, files)), tuple(steps), LOST[format_name])

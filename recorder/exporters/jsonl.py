@@ -1,4 +1,7 @@
-"""JSON lines: a sample a line. Floats are in their shortest spelling, which reads back to the same float32."""
+"""JSON lines: one sample per line.
+
+Floats have their shortest spelling, which parses to the same float32.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +12,7 @@ from recorder.sealed import json_text
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """One file with all steps, which appears whole."""
+    """Write one file with all steps, atomically."""
     check_file(file, overwrite)
     unfinished = file.with_name(file.name + ".part")
     with unfinished.open("w") as out:
@@ -20,7 +23,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
 
 
 def document_of(row: Row) -> dict[str, object]:
-    """The row as JSON types."""
+    """Return the row as JSON types."""
     document: dict[str, object] = {
         "step": row.step,
         "prompt_id": row.prompt_id,

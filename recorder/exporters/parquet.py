@@ -1,4 +1,7 @@
-"""Parquet: a sample a row, lists per token, small row groups so that a viewer reads one sample, and a checksum a page."""
+"""Parquet: one sample per row, a list per token column, and a checksum per page.
+
+Row groups are small, so that a viewer can read a single sample.
+"""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -12,7 +15,7 @@ ROW_GROUP = 64
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """One file with all steps, which appears whole."""
+    """Write one file with all steps, atomically."""
     import pyarrow
     from pyarrow import parquet
 

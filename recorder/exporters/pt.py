@@ -1,6 +1,7 @@
-"""`torch.save` of a padded batch a step: tensors of ARCHITECTURE.md, "The batch", all ranks, loadable with `weights_only=True`.
+"""`torch.save` of a padded batch per step, all ranks, loadable with `weights_only=True`.
 
-It is what upstream AReaL's debugging guide saves, with groups and finish reasons beside it.
+The tensors are those of ARCHITECTURE.md, "The batch": what upstream AReaL's debugging guide saves,
+plus groups and finish reasons.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ PER_TOKEN = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float3
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """One file a step, each appears whole."""
+    """Write one file per step, each atomically."""
     import torch
 
     files = {step: file_of_step(file, step, len(steps)) for step in steps}
@@ -30,7 +31,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
 
 
 def padded(rows: Sequence[Row]) -> dict[str, np.ndarray[Any, Any]]:
-    """The rows as [B, T] and [B] arrays, padded with 0 on the right."""
+    """Return the rows as [B, T] and [B] arrays, padded with 0 on the right."""
     width = max((len(row.token_ids) for row in rows), default=0)
     mask = np.arange(width) < np.array([len(row.token_ids) for row in rows], np.int64)[:, None]
     batch: dict[str, np.ndarray[Any, Any]] = {"attention_mask": mask}

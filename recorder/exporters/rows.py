@@ -1,4 +1,4 @@
-"""The rows of a record as every exporter wants them: one sample with all that is known of it, in the order of steps, ranks and rows."""
+"""The rows of a record for exporters: complete samples, ordered by step, rank and row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,11 @@ STEP_FIELD = "{step}"
 
 @dataclass(frozen=True)
 class Row:
-    """A sample of T tokens. `prompt_len` counts those before the first trained one; `text` is prompt and completion where recorded."""
+    """A sample of T tokens.
+
+    `prompt_len` counts the tokens before the first one in the loss mask; `text` is prompt and
+    completion if recorded.
+    """
 
     step: int
     prompt_id: int
@@ -30,7 +34,7 @@ class Row:
 
 
 def read_rows(record: Record, steps: Sequence[int]) -> Iterator[Row]:
-    """The samples of some steps, all ranks. Raises StepNotRecorded, DamagedRecord."""
+    """Yield the samples of some steps, all ranks. Raises StepNotRecorded, DamagedRecord."""
     for number in steps:
         step = record.step(number)
         for rank in range(step.manifest.num_ranks):
@@ -55,13 +59,16 @@ def read_rows(record: Record, steps: Sequence[int]) -> Iterator[Row]:
 
 
 def check_file(file: Path, overwrite: bool) -> None:
-    """Raises RecordExists unless the file may be written."""
+    """Raise RecordExists unless the file may be written."""
     if file.exists() and not overwrite:
-        raise RecordExists(f"{file} is there already: choose another name, or --force to replace it")
+        raise RecordExists(f"{file} exists already: choose another name, or --force to replace it")
 
 
 def file_of_step(template: Path, step: int, num_steps: int) -> Path:
-    """The file of a step, for formats that have one file a step. Raises RecordError when several steps would share a name."""
+    """Return the file of a step, for formats with one file per step.
+
+    Raises RecordError if several steps would share a name.
+    """
     if STEP_FIELD not in str(template) and num_steps > 1:
         raise RecordError(
             f"the format has one file a step and there are {num_steps}: put {STEP_FIELD} into the name, or choose one with --step"

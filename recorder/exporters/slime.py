@@ -1,4 +1,4 @@
-"""slime's `rollout_data/{rollout_id}.pt`: one file a step, `{"rollout_id", "samples": [...]}`, for `--load-debug-rollout-data`.
+"""slime's `rollout_data/{rollout_id}.pt`, one per step, for `--load-debug-rollout-data`.
 
 Also loadable with `weights_only=True`: it holds dicts, lists, strings and numbers.
 """
@@ -14,7 +14,7 @@ STATUS = ("completed", "truncated", "aborted")  # by finish reason
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """One file a step, each appears whole."""
+    """Write one file per step, each atomically."""
     import torch
 
     files = {step: file_of_step(file, step, len(steps)) for step in steps}
@@ -29,7 +29,10 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
 
 
 def sample_of(row: Row, index: int) -> dict[str, Any]:
-    """A row as `Sample.to_dict()` of slime. The response begins at the first trained token."""
+    """Return a row as `Sample.to_dict()` of slime.
+
+    The response begins at the first token in the loss mask.
+    """
     response = slice(row.prompt_len, None)
     prompt, completion = row.text or ("", "")
     trained = row.versions[row.loss_mask != 0].tolist()

@@ -1,1 +1,1 @@
-"""Records from what other frameworks leave behind: one file a format."""
+"""Importers that make records from the dumps of other frameworks: one module per format."""

@@ -1,7 +1,7 @@
-"""Upstream AReaL: batches saved with `torch.save` (`batch_data.pt` of its debugging guide), in three shapes over time.
+"""Upstream AReaL: `torch.save` of batches (`batch_data.pt` of its debugging guide).
 
-A TensorDict, a padded dict of tensors, or a list with one padded dict a prompt, rows being its samples. All tensors are [B, T] or [B] and
-aligned as here; `versions` may be absent.
+A TensorDict, a padded dict of tensors, or a list with one padded dict per prompt, whose rows are
+its samples. All tensors are [B, T] or [B] and aligned as here; `versions` may be absent.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,21 @@ from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import first_strings, load_pickle
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
-NOTES = ("weights and optimizer are not in the file: say with which model to replay",)
+NOTES = ("weights and optimizer are not in the file: choose the model for a replay",)
 FINISH_NOTE = "finish reasons are not in the file: every sample counts as stopped"
-GROUPS_NOTE = "groups are not named: rows that share the tokens before their first trained one are a group"
+GROUPS_NOTE = (
+    "groups are not in the file: rows with the same tokens before the first one in the loss mask are a group"
+)
 
 
 def recognises(path: Path) -> bool:
-    """A .pt file with a batch, or a folder of such files."""
+    """Return whether the path is a .pt file with a batch, or a folder of such files."""
     files = files_in_order(path, "*.pt")
     return bool(files) and files[0].suffix == ".pt" and first_strings(files[0]) >= KEYS
 
 
 def tensors_of(document: Any) -> Any:
-    """The tensors of a TensorDict as older versions pickle it; anything else as it is."""
+    """Return the tensors of a TensorDict as older versions pickle it; other values unchanged."""
     if (
         isinstance(document, Instance)
         and isinstance(document.state, dict)
@@ -39,12 +41,12 @@ def tensors_of(document: Any) -> Any:
 
 
 def is_batch(document: Any) -> bool:
-    """Whether this is a batch."""
+    """Return whether the document is a batch."""
     return isinstance(document, dict) and document.keys() >= KEYS
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat, UnsafePickle."""
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
     steps, notes = [], [*NOTES]
     for file in files_in_order(path, "*.pt"):
         document = load_pickle(file)
@@ -52,7 +54,7 @@ def read(path: Path) -> Foreign:
         samples = []
         for number, batch in enumerate(batches):
             if not is_batch(batch):
-                raise ForeignFormat(f"{file} is no batch of AReaL: it lacks one of {sorted(KEYS)}")
+                raise ForeignFormat(f"{file} is not a batch of AReaL: it lacks one of {sorted(KEYS)}")
             samples += parse_batch(batch, number if isinstance(document, list) else None)
             notes += [] if "finish_reason" in batch else [FINISH_NOTE]
             notes += [] if "prompt_id" in batch or isinstance(document, list) else [GROUPS_NOTE]
@@ -61,13 +63,13 @@ def read(path: Path) -> Foreign:
 
 
 def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
-    """The rows of a padded batch; without a number of their group, `prompt_id` or the prompt names it."""
+    """Parse the rows of a padded batch; without `group`, by `prompt_id` or by the prompt."""
     lengths = np.asarray(document["attention_mask"]).astype(bool).sum(axis=1)
     return [parse_row(document, row, int(length), group) for row, length in enumerate(lengths)]
 
 
 def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> Sample:
-    """One row, cut to its length."""
+    """Parse one row, without its padding."""
     tokens = np.asarray(document["input_ids"])[row, :length].astype(np.int32)
     mask = np.asarray(document["loss_mask"])[row, :length].astype(np.int32)
     first = int(mask.argmax()) if mask.any() else length

@@ -1,4 +1,4 @@
-"""From a foreign source to a record: find the format, read it, write steps of one rank in the scope `rollout`."""
+"""Import a foreign dump as a record of one rank in the scope `rollout`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from recorder.tensors import flatten
 
 @dataclass(frozen=True)
 class Format:
-    """How a format is recognised and read."""
+    """Functions that recognise and read a format."""
 
     recognises: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
 
 
-# Those that are told by a file's name come before those that are told by what is in it.
+# Formats recognised by a file's name come before those recognised by its content.
 FORMATS = {
     "verl": Format(verl.recognises, verl.read),
     "prime-rl": Format(prime_rl.recognises, prime_rl.read),
@@ -56,7 +56,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported. `notes` say what the format cannot carry and what was assumed."""
+    """Result of an import. `notes` list what the format cannot represent and what was assumed."""
 
     format: str
     steps: tuple[str, ...]
@@ -66,26 +66,29 @@ class Imported:
 
 
 def read_foreign(source: Path, format_name: str | None = None) -> Foreign:
-    """The steps of a source. Raises RecordNotFound, ForeignFormat, UnsafePickle."""
+    """Read the steps of a source. Raises RecordNotFound, ForeignFormat, UnsafePickle."""
     if not source.exists():
         raise RecordNotFound(f"{source} does not exist: give a file or folder that another framework wrote")
     name = find_format(source) if format_name is None else format_name
     if name not in FORMATS:
         raise ForeignFormat(
-            f"{name!r} is no format that is known: {', '.join(FORMATS)}, or miles, which is slime's"
+            f"{name!r} is not a known format: {', '.join(FORMATS)}, or miles, which is slime's"
         )
     foreign = FORMATS[name].read(source)
     if not any(step.samples for step in foreign.steps):
-        raise ForeignFormat(f"{source} holds no samples of {name}")
+        raise ForeignFormat(f"{source} has no samples of {name}")
     return foreign
 
 
 def find_format(source: Path) -> str:
-    """The format that recognises the source. Raises ForeignFormat where none does, UnsafePickle."""
+    """Return the format that recognises the source.
+
+    Raises ForeignFormat if none does, UnsafePickle.
+    """
     for name, known in FORMATS.items():
         if known.recognises(source):
             return name
-    raise ForeignFormat(f"{source} is of no format that is known: say which with --from {'|'.join(FORMATS)}")
+    raise ForeignFormat(f"{source} has no known format: choose one with --from {'|'.join(FORMATS)}")
 
 
 def import_record(
@@ -96,14 +99,14 @@ def import_record(
     model: str | None = None,
     overwrite: bool = False,
 ) -> Imported:
-    """Writes a record of what another framework left behind.
+    """Write a record from the dump of another framework.
 
     Args:
-        config: the resolved options with which the steps are to be trained; without them the record has none.
+        config: the resolved options for training on the steps; without them the record has none.
         model: the model that the first step starts from, whose files a replay then checks.
 
     Raises:
-        RecordExists: the destination holds something.
+        RecordExists: the destination is not empty.
         RecordNotFound, ForeignFormat, UnsafePickle: the source cannot be read.
     """
     check_folder(destination, overwrite)
@@ -124,7 +127,7 @@ def import_record(
 
 
 def missing_notes(foreign: Foreign) -> list[str]:
-    """What single samples lack, and what stands in its place."""
+    """Describe what single samples lack, and the value recorded instead."""
     samples = [sample for step in foreign.steps for sample in step.samples]
     places = {
         "logprobs": "0 is recorded: replay with actor.recompute_logprob=true",
@@ -142,7 +145,7 @@ def missing_notes(foreign: Foreign) -> list[str]:
 def header_of(
     foreign: Foreign, source: Path, notes: Sequence[str], config: Mapping[str, Any], model: str | None
 ) -> RecordHeader:
-    """record.json of an import: of one rank, in the scope `rollout`, from an environment that nobody knows."""
+    """Build record.json of an import: one rank, scope `rollout`, unknown environment."""
     return RecordHeader(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -167,7 +170,7 @@ def header_of(
 
 
 def write_step(destination: Path, number: int, step: Step) -> None:
-    """One committed step."""
+    """Write one committed step."""
     folder = destination / STEPS_FOLDER / step_name(number)
     folder.mkdir(parents=True)
     rows, prompt_ids, sample_ids = canonical(step.samples)
@@ -178,7 +181,7 @@ def write_step(destination: Path, number: int, step: Step) -> None:
 
 
 def canonical(samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[int]]:
-    """The samples by group, groups in the order in which they first appear, with `prompt_id` and `sample_id` of each."""
+    """Sort samples by group, in order of appearance; return them, `prompt_id`s and `sample_id`s."""
     groups: dict[Any, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -191,7 +194,7 @@ def canonical(samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[
 def pad(
     rows: Sequence[Sample], prompt_ids: list[int], sample_ids: list[int], version: int
 ) -> dict[str, np.ndarray]:
-    """The padded batch of ARCHITECTURE.md."""
+    """Build the padded batch of ARCHITECTURE.md."""
     shape = (len(rows), max(len(row.tokens) for row in rows))
     batch: dict[str, np.ndarray] = {
         "attention_mask": np.zeros(shape, bool),
@@ -217,7 +220,7 @@ def pad(
 
 
 def text_lines(rows: Sequence[Sample]) -> bytes | None:
-    """The text file of a step, None where the format keeps no text."""
+    """Return the text file of a step, None if the format has no text."""
     if not any(row.text for row in rows):
         return None
     lines = []

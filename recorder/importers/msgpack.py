@@ -1,11 +1,11 @@
-"""Reads MessagePack (github.com/msgpack/msgpack, spec.md): plain data, so nothing can run; extension types are refused."""
+"""Parse MessagePack (github.com/msgpack/msgpack, spec.md), without extension types."""
 
 import struct
 from typing import Any
 
 from recorder.errors import ForeignFormat
 
-# type byte -> what follows it
+# type byte -> struct format of the value after it
 FIXED = {
     0xCA: ">f",
     0xCB: ">d",
@@ -19,7 +19,7 @@ FIXED = {
     0xD3: ">q",
 }
 CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# type byte -> what kind of thing follows, and how many bytes say its length
+# type byte -> kind of value after it, and the number of bytes of its length
 SIZED = {
     0xC4: ("bytes", 1),
     0xC5: ("bytes", 2),
@@ -35,18 +35,21 @@ SIZED = {
 
 
 def unpack(data: bytes) -> Any:
-    """The one value that the bytes hold. Raises ForeignFormat when they are cut off, go on, or hold an extension type."""
+    """Parse one value.
+
+    Raises ForeignFormat if the data is cut off, continues, or has an extension type.
+    """
     try:
         value, end = read_value(data, 0)
     except (IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
         raise ForeignFormat(f"not MessagePack, or cut off: {error}") from None
     if end != len(data):
-        raise ForeignFormat(f"MessagePack that goes on for {len(data) - end} bytes after its value")
+        raise ForeignFormat(f"MessagePack that continues for {len(data) - end} bytes after its value")
     return value
 
 
 def read_value(data: bytes, at: int) -> tuple[Any, int]:
-    """The value that begins at a byte, and where it ends."""
+    """Parse the value that begins at a byte; return it and its end."""
     kind = data[at]
     at += 1
     if kind <= 0x7F:
@@ -71,10 +74,10 @@ def read_value(data: bytes, at: int) -> tuple[Any, int]:
 
 
 def read_sized(kind: str, size: int, data: bytes, at: int) -> tuple[Any, int]:
-    """Text or bytes of `size` bytes, or a list or dict of `size` values."""
+    """Parse text or bytes of `size` bytes, or a list or dict of `size` values."""
     if kind in ("bytes", "text"):
         if at + size > len(data):
-            raise IndexError(f"{size} bytes announced, {len(data) - at} left")
+            raise IndexError(f"{size} bytes expected, {len(data) - at} left")
         content = data[at : at + size]
         return (content if kind == "bytes" else content.decode()), at + size
     values = []

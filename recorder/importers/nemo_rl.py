@@ -1,6 +1,7 @@
-"""NeMo-RL: `train_data_step{N}.jsonl`, a JSON object a sample, whose every value but `idx` is wrapped in a list of one.
+"""NeMo-RL: `train_data_step{N}.jsonl`, a JSON object per sample; values are lists of one.
 
-Lists are padded to the longest of the batch and cut with `input_lengths`; all are aligned to the token itself.
+Lists are padded to the longest of the batch and cut with `input_lengths`; all are aligned to the
+token itself.
 """
 
 import json
@@ -13,15 +14,15 @@ import numpy as np
 from recorder.importers.sample import Foreign, Sample, Step, as_tokens, files_in_order, full_sequence, member
 
 NOTES = (
-    "idx names no group: samples with the same prompt tokens are a group",
+    "idx does not identify groups: samples with the same prompt tokens are a group",
     "advantages are computed again from the rewards",
     "weight versions and finish reasons are not in the file",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 
 
 def recognises(path: Path) -> bool:
-    """Files `train_data_step*.jsonl`."""
+    """Return whether the path has files `train_data_step*.jsonl`."""
     return path.name.startswith("train_data_step") or bool(path.is_dir() and files_of(path))
 
 
@@ -31,7 +32,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat."""
+    """Read one step per file. Raises ForeignFormat."""
     steps = []
     for file in files_of(path):
         lines = file.read_text().splitlines()
@@ -43,7 +44,7 @@ def read(path: Path) -> Foreign:
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Sample:
-    """One sample."""
+    """Parse one sample."""
     length = int(unwrapped(row, "input_lengths", where))
     columns = {
         name: np.asarray(unwrapped(row, name, where))[:length]
@@ -63,13 +64,13 @@ def parse_row(row: Mapping[str, Any], where: str) -> Sample:
 
 
 def unwrapped(row: Mapping[str, Any], name: str, where: str) -> Any:
-    """The value that a list of one holds."""
+    """Return the value in a list of one."""
     value = member(row, name, where)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def text_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The conversation, which is not told apart into prompt and completion."""
+    """Return the conversation, which is not split into prompt and completion."""
     if "content" not in row:
         return None
     content = unwrapped(row, "content", "content")

@@ -1,4 +1,4 @@
-"""open-instruct: `{run}_rollouts_{shard}.jsonl`, a JSON object a sample with its step and prompt index."""
+"""open-instruct: `{run}_rollouts_{shard}.jsonl`, a JSON object per sample."""
 
 import json
 from collections import defaultdict
@@ -21,12 +21,12 @@ NOTES = (
     "which tokens came from tools is not in the file: the whole response is trained",
     "advantages are computed again from the rewards, by group",
     "weight versions are not in the file",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 
 
 def recognises(path: Path) -> bool:
-    """Files `*_rollouts_*.jsonl`."""
+    """Return whether the path has files `*_rollouts_*.jsonl`."""
     files = files_of(path)
     return bool(files) and "_rollouts_" in files[0].name and files[0].suffix == ".jsonl"
 
@@ -37,7 +37,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Foreign:
-    """The steps that the rows name, in order. Raises ForeignFormat."""
+    """Read the steps that the rows name, in order. Raises ForeignFormat."""
     samples: dict[int, list[Sample]] = defaultdict(list)
     for file in files_of(path):
         for number, line in enumerate(file.read_text().splitlines()):
@@ -47,7 +47,7 @@ def read(path: Path) -> Foreign:
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Sample:
-    """One sample."""
+    """Parse one sample."""
     reward = member(row, "reward", where)
     return completion_sample(
         member(row, "prompt_tokens", where),

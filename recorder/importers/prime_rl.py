@@ -1,7 +1,8 @@
-"""prime-rl: `rollouts/step_N/rank_R.bin`, what its filesystem transport leaves, and `token_exports/step_N/rank_R.jsonl`.
+"""prime-rl: `rollouts/step_N/rank_R.bin` (filesystem transport), `token_exports/*/*.jsonl`.
 
-A .bin file is MessagePack of a list of micro-batches, each a list of 16 positions. Sequences are packed one after another; padding
-follows the last one (its tokens have no environment name), and fully masked copies fill ranks that have fewer micro-batches.
+A .bin file is MessagePack of a list of micro-batches, each a list of 16 positions. Sequences are
+packed one after another; padding follows the last one (its tokens have no environment name), and
+fully masked copies fill ranks that have fewer micro-batches.
 """
 
 import json
@@ -24,17 +25,17 @@ NOTES = (
     "groups are not in the file: every sample is a group of its own",
     "micro-batches and ranks are not kept: all samples of a step become one batch",
     "weight versions and finish reasons are not in the file",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 
 
 def recognises(path: Path) -> bool:
-    """Files `rank_*.bin` or `rank_*.jsonl`, alone, in a folder of a step, or in folders `step_*` below."""
+    """Return whether the path is or contains files `rank_*.bin` or `rank_*.jsonl`."""
     return bool(step_files(path))
 
 
 def step_files(path: Path) -> dict[Path, list[Path]]:
-    """The files of all ranks by folder, in the order of the steps. Where both kinds are there, the .bin files."""
+    """Return the files of all ranks by folder, in order; the .bin files if both kinds exist."""
     if path.is_file():
         return (
             {path.parent: [path]}
@@ -50,7 +51,7 @@ def step_files(path: Path) -> dict[Path, list[Path]]:
 
 
 def read(path: Path) -> Foreign:
-    """One step a folder. Raises ForeignFormat."""
+    """Read one step per folder. Raises ForeignFormat."""
     steps = []
     for folder, files in step_files(path).items():
         samples = [
@@ -63,7 +64,7 @@ def read(path: Path) -> Foreign:
 
 
 def read_bin(file: Path) -> Iterator[Sample]:
-    """The samples of a rank, without padding and without copies that nothing is learned from."""
+    """Yield the samples of a rank, without padding and without fully masked copies."""
     try:
         micro_batches = unpack(file.read_bytes())
     except ForeignFormat as error:
@@ -72,13 +73,13 @@ def read_bin(file: Path) -> Iterator[Sample]:
         where = f"{file}, micro-batch {number}"
         if not isinstance(micro_batch, list) or len(micro_batch) != NUM_POSITIONS:
             raise ForeignFormat(
-                f"{where} is no list of {NUM_POSITIONS} positions: another version of prime-rl wrote it"
+                f"{where} is not a list of {NUM_POSITIONS} positions: another version of prime-rl wrote it"
             )
         yield from split(micro_batch, where)
 
 
 def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
-    """The sequences of a micro-batch."""
+    """Yield the sequences of a micro-batch."""
     columns = {name: np.asarray(micro_batch[name]) for name in (IDS, MASK, ADVANTAGES, LOGPROBS)}
     real = np.array([name != "" for name in micro_batch[ENVIRONMENTS]], bool)
     size = len(columns[IDS])
@@ -95,7 +96,7 @@ def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
 
 
 def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
-    """A sequence whose reward is its advantage."""
+    """Build the sample of a sequence; its reward is its mean advantage."""
     mask = columns[MASK].astype(np.int32)
     return Sample(
         tokens=as_tokens(columns[IDS], where),
@@ -107,7 +108,7 @@ def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
 
 
 def read_export(file: Path) -> Iterator[Sample]:
-    """The sequences of a token export."""
+    """Yield the sequences of a token export."""
     for number, line in enumerate(file.read_text().splitlines()):
         where = f"{file}, line {number + 1}"
         row = json.loads(line)

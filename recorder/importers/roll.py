@@ -1,7 +1,8 @@
-"""ROLL: `{dump_dir}/{train|val}/step_000042.pkl`, a pickled DataProto whose tensors lie in a pickled `io.BytesIO`.
+"""ROLL: `{dump_dir}/{train|val}/step_000042.pkl`, a pickled DataProto.
 
-Agentic batches are padded on the right to a fixed width: `input_ids` and `response_mask` are whole sequences, `infer_logprobs` [B, L - 1]
-belongs to token t + 1. RLVR batches have `prompts` and `responses` as verl has them, and rewards in float16.
+Tensors are in a pickled `io.BytesIO`. Agentic batches are padded on the right to a fixed width:
+`input_ids` and `response_mask` are complete sequences, `infer_logprobs` [B, L - 1] belongs to token
+t + 1. RLVR batches have `prompts` and `responses` as in verl, and rewards in float16.
 """
 
 from collections.abc import Mapping
@@ -25,25 +26,25 @@ from recorder.importers.unpickle import load_pickle
 from recorder.importers.verl import read_proto
 
 NOTES = (
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
     "weight versions and finish reasons are not in the file",
 )
 GROUPS_NOTE = "the file does not name groups: samples with the same prompt tokens are a group"
 
 
 def recognises(path: Path) -> bool:
-    """A file `step_*.pkl`, or a folder with such files in it or in its folder `train`."""
+    """Return whether the path is a file `step_*.pkl`, or a folder of such files, or of `train`."""
     files = step_files(path)
     return bool(files) and files[0].suffix == ".pkl" and files[0].stem.startswith("step_")
 
 
 def step_files(path: Path) -> list[Path]:
-    """The files of training steps, in order."""
+    """List the files of training steps, in order."""
     return files_in_order(path / "train" if (path / "train").is_dir() else path, "step_*.pkl")
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat, UnsafePickle."""
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
     steps, notes = [], list(NOTES)
     for file in step_files(path):
         tensors, others = read_proto(load_pickle(file), str(file))
@@ -58,12 +59,12 @@ def read(path: Path) -> Foreign:
 
 
 def num_rows(tensors: Mapping[str, np.ndarray], file: Path) -> int:
-    """Rows of a batch."""
+    """Number of rows of a batch."""
     return len(member(tensors, "input_ids", str(file)))
 
 
 def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str) -> Sample:
-    """One row of either kind of batch."""
+    """Parse one row of either kind of batch."""
     where = f"{where}, row {row}"
     group = others["traj_group_id"][row] if "traj_group_id" in others else None
     if "prompts" in tensors:
@@ -86,7 +87,7 @@ def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row:
 
 
 def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: Any, where: str) -> Sample:
-    """One row of a batch with prompts on the left."""
+    """Parse one row of a batch with left-padded prompts."""
     width = tensors["prompts"].shape[1]
     attention = tensors["attention_mask"][row].astype(bool)
     prompt = tensors["prompts"][row][attention[:width]]

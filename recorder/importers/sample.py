@@ -1,6 +1,7 @@
-"""What every importer makes of a foreign file: steps of samples, and what got lost on the way.
+"""The common result of every importer: steps of samples, and notes on missing data.
 
-A sample is one sequence, prompt and completion, with what is known of each token aligned to the token itself.
+A sample is one sequence, prompt and completion; its per-token values are aligned to the token
+itself.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -33,9 +34,14 @@ FINISH_REASONS = {
 class Sample:
     """One sequence of T tokens.
 
-    `tokens` [T] int32; `loss_mask` [T] int32, 1 on tokens that are trained; `logprobs` [T] float32 of the engine, None where it did not
-    say; `versions` [T] int32, None where unknown; `reward` None where the format has none; `group` is equal for the answers to one prompt;
-    `text` is prompt and completion where the format keeps them.
+    Attributes:
+        tokens: [T] int32.
+        loss_mask: [T] int32, 1 on tokens that are trained on.
+        logprobs: [T] float32 of the engine, None if absent.
+        reward: None if the format has none.
+        group: equal for the answers to one prompt.
+        versions: [T] int32, None if unknown.
+        text: prompt and completion if the format has them.
     """
 
     tokens: np.ndarray
@@ -50,7 +56,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Step:
-    """One batch; `name` is what the source calls it."""
+    """One batch; `name` is its name in the source."""
 
     name: str
     samples: Sequence[Sample]
@@ -58,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What was found in a source: the format, its steps, and in words what the format cannot carry and what was assumed."""
+    """Content of a source: format, steps, and notes on missing data and assumptions."""
 
     format: str
     steps: Sequence[Step]
@@ -66,7 +72,7 @@ class Foreign:
 
 
 def full_sequence(values: Any, mask: np.ndarray, dtype: type) -> np.ndarray:
-    """[T] values with 0 where the mask is 0."""
+    """Return [T] values with 0 where the mask is 0."""
     array: np.ndarray = np.asarray(values, dtype)
     return np.where(mask != 0, array, array.dtype.type(0))
 
@@ -84,9 +90,9 @@ def completion_sample(
     text: tuple[str, str] | None = None,
     where: str,
 ) -> Sample:
-    """A sample whose mask, logprobs and versions speak of the completion only, one value a token.
+    """Build a sample; mask, logprobs and versions have one value per completion token.
 
-    Raises ForeignFormat when their lengths differ.
+    Raises ForeignFormat if their lengths differ.
     """
     prompt, completion = np.asarray(prompt, np.int64), np.asarray(completion, np.int64)
     size = len(completion)
@@ -113,42 +119,45 @@ def completion_sample(
 
 
 def as_tokens(ids: np.ndarray, where: str) -> np.ndarray:
-    """Token ids as int32. Raises ForeignFormat for what no vocabulary has."""
+    """Convert token ids to int32. Raises ForeignFormat for ids that no vocabulary has."""
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
         raise ForeignFormat(f"{where}: token ids from {ids.min()} to {ids.max()}")
     return ids.astype(np.int32)
 
 
 def member(document: Mapping[str, Any], name: str, where: str) -> Any:
-    """A member that a format always has. Raises ForeignFormat when it is absent, naming those that are there."""
+    """Return a mandatory member.
+
+    Raises ForeignFormat, which lists the present ones, if it is absent.
+    """
     if name not in document:
         raise ForeignFormat(f"{where} has no {name!r}, only {sorted(map(str, document))[:20]}")
     return document[name]
 
 
 def optional(document: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A member that a format may lack, or hold as None."""
+    """Return an optional member; `default` if it is absent or None."""
     value = document.get(name)
     return default if value is None else value
 
 
 def finish_reason_of(name: str | None) -> int:
-    """The number of a finish reason; a word that nobody knows counts as stop."""
+    """Return the number of a finish reason; an unknown name counts as stop."""
     return FINISH_REASONS.get((name or "stop").lower(), STOP)
 
 
 def number_in(name: str) -> int:
-    """The last number in a file's name, by which files of steps are ordered; -1 where there is none."""
+    """Return the last number in a file name, which orders the files; -1 if there is none."""
     digits = "".join(character if character.isdigit() else " " for character in name).split()
     return int(digits[-1]) if digits else -1
 
 
 def files_in_order(path: Path, pattern: str) -> list[Path]:
-    """The file itself, or the files of a folder that match, by the number in their names."""
+    """Return the file itself, or the matching files of a folder, by the number in their names."""
     files = [path] if path.is_file() else [file for file in path.glob(pattern) if file.is_file()]
     return sorted(files, key=lambda file: (number_in(file.stem), file.name))
 
 
 def count_without(samples: Sequence[Sample], field_name: str) -> int:
-    """How many samples lack something."""
+    """Count the samples that lack a field."""
     return sum(getattr(sample, field_name) is None for sample in samples)

@@ -1,7 +1,7 @@
 """SkyRL: `global_step_{N}_training_input.pkl`, a pickled TrainingInputBatch.
 
-Sequences are padded on the left; `loss_mask` and `rollout_logprobs` speak of the last columns. The last `pad_size` rows are copies that
-weigh nothing. Rewards are removed before the dump, advantages stay.
+Sequences are padded on the left; `loss_mask` and `rollout_logprobs` cover the last columns. The
+last `pad_size` rows are copies with weight 0. The dump has advantages but no rewards.
 """
 
 from collections.abc import Hashable, Mapping
@@ -28,14 +28,14 @@ NOTES = (
     "rewards are not in the file: each sample's mean advantage is recorded as its reward; replay with actor.reward_norm=null "
     "and actor.adv_norm=null",
     "weight versions and finish reasons are not in the file",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 GROUPS_NOTE = "the file has no policy_prompt_boundaries: every sample is a group of its own"
 REBUILD = "_rebuild_tensor_batch"
 
 
 def recognises(path: Path) -> bool:
-    """Files `*_training_input.pkl`."""
+    """Return whether the path has files `*_training_input.pkl`."""
     files = files_of(path)
     return bool(files) and files[0].name.endswith("_training_input.pkl")
 
@@ -47,7 +47,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat, UnsafePickle."""
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
     steps, notes = [], list(NOTES)
     for file in files_of(path):
         state = state_of(load_pickle(file), str(file))
@@ -67,16 +67,16 @@ def read(path: Path) -> Foreign:
 
 
 def state_of(document: Any, where: str) -> Mapping[str, Any]:
-    """The state of the batch, which a function of SkyRL rebuilds."""
+    """Return the state of the batch, which a function of SkyRL rebuilds."""
     if isinstance(document, Instance) and document.name.endswith(REBUILD):
         return document.arguments[1]
     if isinstance(document, Instance) and isinstance(document.state, dict) and "batch_dict" in document.state:
         return document.state
-    raise ForeignFormat(f"{where} holds no TrainingInputBatch")
+    raise ForeignFormat(f"{where} has no TrainingInputBatch")
 
 
 def read_tensor(packed: Mapping[str, Any], where: str) -> np.ndarray:
-    """One tensor: bytes of numpy with dtype and shape, or of a `torch.save`."""
+    """Read one tensor: NumPy bytes with dtype and shape, or the bytes of a `torch.save`."""
     if packed["format"] == "torch":
         return np.asarray(load_pickled_bytes(packed["data"]))
     if packed["format"] != "numpy":
@@ -86,7 +86,7 @@ def read_tensor(packed: Mapping[str, Any], where: str) -> np.ndarray:
 
 
 def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable]:
-    """The group of each row, from the row ranges of prompts."""
+    """Return the group of each row, from the row ranges of prompts."""
     groups: list[Hashable] = [f"row {row}" for row in range(num_rows)]
     for number, (begin, end) in enumerate(optional(metadata, "policy_prompt_boundaries", [])):
         groups[int(begin) : min(int(end), num_rows)] = [number] * (min(int(end), num_rows) - int(begin))
@@ -94,20 +94,20 @@ def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable]:
 
 
 def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where: str) -> Sample:
-    """One row, without its padding."""
+    """Parse one row, without its padding."""
     kept = batch["attention_mask"][row].astype(bool)
 
-    def whole(key: str) -> np.ndarray:
-        """Values of the last columns as values of all, 0 in front."""
+    def all_columns(key: str) -> np.ndarray:
+        """Extend values of the last columns to all columns, with 0 in front."""
         values = batch[key][row]
         return np.concatenate([np.zeros(len(kept) - len(values), values.dtype), values])[kept]
 
-    mask = whole("loss_mask").astype(np.int32)
-    advantages = whole("advantages")[mask != 0]
+    mask = all_columns("loss_mask").astype(np.int32)
+    advantages = all_columns("advantages")[mask != 0]
     return Sample(
         tokens=as_tokens(batch["sequences"][row][kept], where),
         loss_mask=mask,
-        logprobs=full_sequence(whole("rollout_logprobs"), mask, np.float32)
+        logprobs=full_sequence(all_columns("rollout_logprobs"), mask, np.float32)
         if "rollout_logprobs" in batch
         else None,
         reward=float(advantages.mean()) if len(advantages) else 0.0,

@@ -1,6 +1,7 @@
-"""slime and miles: `rollout_data/{rollout_id}.pt`, a `torch.save` of `{"rollout_id", "samples": [Sample.to_dict(), ...]}`.
+"""slime and miles: `rollout_data/{rollout_id}.pt`, a `torch.save` of a dict of samples.
 
-`tokens` are prompt and response; `loss_mask` and `rollout_log_probs` speak of the response only. miles adds members and keeps the layout.
+A sample is a `Sample.to_dict()`: `tokens` are prompt and response; `loss_mask` and
+`rollout_log_probs` cover the response only. miles adds members and keeps the layout.
 """
 
 from collections.abc import Mapping
@@ -27,34 +28,37 @@ MEMBERS = {"rollout_id", "samples"}
 NOTES = (
     "advantages are not in the file: they are computed again from the rewards, by group",
     "slime normalises rewards over n adjacent samples; here samples with one group_index are a group",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 
 
 def recognises(path: Path) -> bool:
-    """A file that holds `rollout_id` and `samples`, or a folder of such files, perhaps with `rollout_data` in between."""
+    """Return whether the path is a file with `rollout_id` and `samples`, or a folder of such files.
+
+    The files may also be in its subfolder `rollout_data`.
+    """
     files = rollout_files(path)
     return bool(files) and files[0].suffix == ".pt" and first_strings(files[0]) >= MEMBERS
 
 
 def is_rollout(document: Any) -> bool:
-    """Whether this is what slime saves."""
+    """Return whether the document has the members of a slime rollout."""
     return isinstance(document, dict) and document.keys() >= MEMBERS
 
 
 def rollout_files(path: Path) -> list[Path]:
-    """Training rollouts in order; those for evaluation are left out."""
+    """List the training rollouts in order, without those for evaluation."""
     folder = path / "rollout_data" if (path / "rollout_data").is_dir() else path
     return [file for file in files_in_order(folder, "*.pt") if not file.stem.startswith("eval_")]
 
 
 def read(path: Path) -> Foreign:
-    """All rollouts. Raises ForeignFormat, UnsafePickle."""
+    """Read all rollouts. Raises ForeignFormat, UnsafePickle."""
     steps = []
     for file in rollout_files(path):
         document = load_pickle(file)
         if not is_rollout(document):
-            raise ForeignFormat(f"{file} is no rollout of slime: it lacks rollout_id or samples")
+            raise ForeignFormat(f"{file} is not a slime rollout: it lacks rollout_id or samples")
         samples = [
             parse_sample(sample, f"{file}, sample {number}")
             for number, sample in enumerate(document["samples"])
@@ -64,7 +68,7 @@ def read(path: Path) -> Foreign:
 
 
 def parse_sample(document: Mapping[str, Any], where: str) -> Sample:
-    """One sample."""
+    """Parse one sample."""
     tokens = np.asarray(member(document, "tokens", where), np.int64)
     size = member(document, "response_length", where)
     mask = optional(document, "loss_mask", np.ones(size, np.int32))
@@ -87,12 +91,12 @@ def parse_sample(document: Mapping[str, Any], where: str) -> Sample:
 
 
 def status_of(status: Any) -> str:
-    """The status as text, which some versions keep as an enum."""
+    """Return the status as text; some versions store an enum."""
     return str(status.arguments[0]) if not isinstance(status, str) else status
 
 
 def reward_of(reward: Any, where: str) -> float | None:
-    """The reward, which is a number, or a dict of one. Raises ForeignFormat where a dict holds several."""
+    """Return the reward, a number or a dict of one. Raises ForeignFormat if a dict has several."""
     if not isinstance(reward, dict):
         return None if reward is None else float(reward)
     if len(reward) != 1:
@@ -103,7 +107,10 @@ def reward_of(reward: Any, where: str) -> float | None:
 
 
 def version_of(versions: Any, size: int) -> np.ndarray | None:
-    """The weight version of each token where one version made them all; several are one a turn, without saying where turns end."""
+    """Return the weight version of each token, or None if the sample has several versions.
+
+    slime lists one version per turn, but not where turns end.
+    """
     found = {str(version) for version in versions} if versions is not None else set()
     (version,) = found if len(found) == 1 else ("",)
     return np.full(size, int(version)) if version.isdigit() else None

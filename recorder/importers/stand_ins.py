@@ -1,7 +1,8 @@
-"""What the restricted unpickler builds where a pickle names a class or function: plain data, made by code of ours only.
+"""Stand-ins that the restricted unpickler builds instead of the classes and functions in a pickle.
 
-A pickle is a program whose only dangerous instructions are those that import a name and call it. Here every name that an importer needs
-has a stand-in; any other name ends the reading, and is told. Nothing of torch, numpy's pickle support or a framework runs.
+A pickle is a program whose only dangerous instructions import a name and call it. Here every name
+that an importer needs has a stand-in of plain data; any other name ends the read with an error that
+names it. No code of torch, of NumPy's pickle support or of a framework runs.
 """
 
 import math
@@ -37,12 +38,12 @@ STORAGES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }
-NUMPY_KINDS = "biufSU"  # numbers and strings; "O" holds objects and arrives as a list
+NUMPY_KINDS = "biufSU"  # numbers and strings; "O" (objects) arrives as a list
 
 
 @dataclass
 class Instance:
-    """An object of a class that is not imported: its name, what it was made with, and its state."""
+    """An object of a class that is not imported: its name, constructor arguments and state."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -54,7 +55,7 @@ class Instance:
 
 @dataclass
 class DType:
-    """A numpy dtype in a pickle: `code` is its type string without byte order."""
+    """A NumPy dtype in a pickle: `code` is its type string without byte order."""
 
     code: str
     byteorder: str = "="
@@ -63,7 +64,7 @@ class DType:
         self.byteorder = state[1]
 
     def numpy(self) -> np.dtype[Any]:
-        """The dtype, which holds numbers or strings."""
+        """Return the dtype, which must be of numbers or strings."""
         order = self.byteorder if self.byteorder in "<>" else "="
         dtype = np.dtype(self.code).newbyteorder(order)  # type: ignore[arg-type]
         if dtype.kind not in NUMPY_KINDS:
@@ -73,7 +74,7 @@ class DType:
 
 @dataclass
 class Array:
-    """A numpy array in a pickle; `values` is an ndarray, or a list where the array held objects."""
+    """A NumPy array in a pickle; `values` is an ndarray, or a list for an array of objects."""
 
     values: Any = None
 
@@ -97,29 +98,29 @@ class BytesFile:
 
 @dataclass
 class Storage:
-    """The memory of tensors: an element type and the bytes."""
+    """The memory of tensors: element type and bytes."""
 
     dtype: str
     data: bytes = field(repr=False, default=b"")
 
 
 def as_shape(flat: np.ndarray, shape: Any, order: str) -> np.ndarray:
-    """The flat array in its shape."""
+    """Reshape the flat array."""
     return flat.reshape(tuple(shape), order=order)  # type: ignore[call-overload]
 
 
 def from_buffer(buffer: Any, dtype: DType, shape: Any, order: str) -> Array:
-    """numpy's `_frombuffer`, which protocol 5 uses."""
+    """NumPy's `_frombuffer`, which protocol 5 uses."""
     return Array(as_shape(np.frombuffer(buffer, dtype.numpy()), shape, order))
 
 
 def numpy_scalar(dtype: DType, data: bytes = b"") -> Any:
-    """numpy's `scalar`."""
+    """NumPy's `scalar`."""
     return np.frombuffer(data, dtype.numpy())[0].item()
 
 
 def latin_bytes(text: str, encoding: str) -> bytes:
-    """`_codecs.encode`, by which old protocols spell bytes."""
+    """`_codecs.encode`, with which old protocols encode bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise UnsafePickle(f"it encodes text as {encoding!r}")
     return text.encode("latin-1")
@@ -128,7 +129,7 @@ def latin_bytes(text: str, encoding: str) -> bytes:
 def rebuild_tensor(
     storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
 ) -> np.ndarray:
-    """torch's `_rebuild_tensor_v2`: a view of a storage, copied. bfloat16 becomes float32, which holds it exactly."""
+    """torch's `_rebuild_tensor_v2`: a copied view of a storage; bfloat16 as float32 (exact)."""
     flat = np.frombuffer(storage.data, TORCH_TYPES[storage.dtype])
     shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -144,7 +145,10 @@ def rebuild_tensor(
 
 
 def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> dict[str, Any]:
-    """tensordict's consolidated form: one uint8 tensor, and for each leaf its dtype, shape, begin, end and whether it is padded."""
+    """Rebuild tensordict's consolidated form: one uint8 tensor, and the layout of each leaf in it.
+
+    A leaf is (dtype, shape, begin, end, whether it is padded).
+    """
     found: dict[str, Any] = {}
     for key, (dtype, shape, begin, end, *_) in metadata["leaves"].items():
         name = str(dtype).removeprefix("torch.")
@@ -157,12 +161,12 @@ def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> di
 
 
 def make_tensordict(_: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """tensordict's `_make_td`: the tensors lie in the state as they are."""
+    """tensordict's `_make_td`: the state has the tensors unchanged."""
     return dict(state["_tensordict"])
 
 
 def make_instance(name: str) -> Any:
-    """A class whose objects are Instances; a class, because a pickle may make objects with `__new__`."""
+    """Create a class whose objects are Instances; a class, because a pickle may call `__new__`."""
 
     def new(cls: type, *arguments: Any) -> Instance:
         return Instance(name, arguments)
@@ -171,7 +175,7 @@ def make_instance(name: str) -> Any:
 
 
 def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
-    """numpy's helpers, whose modules numpy 2 renamed."""
+    """NumPy's helper functions, whose modules NumPy 2 renamed."""
     return {
         f"{module}.multiarray._reconstruct": lambda *_: Array(),
         f"{module}.multiarray.scalar": numpy_scalar,
@@ -180,7 +184,7 @@ def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
 
 
 def plain_dict(*arguments: Any) -> dict[Any, Any]:
-    """A dict for OrderedDict and defaultdict, whose factory is not wanted."""
+    """Build a dict for OrderedDict and defaultdict, without the default factory."""
     items = [argument for argument in arguments if isinstance(argument, list | dict)]
     return dict(*items)
 
@@ -213,17 +217,20 @@ ALLOWED: dict[str, Any] = {
     "tensordict.utils._StringOnlyDict": dict,
     "verl.utils.tensordict_utils._rebuild_tensordict_files_consolidated_ragged_idx": rebuild_consolidated,
 }
-OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocols 0 to 2 spell them
-# Whatever else these packages name becomes an Instance, which holds data and does nothing.
+OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names in protocols 0 to 2
+# Any other name of these packages becomes an Instance: data without code.
 PACKAGES = ("slime", "miles", "verl", "roll", "skyrl", "skyrl_train", "xtuner", "areal", "tensordict")
 
 
 def find_stand_in(module: str, name: str) -> Any:
-    """What takes the place of a class or function. Raises UnsafePickle, which names it, where there is none."""
+    """Return the stand-in of a class or function.
+
+    Raises UnsafePickle, which names it, if there is none.
+    """
     module = OLD_MODULES.get(module, module)
     full_name = f"{module}.{name}"
     if full_name in ALLOWED:
         return ALLOWED[full_name]
     if module.split(".")[0] in PACKAGES and "." not in name:
         return make_instance(full_name)
-    raise UnsafePickle(f"it asks for {full_name}, which no importer needs")
+    raise UnsafePickle(f"it needs {full_name}, which no importer allows")

@@ -1,6 +1,7 @@
-"""Dumps of text: upstream AReaL's `{task_id}.jsonl` and verl's `{step}.jsonl`. For reading only: they hold no token.
+"""Text dumps: upstream AReaL's `{task_id}.jsonl` and verl's `{step}.jsonl`, for reading only.
 
-Tokenising the text again is not what the model saw, so the record has rows without tokens, with their text and rewards.
+They have no token ids, and tokenizing the text again may give others than the model saw. So the
+record has rows without tokens, with their text and rewards.
 """
 
 import json
@@ -17,21 +18,21 @@ MEMBERS = {
     "areal-text": ("prompt", "completion", "reward"),
     "verl-text": ("input", "output", "score"),
 }
-NOTES = ("the dump holds text and no tokens: the record can be listed and read, and not be replayed",)
+NOTES = ("the dump has text and no tokens: the record can be listed and read, but not replayed",)
 
 
 def recognises_areal(path: Path) -> bool:
-    """JSONL files with prompt, completion and task_id, perhaps in a folder a version."""
+    """Return whether there are JSONL files with prompt, completion and task_id."""
     return first_line_has(path, {*MEMBERS["areal-text"], "task_id"})
 
 
 def recognises_verl(path: Path) -> bool:
-    """JSONL files with input, output, score and step."""
+    """Return whether there are JSONL files with input, output, score and step."""
     return first_line_has(path, {*MEMBERS["verl-text"], "step"})
 
 
 def read_areal(path: Path) -> Foreign:
-    """One step a folder, which is named by a weight version. Raises ForeignFormat."""
+    """Read one step per folder, which is named by a weight version. Raises ForeignFormat."""
     files = files_of(path)
     folders = sorted({file.parent for file in files}, key=lambda folder: number_in(folder.name))
     steps = [
@@ -45,7 +46,7 @@ def read_areal(path: Path) -> Foreign:
 
 
 def read_verl(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat."""
+    """Read one step per file. Raises ForeignFormat."""
     steps = [Step(f"step {file.stem}", read_file(file, "verl-text")) for file in files_of(path)]
     return Foreign("verl-text", steps, NOTES)
 
@@ -57,7 +58,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def first_line_has(path: Path, names: set[str]) -> bool:
-    """Whether the first line of the first file is a JSON object with these members."""
+    """Return whether the first line of the first file is a JSON object with these members."""
     files = [file for file in files_of(path) if file.suffix == ".jsonl"]
     if not files:
         return False
@@ -70,12 +71,12 @@ def first_line_has(path: Path, names: set[str]) -> bool:
 
 
 def read_file(file: Path, format_name: str) -> list[Sample]:
-    """The rows of a file."""
+    """Read the rows of a file."""
     return [parse_row(json.loads(line), format_name) for line in file.read_text().splitlines()]
 
 
 def parse_row(row: Mapping[str, Any], format_name: str) -> Sample:
-    """One row: no token, its text, its reward, the prompt as its group."""
+    """Parse one row: no tokens, its text, its reward, and the prompt as its group."""
     prompt, completion, reward = (row[name] for name in MEMBERS[format_name])
     nothing = np.zeros(0, np.int32)
     return Sample(

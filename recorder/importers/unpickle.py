@@ -1,9 +1,10 @@
-"""Reads a pickle that nobody trusts: in a process of its own, with limits, importing nothing that the pickle names.
+"""Read an untrusted pickle in a separate process with limits, importing nothing it names.
 
     importer ─> `python -m recorder.importers.unpickle FILE OUT` ─> OUT/tree.json, OUT/arrays.bin ─> importer
                  memory, time, size of output limited             plain JSON and numbers, no pickle
 
-A name that is not on the list ends the process with a sentence, which `load_pickle` raises as UnsafePickle.
+A name that is not allowed ends the process with a message, which `load_pickle` raises as
+UnsafePickle.
 """
 
 import io
@@ -28,14 +29,17 @@ from recorder.errors import UnsafePickle
 from recorder.importers.stand_ins import Array, BytesFile, DType, Instance, Storage, find_stand_in
 
 REFUSED = 3  # exit code of the process
-NUMBERS = 16  # lists of at least so many numbers travel as arrays
+NUMBERS = 16  # lists of at least this many numbers are passed as arrays
 CPU_SECONDS = 600
 GIB = 1 << 30
-ZIP = b"PK\x03\x04"  # how a zip file begins; a pickle may hold one, and zipfile would find it
+ZIP = b"PK\x03\x04"  # first bytes of a zip file; zipfile would also accept one inside a pickle
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that knows stand-ins instead of importing; `tensors` reads the storages of a file of `torch.save`."""
+    """An unpickler that uses stand-ins instead of imports.
+
+    `tensors` is the zip file of `torch.save` that has the storages.
+    """
 
     def __init__(self, file: BinaryIO, tensors: zipfile.ZipFile | None = None, prefix: str = "") -> None:
         super().__init__(file)
@@ -43,13 +47,13 @@ class RestrictedUnpickler(pickle.Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name. Raises UnsafePickle."""
+        """Return the stand-in for a name. Raises UnsafePickle."""
         return find_stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
-        """A storage of the zip file: `("storage", type, key, device, number of elements)`."""
+        """Read a storage of the zip file: `("storage", type, key, device, number of elements)`."""
         if self.tensors is None or not isinstance(pid, tuple) or pid[0] != "storage":
-            raise UnsafePickle("it refers to something outside of itself")
+            raise UnsafePickle("it refers to data outside of the file")
         _, dtype, key, *_ = pid
         if key not in self.storages:
             self.storages[key] = Storage(dtype, self.tensors.read(f"{self.prefix}/data/{key}"))
@@ -57,7 +61,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_any(data: bytes) -> Any:
-    """What a pickle, or a file of `torch.save`, holds; pickles inside it are left as bytes. Raises UnsafePickle."""
+    """Read a pickle or a file of `torch.save`; nested pickles remain bytes. Raises UnsafePickle."""
     if not data.startswith(ZIP):
         return RestrictedUnpickler(io.BytesIO(data)).load()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -73,26 +77,27 @@ def read_any(data: bytes) -> Any:
 
 @dataclass
 class Output:
-    """Where the process writes arrays, and how many more values it may write.
+    """The output of the process: a file of arrays, and how many more values may be written.
 
-    A pickle of n bytes makes at most n values, but it may refer to one of them many times, and to what refers to it many times:
-    nine lists of ten become a billion values when they are written out.
+    A pickle of n bytes creates at most n values, but it may refer to one of them many times, and to
+    what refers to it many times: nine lists of ten become a billion values when they are written
+    out.
     """
 
     arrays: BinaryIO
     values_left: int
 
     def put(self, values: np.ndarray) -> dict[str, Any]:
-        """Writes an array and says where it is."""
+        """Write an array and return its location."""
         offset = self.arrays.tell()
         self.arrays.write(np.ascontiguousarray(values).data)
         return {"array": [values.dtype.str, list(values.shape), offset]}
 
     def encode(self, value: Any) -> Any:
-        """The value as JSON: scalars as they are, everything else as an object with one member that says what it is."""
+        """Encode a value as JSON: scalars unchanged, others as an object with their kind as key."""
         self.values_left -= 1
         if self.values_left < 0:
-            raise UnsafePickle("it holds far more values than a file of its size may")
+            raise UnsafePickle("it has far more values than allowed for a file of its size")
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, np.ndarray):
@@ -116,7 +121,7 @@ class Output:
 
 
 def as_numbers(values: Collection[Any]) -> np.ndarray | None:
-    """A long list of ints (int64) or of floats (float64) as an array, None for any other."""
+    """Convert a long list of ints (int64) or floats (float64) to an array, else None."""
     kinds = set(map(type, values)) if len(values) >= NUMBERS else set()
     if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return np.array(list(values), np.int64)
@@ -124,7 +129,7 @@ def as_numbers(values: Collection[Any]) -> np.ndarray | None:
 
 
 def limit(size_bytes: int) -> None:
-    """Takes away from this process what reading a file of that size does not need."""
+    """Limit the resources of this process to what reading a file of that size needs."""
     resource.setrlimit(resource.RLIMIT_AS, (4 * GIB + 20 * size_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (GIB + 20 * size_bytes,) * 2)
@@ -133,7 +138,7 @@ def limit(size_bytes: int) -> None:
 
 
 def main(file: str, out: str) -> None:
-    """The process: reads `file`, leaves what it holds in the folder `out`, or ends with REFUSED and a sentence."""
+    """Read `file` and write its content to the folder `out`, or exit with REFUSED and a message."""
     data = Path(file).read_bytes()
     limit(len(data))
     try:
@@ -143,8 +148,8 @@ def main(file: str, out: str) -> None:
     except UnsafePickle as error:
         sentence = str(error)
     except MemoryError:
-        sentence = "it needs more memory than a file of its size may"
-    except Exception as error:  # a broken or hostile pickle may raise whatever it likes
+        sentence = "it needs more memory than allowed for a file of its size"
+    except Exception as error:  # a broken or hostile pickle may raise any exception
         sentence = f"it cannot be read ({type(error).__name__}: {error})"
     else:
         return
@@ -153,17 +158,18 @@ def main(file: str, out: str) -> None:
 
 
 def load_pickle(path: Path) -> Any:
-    """What a pickle or a file of `torch.save` holds, without running anything that it names.
+    """Read a pickle or a file of `torch.save` without running anything that it names.
 
     Returns:
-        Scalars, strings, bytes, lists, dicts, arrays (tensors and long lists of numbers too), and Instances.
+        Scalars, strings, bytes, lists, dicts, arrays (also for tensors and long lists of numbers),
+            and Instances.
 
     Raises:
-        UnsafePickle: it asks for a name that is not on the list, or breaks a limit.
+        UnsafePickle: it needs a name that is not allowed, or exceeds a limit.
     """
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "recorder.importers.unpickle", str(path), out]
-        # nothing of this process's environment but where Python finds its modules
+        # of the environment, only the search paths of Python
         kept = {
             name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ
         }
@@ -177,7 +183,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def decode(value: Any, data: bytes) -> Any:
-    """The inverse of `Output.encode`."""
+    """Decode a value; the inverse of `Output.encode`."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -194,7 +200,7 @@ def decode(value: Any, data: bytes) -> Any:
 
 
 def load_pickled_bytes(data: bytes) -> Any:
-    """As `load_pickle`, of a pickle that lay inside another."""
+    """Call `load_pickle` on a pickle nested in another."""
     with tempfile.NamedTemporaryFile(suffix=".pkl") as file:
         file.write(data)
         file.flush()
@@ -202,9 +208,9 @@ def load_pickled_bytes(data: bytes) -> Any:
 
 
 def first_strings(path: Path, num_opcodes: int = 2000) -> set[str]:
-    """Strings among the first instructions of a pickle or a file of `torch.save`, which are parsed and not carried out.
+    """Return strings of the first opcodes of a pickle or `torch.save` file; nothing is executed.
 
-    Enough to tell formats apart; empty where the file is neither.
+    Enough to distinguish formats; empty for any other file.
     """
     try:
         data = path.read_bytes()

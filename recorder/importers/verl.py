@@ -1,8 +1,8 @@
-"""verl: `gen_batch.dp` of its RolloutSkip, a pickled DataProto, alone or in a folder a step.
+"""verl: `gen_batch.dp` of its RolloutSkip, a pickled DataProto, alone or in a folder per step.
 
-The pickled state is (tensors, non-tensors, meta info); tensors are the bytes of a `torch.save` of a TensorDict, or, with
-`VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`, (batch size, device, {key: (dtype, shape, bytes)}). Prompts are padded on the left, responses
-on the right.
+The pickled state is (tensors, non-tensors, meta info); tensors are the bytes of a `torch.save` of a
+TensorDict, or, with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`, (batch size, device, {key: (dtype,
+shape, bytes)}). Prompts are padded on the left, responses on the right.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,7 +17,7 @@ from recorder.importers.stand_ins import TORCH_TYPES, Instance
 from recorder.importers.unpickle import load_pickle, load_pickled_bytes
 
 NOTES = (
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
     "weight versions and finish reasons are not in the file",
 )
 NO_UID = "the file has no uid: samples with the same prompt tokens are a group"
@@ -25,19 +25,19 @@ NO_REWARD = "the file has no rewards (no rm_scores): 0 is recorded"
 
 
 def recognises(path: Path) -> bool:
-    """A file `*.dp`, or a folder with such files in it or one folder further down."""
+    """Return whether the path is a file `*.dp`, or has such files in it or one level below."""
     return bool(batch_files(path))
 
 
 def batch_files(path: Path) -> list[Path]:
-    """The files in the order of their steps."""
+    """List the files in the order of their steps."""
     if path.is_file():
         return [path] if path.suffix == ".dp" else []
     return sorted(path.rglob("*.dp"), key=lambda file: (number_in(file.parent.name), str(file)))
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat, UnsafePickle."""
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
     steps, notes = [], list(NOTES)
     for file in batch_files(path):
         tensors, others = read_proto(load_pickle(file), str(file))
@@ -48,9 +48,9 @@ def read(path: Path) -> Foreign:
 
 
 def read_proto(proto: Any, where: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Tensors and non-tensors of a DataProto, of verl or of ROLL."""
+    """Return tensors and non-tensors of a DataProto, of verl or of ROLL."""
     if not isinstance(proto, Instance) or not isinstance(proto.state, list):
-        raise ForeignFormat(f"{where} holds no pickled DataProto")
+        raise ForeignFormat(f"{where} has no pickled DataProto")
     packed, others, *_ = proto.state
     if isinstance(packed, bytes):
         tensors = load_pickled_bytes(packed)
@@ -63,7 +63,7 @@ def read_proto(proto: Any, where: str) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
-    """One tensor as `(dtype, shape, bytes)`."""
+    """Unpack one tensor from `(dtype, shape, bytes)`."""
     if len(packed) != 3 or packed[0] not in TORCH_TYPES:
         raise ForeignFormat(f"{where} is a nested tensor or of an unknown type")
     dtype, shape, data = packed
@@ -72,7 +72,7 @@ def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
 
 
 def parse_rows(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], where: str) -> list[Sample]:
-    """All rows."""
+    """Parse all rows."""
     prompts, responses = member(tensors, "prompts", where), member(tensors, "responses", where)
     attention = np.asarray(member(tensors, "attention_mask", where)).astype(bool)
     width = prompts.shape[1]

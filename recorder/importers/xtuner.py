@@ -1,7 +1,8 @@
-"""xtuner: `debug_rollout_{step}.pt`, a `torch.save` of a list of groups of RolloutState, which are pydantic objects.
+"""xtuner: `debug_rollout_{step}.pt`, a `torch.save` of groups of RolloutState (pydantic).
 
-A plain sample has `prompt_ids`, `response_ids` and values of the response. An agent's trace has `input_ids`, `labels` and `logprobs` of the
-whole sequence, because its `response_ids` lack the tokens of tools.
+A plain sample has `prompt_ids`, `response_ids` and values of the response. An agent's trace has
+`input_ids`, `labels` and `logprobs` of the complete sequence, because its `response_ids` lack the
+tokens of tools.
 """
 
 from collections.abc import Mapping
@@ -26,32 +27,32 @@ from recorder.importers.sample import (
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_pickle
 
-IGNORED = -100  # label of a token that is not trained
+IGNORED = -100  # label of a token that is not trained on
 NOTES = (
     "advantages are computed again from the rewards, by group",
     "weight versions are not in the file",
-    "weights and optimizer are not in the file: say with which model to replay",
+    "weights and optimizer are not in the file: choose the model for a replay",
 )
 
 
 def recognises(path: Path) -> bool:
-    """Files `debug_rollout_*.pt`."""
+    """Return whether the path has files `debug_rollout_*.pt`."""
     files = files_of(path)
     return bool(files) and files[0].name.startswith("debug_rollout_")
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of the steps, in order."""
+    """List the files of the steps, in order."""
     return files_in_order(path, "debug_rollout_*.pt")
 
 
 def read(path: Path) -> Foreign:
-    """One step a file. Raises ForeignFormat, UnsafePickle."""
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
     steps = []
     for file in files_of(path):
         groups = load_pickle(file)
         if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-            raise ForeignFormat(f"{file} holds no list of groups")
+            raise ForeignFormat(f"{file} has no list of groups")
         samples = [
             parse_state(state, number, f"{file}, group {number}, sample {index}")
             for number, group in enumerate(groups)
@@ -62,9 +63,9 @@ def read(path: Path) -> Foreign:
 
 
 def parse_state(state: Any, group: int, where: str) -> Sample:
-    """One RolloutState."""
+    """Parse one RolloutState."""
     if not isinstance(state, Instance) or not isinstance(state.state, dict):
-        raise ForeignFormat(f"{where} is no RolloutState")
+        raise ForeignFormat(f"{where} is not a RolloutState")
     fields = member(state.state, "__dict__", where)
     fields = optional(fields, "extra_fields", {}) | fields
     reward = optional(fields, "reward")
@@ -86,7 +87,7 @@ def parse_state(state: Any, group: int, where: str) -> Sample:
 
 
 def parse_trace(fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str) -> Sample:
-    """A whole sequence, in which labels say what is trained."""
+    """Parse a complete sequence, in which labels define the loss mask."""
     tokens = as_tokens(np.asarray(fields["input_ids"], np.int64), where)
     labels = np.asarray(fields["labels"], np.int64)
     trained = labels != IGNORED

@@ -62,7 +62,7 @@ def archive(request, source, tmp_path_factory):
     return archive_record(source, place[request.param]).location
 
 
-def test_every_storage_gives_what_the_folder_gives(source, archive):
+def test_every_storage_reads_the_same_as_the_folder(source, archive):
     one, other = open_record(source), open_record(archive)
     assert (one.header, one.steps, one.anchors()) == (other.header, other.steps, other.anchors())
     for step, rank in itertools.product(one.steps, (0, 1)):
@@ -76,7 +76,7 @@ def test_every_storage_gives_what_the_folder_gives(source, archive):
         assert ours.rows(rank, 1)["input_ids"].tolist() == theirs.rows(rank, 1)["input_ids"].tolist()
 
 
-def test_extracting_gives_every_file_back_bit_for_bit(source, archive, tmp_path):
+def test_extracting_restores_every_file_bit_for_bit(source, archive, tmp_path):
     extract_record(archive, tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
 
@@ -150,12 +150,12 @@ def test_every_flipped_byte_of_an_archive_is_found_and_none_is_read(tmp_path):
                 )
                 unnoticed += [] if same and path.name == "zarr.json" else [path]
         except ValueError:
-            pass  # the store cannot be opened any more, and says so
+            pass  # the store cannot be opened any more, and reports it
         path.write_bytes(before)
     assert unnoticed == []
 
 
-def test_a_lost_shard_is_damage_of_the_files_that_it_held(tmp_path):
+def test_a_lost_shard_is_damage_of_the_files_in_it(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=1)
     archive_record(tmp_path / "record", tmp_path / "a")
     shutil.rmtree(tmp_path / "a/all/logprobs.F32/c")
@@ -174,11 +174,11 @@ def test_an_archive_that_was_not_finished_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("recorder.archive_writer.sync_files", die)
     with pytest.raises(KeyboardInterrupt):
         archive_record(tmp_path / "record", tmp_path / "a")
-    with pytest.raises(NotARecord, match="not finished"):
+    with pytest.raises(NotARecord, match="not a finished archive"):
         open_record(tmp_path / "a")
 
 
-def test_what_cannot_be_opened_is_told(tmp_path, source):
+def test_what_cannot_be_opened_is_reported(tmp_path, source):
     with pytest.raises(RecordNotFound, match="missing"):
         open_record(tmp_path / "missing")
     with pytest.raises(RecordNotFound, match="nosuch"):
@@ -191,7 +191,7 @@ def test_what_cannot_be_opened_is_told(tmp_path, source):
     with pytest.raises(RecordNotFound, match="is a file"):
         open_record(tmp_path / "file")
     zarr.open_group(tmp_path / "foreign", mode="w")
-    with pytest.raises(NotARecord, match="no archive"):
+    with pytest.raises(NotARecord, match="not a finished archive"):
         open_record(tmp_path / "foreign")
     archive_record(source, tmp_path / "newer")
     zarr.open_group(tmp_path / "newer", mode="r+").attrs["areal_debug_archive"] = 99
@@ -199,7 +199,7 @@ def test_what_cannot_be_opened_is_told(tmp_path, source):
         open_record(tmp_path / "newer")
 
 
-def test_an_archive_replaces_nothing_unless_asked_and_then_only_an_archive(source, tmp_path):
+def test_an_archive_replaces_nothing_unless_requested_and_then_only_an_archive(source, tmp_path):
     archive_record(source, tmp_path / "a")
     with pytest.raises(RecordExists, match="--force"):
         archive_record(source, tmp_path / "a")
@@ -212,7 +212,7 @@ def test_an_archive_replaces_nothing_unless_asked_and_then_only_an_archive(sourc
 
 
 def text_like_record(folder: Path, num_tokens: int) -> None:
-    """Tokens of this repository's own prose, a word a token, half of them trained, with logprobs of full precision."""
+    """Tokens of this repository's prose, one per word, half of them trained, with full logprobs."""
     from recorder.testing import SCRIPTED_HEADER, send_step, write_header
     from recorder.writer import RecordWriter
 
@@ -263,6 +263,6 @@ def test_the_verbs_archive_list_and_extract(source, tmp_path):
     assert "prompt 0, sample 0" in run("show", facts["location"], "--step", "1")
     run("extract", tmp_path / "a.zip", "--to", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
-    assert "there already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)
-    assert "there already" in run("archive", source, "--to", tmp_path / "a.zip", code=2)
+    assert "exists already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)
+    assert "exists already" in run("archive", source, "--to", tmp_path / "a.zip", code=2)
     assert "does not exist" in run("archive", tmp_path / "missing", "--to", tmp_path / "b", code=2)

@@ -1,4 +1,4 @@
-"""Recording straight into an archive: the same steps as a folder's, readable while the run goes on and after any death."""
+"""Recording into an archive: the same steps as in a folder, readable during and after the run."""
 
 import filecmp
 import itertools
@@ -54,7 +54,7 @@ def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=
 
 @pytest.mark.parametrize(("num_ranks", "queue_steps"), [(1, 0), (2, 2)])
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_what_is_recorded_into_an_archive_is_what_a_folder_would_hold(kind, num_ranks, queue_steps, tmp_path):
+def test_a_live_archive_has_the_same_bytes_as_a_folder(kind, num_ranks, queue_steps, tmp_path):
     location = tmp_path / "live.zarr" if kind == "folder" else f"memory://live{next(URLS)}/a"
     record_live(location, tmp_path / "staging", num_ranks, queue_steps)
     assert not (tmp_path / "staging").exists()
@@ -116,7 +116,7 @@ record_live(sys.argv[1], Path(sys.argv[1] + ".recording"), 1, int(sys.argv[3]), 
 
 
 @pytest.mark.parametrize(("seen", "queue_steps"), [(1, 0), (3, 2), (6, 0)])
-def test_a_killed_run_leaves_every_committed_step_whole(seen, queue_steps, tmp_path):
+def test_a_killed_run_leaves_every_committed_step_complete(seen, queue_steps, tmp_path):
     location = tmp_path / "live.zarr"
     command = [sys.executable, "-c", PROGRAM, str(location), str(Path(__file__).parent), str(queue_steps)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -132,12 +132,12 @@ def test_a_killed_run_leaves_every_committed_step_whole(seen, queue_steps, tmp_p
 
 
 def test_what_cannot_be_an_archive_of_a_run_is_refused(tmp_path):
-    with pytest.raises(RecordError, match="zip file is written at once"):
+    with pytest.raises(RecordError, match="zip file cannot be appended to"):
         LiveArchive(tmp_path, str(tmp_path / "a.zip"))
     with pytest.raises(RecordError, match="never removed"):
         LiveArchive(tmp_path, str(tmp_path / "a.zarr"), retention=Retention(keep_last=3))
     record_live(tmp_path / "a.zarr", tmp_path / "staging", 1, 0)
-    with pytest.raises(RecordExists, match="there already"):
+    with pytest.raises(RecordExists, match="exists already"):
         LiveArchive(tmp_path, str(tmp_path / "a.zarr"))
 
 

@@ -95,7 +95,7 @@ def test_a_full_disk_stops_the_run_or_the_recording_as_asked(
     )
     assert train(tree).steps == (0,)
     said = capfd.readouterr().err
-    assert "the run goes on without recording" in said
+    assert "the run continues without recording" in said
     assert "the record is not complete" in said
     assert len((next((tmp_path / "on/files").rglob("stats.jsonl"))).read_text().splitlines()) == 4
 

@@ -10,7 +10,7 @@ import pytest
 from areal_core.testing import make_tiny_model
 from hangdoctor.heartbeat import read_beats
 from recorder import open_record
-from recorder.sealed import seal, unseal
+from recorder.sealed import checksummed_bytes, parse_checksummed
 
 HERE = Path(__file__).parent
 SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
@@ -92,9 +92,9 @@ def test_a_changed_clip_is_told_and_found_where_it_bites(train, recorded):
 
 def test_another_library_version_is_told(areal_debug, copied):
     file = copied / "record.json"
-    header = unseal(file.read_bytes(), "record.json")
+    header = parse_checksummed(file.read_bytes(), "record.json")
     header["environment"]["libraries"]["transformers"] = "4.0.0"
-    file.write_bytes(seal(header))
+    file.write_bytes(checksummed_bytes(header))
     done = areal_debug("replay", copied)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"transformers +4\.0\.0 +\d", done.stdout)
@@ -145,8 +145,8 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
     assert_one_sentence(areal_debug("replay", recorded, "--to-step", 9), 2, "9", "0 to 2")
     other = make_tiny_model(tmp_path / "model", seed=9)
     assert_one_sentence(areal_debug("replay", recorded, "--model", other), 2, "model.safetensors", "--model")
-    header = unseal((copied / "record.json").read_bytes(), "record.json")
-    (copied / "record.json").write_bytes(seal(header | {"format_version": 99}))
+    header = parse_checksummed((copied / "record.json").read_bytes(), "record.json")
+    (copied / "record.json").write_bytes(checksummed_bytes(header | {"format_version": 99}))
     assert_one_sentence(areal_debug("replay", copied), 2, "99")
 
 

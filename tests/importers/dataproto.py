@@ -1,4 +1,4 @@
-"""Writes DataProto files of verl and ROLL as they lay them out: pickles around consolidated TensorDicts."""
+"""Write DataProto files with the layout of verl and ROLL: pickles of consolidated TensorDicts."""
 
 import io
 import pickle
@@ -13,7 +13,7 @@ from .known import KNOWN, named_function, padded, pretending, stand_in
 
 
 def consolidated_bytes(tensors):
-    """`torch.save` of a consolidated TensorDict: one uint8 storage, and where each leaf lies in it."""
+    """`torch.save` of a consolidated TensorDict: one uint8 storage with the position of each leaf."""
     rebuild = named_function("tensordict._reductions", "_rebuild_tensordict_files_consolidated")
     leaves, data = {}, b""
     for key, array in tensors.items():

@@ -1,4 +1,4 @@
-"""One batch that all tests of importers know, and stand-ins by which a pickle names what the real one names."""
+"""The batch of all importer tests, and stand-ins that give a pickle the real class names."""
 
 import sys
 import types
@@ -38,11 +38,11 @@ class Known:
 
 
 def f32(*values):
-    """Numbers that float32 holds exactly."""
+    """Numbers that float32 represents exactly."""
     return [float(np.float32(value)) for value in values]
 
 
-# Two prompts with two samples each; the second sample of the first prompt holds a token of a tool.
+# Two prompts with two samples each; the second sample of the first prompt has a token of a tool.
 KNOWN = [
     Known(0, [5, 6], [7, 8, 9], [1, 1, 1], f32(-0.1, -0.2, -0.3), 1.0, 0.5, text=("ab", "cde")),
     Known(0, [5, 6], [10, 11], [1, 0], f32(-1.5, -2.5), 0.0, -0.5, 1, text=("ab", "fg")),
@@ -55,7 +55,7 @@ KNOWN = [
 
 @contextmanager
 def pretending(**classes):
-    """Registers stand-ins under the modules that their `__module__` names, as long as something is pickled."""
+    """Register stand-ins under the modules in their `__module__` while something is pickled."""
     added = []
     for stand_in in classes.values():
         parts = stand_in.__module__.split(".")

@@ -1,4 +1,4 @@
-"""Writes the MessagePack and JSON lines of prime-rl, NeMo-RL and open-instruct, and the dumps of text of AReaL and verl."""
+"""Write dumps of prime-rl, NeMo-RL and open-instruct, and the text dumps of AReaL and verl."""
 
 import json
 from pathlib import Path

@@ -108,7 +108,7 @@ def test_slime_files_hold_plain_values_under_slimes_names(record, tmp_path):
     assert sample["status"] == "completed"
 
 
-def test_several_steps_need_a_name_each_and_nothing_is_replaced_unasked(record, tmp_path):
+def test_several_steps_need_a_name_each_and_nothing_is_replaced_unless_requested(record, tmp_path):
     with pytest.raises(RecordError, match=r"there are 2.*\{step\}"):
         export_record(record, "slime", tmp_path / "all.pt")
     with pytest.raises(StepNotRecorded, match="step 7"):
@@ -119,7 +119,7 @@ def test_several_steps_need_a_name_each_and_nothing_is_replaced_unasked(record, 
         export_record(record, "jsonl", tmp_path / "b.jsonl")
     assert (tmp_path / "b.jsonl").read_text() == "mine"
     export_record(record, "jsonl", tmp_path / "b.jsonl", overwrite=True)
-    with pytest.raises(RecordError, match="make it first"):
+    with pytest.raises(RecordError, match="create it first"):
         export_record(record, "jsonl", tmp_path / "no" / "b.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Files of other frameworks become records: the same tokens, masks, logprobs, groups and rewards, and what is lost is said."""
+"""Import files of other frameworks: same tokens, masks, logprobs, groups, rewards; losses reported."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def test_dumps_of_text_can_be_read_and_say_that_they_cannot_be_replayed(name, wr
     source = write(tmp_path / "dump")
     assert find_format(source) == name
     imported = import_record(source, tmp_path / "record")
-    assert any("not be replayed" in note for note in imported.notes)
+    assert any("but not replayed" in note for note in imported.notes)
     record = open_record(tmp_path / "record")
     assert [line["completion"] for line in record.step(0).text(0)] == [one.text[1] for one in KNOWN]
     assert record.step(0).batch(0)["rewards"].tolist() == [one.reward for one in KNOWN]
@@ -161,7 +161,7 @@ def test_a_padded_batch_of_areal_keeps_its_values_through_bfloat16(tmp_path):
 
 
 class Touch:
-    """What an attacker would put into a pickle."""
+    """An object as an attacker would pickle it."""
 
     def __init__(self, path):
         self.path = path
@@ -187,7 +187,7 @@ def evil_pickles(target):
 def test_malicious_pickles_do_nothing_and_are_refused_by_name(number, tmp_path):
     name, data = list(evil_pickles(tmp_path / "made"))[number]
     (tmp_path / "0.pt").write_bytes(data)
-    with pytest.raises(ValueError, match=f"0.pt is refused: it asks for {name}"):
+    with pytest.raises(ValueError, match=f"0.pt is refused: it needs {name}"):
         import_record(tmp_path / "0.pt", tmp_path / "record", "slime")
     assert not (tmp_path / "made").exists()
     assert not (tmp_path / "record").exists()
@@ -198,7 +198,7 @@ def test_a_malicious_pickle_inside_a_torch_file_and_inside_a_pickle_is_refused(t
     state = (pickle.dumps(Touch(tmp_path / "made")), {}, {})
     dataproto.pickle_proto("verl.protocol", state, tmp_path / "gen_batch.dp")
     for source, name in (("0.pt", "slime"), ("gen_batch.dp", "verl")):
-        with pytest.raises(ValueError, match=r"refused: it asks for posix.mkdir"):
+        with pytest.raises(ValueError, match=r"refused: it needs posix.mkdir"):
             import_record(tmp_path / source, tmp_path / "record", name)
     assert not (tmp_path / "made").exists()
 
@@ -231,21 +231,21 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         ({"reward": {"a": 1.0, "b": 2.0}}, "--reward-key"),
     ],
 )
-def test_a_file_that_contradicts_itself_is_told_with_its_place(changes, words, tmp_path):
+def test_a_file_that_contradicts_itself_is_reported_with_its_position(changes, words, tmp_path):
     source = pickled.write_slime(tmp_path, KNOWN[:1], **changes)
     with pytest.raises(ForeignFormat, match=r"9\.pt, sample 0.*") as caught:
         import_record(source, tmp_path / "record")
     assert words in str(caught.value)
 
 
-def test_sources_that_are_nothing_known_are_told(tmp_path):
+def test_unknown_sources_are_reported(tmp_path):
     with pytest.raises(RecordNotFound, match="missing"):
         import_record(tmp_path / "missing", tmp_path / "record")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("hello")
-    with pytest.raises(ForeignFormat, match=r"no format that is known.*slime"):
+    with pytest.raises(ForeignFormat, match=r"no known format.*slime"):
         import_record(tmp_path / "other", tmp_path / "record")
-    with pytest.raises(ForeignFormat, match="'trl' is no format"):
+    with pytest.raises(ForeignFormat, match="'trl' is not a known format"):
         import_record(tmp_path / "other", tmp_path / "record", "trl")
     (tmp_path / "cut.bin").write_bytes(b"\x92\x01")
     (tmp_path / "rank_0.bin").write_bytes(b"\xdd\x00\x00\x00\x05\x01")

@@ -1,4 +1,4 @@
-"""Records with real writer processes and kills them with SIGKILL; run by test_kill.py, which looks at what is left.
+"""Record with real writer processes and kill them with SIGKILL; test_kill.py checks the result.
 
 killed_writers.py FOLDER stages                         one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
 killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS  all ranks killed after a random time, in FOLDER/0, FOLDER/1, ...; what rank 0 had
@@ -82,8 +82,8 @@ def gatherers(num_ranks):
     return [gatherer(rank) for rank in (0, 1)]
 
 
-def record_and_tell(committed, rank, *arguments):
-    """Records without end, and tells of each commit when it is done."""
+def record_and_print(committed, rank, *arguments):
+    """Record indefinitely, and print each commit when it is done."""
     commit = recorder.writer.commit_step
 
     def commit_and_tell(folder, step, version, ranks):
@@ -104,7 +104,7 @@ def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
         committed = os.open(root / f"{trial}.committed", os.O_CREAT | os.O_WRONLY)
         ranks = [
             fork.Process(
-                target=record_and_tell,
+                target=record_and_print,
                 args=(committed, rank, root / str(trial), num_ranks, gather, options),
             )
             for rank, gather in enumerate(gatherers(num_ranks))

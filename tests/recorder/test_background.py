@@ -1,4 +1,4 @@
-"""The queue in front of the disk: it never holds more than it may, and never hides what went wrong."""
+"""The queue in front of the disk: bounded, and it never hides an error."""
 
 import threading
 
@@ -14,7 +14,7 @@ def test_jobs_are_done_in_order_in_a_thread_of_their_own():
     assert done == [("a", "recorder"), ("b", "recorder"), ("c", "recorder")]
 
 
-def test_the_job_in_work_counts_and_a_full_queue_has_no_room_until_it_is_done():
+def test_the_running_job_counts_and_a_full_queue_accepts_nothing_until_it_is_done():
     may_go_on = threading.Event()
     background = Background(lambda job: may_go_on.wait(), depth=2)
     background.put(1)

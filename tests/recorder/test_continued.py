@@ -1,4 +1,4 @@
-"""A run that continues from a checkpoint goes on with its record, from exactly there."""
+"""A run that resumes from a checkpoint resumes its record at exactly that step."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.continued import continue_record
+from recorder.continued import resume_record
 from recorder.gaps import Gaps
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
 
@@ -42,7 +42,7 @@ def go_on(folder, first_step, num_steps, **options):
     return open_record(folder)
 
 
-def test_steps_after_the_checkpoint_are_taken_anew(tmp_path):
+def test_steps_after_the_checkpoint_are_recorded_again(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=6)
     (tmp_path / "record/steps/000005/step.json").unlink()  # killed while it wrote step 5
     record = go_on(tmp_path / "record", first_step=3, num_steps=2)
@@ -57,11 +57,11 @@ def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
     record = go_on(tmp_path / "record", first_step=5, num_steps=1)
     assert (record.steps, record.gaps.lost) == ((0, 1, 2, 5), (3, 4))
     assert verify(tmp_path / "record").intact
-    with pytest.raises(ValueError, match="step 4 was not written when the run was cut off"):
+    with pytest.raises(ValueError, match="step 4 was not written before the run was interrupted"):
         record.step(4)
 
 
-def test_steps_that_were_removed_and_are_taken_again_are_there(tmp_path):
+def test_steps_that_were_removed_and_are_recorded_again_are_present(tmp_path):
     limits = Retention(keep_last=2)
     write_scripted_record(tmp_path / "record", num_steps=8, options=RecordingOptions(retention=limits))
     record = go_on(tmp_path / "record", first_step=4, num_steps=3, retention=limits)
@@ -75,20 +75,20 @@ def test_limits_know_the_steps_that_were_there_before(tmp_path):
     assert record.steps == (2, 3)
 
 
-def test_anchors_of_the_forgotten_future_go(tmp_path):
+def test_anchors_after_the_checkpoint_are_removed(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=6)
     for step in (0, 3, 5):
         folder = tmp_path / f"record/anchors/{step:06d}"
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(b"w")
         commit_anchor(folder, step)
-    continue_record(tmp_path / "record", 3, HEADER)
+    resume_record(tmp_path / "record", 3, HEADER)
     assert open_record(tmp_path / "record").anchors() == (0, 3)
     assert verify(tmp_path / "record").intact
 
 
 @pytest.mark.parametrize("num_removed", [1, 2, 3])
-def test_cut_short_it_leaves_a_record(tmp_path, monkeypatch, num_removed):
+def test_an_interrupted_truncation_leaves_a_record(tmp_path, monkeypatch, num_removed):
     write_scripted_record(tmp_path / "record", num_steps=6)
     calls = []
 
@@ -99,7 +99,7 @@ def test_cut_short_it_leaves_a_record(tmp_path, monkeypatch, num_removed):
 
     monkeypatch.setattr("recorder.continued.shutil.rmtree", rmtree)
     with pytest.raises(KeyboardInterrupt):
-        continue_record(tmp_path / "record", 2, HEADER)
+        resume_record(tmp_path / "record", 2, HEADER)
     record = open_record(tmp_path / "record")
     assert record.steps == tuple(range(6 - num_removed))
     assert {problem.kind for problem in verify(tmp_path / "record").problems} == {"unfinished"}
@@ -115,10 +115,10 @@ def test_cut_short_it_leaves_a_record(tmp_path, monkeypatch, num_removed):
 def test_the_record_of_another_run_is_left_alone(tmp_path, changes, words):
     write_scripted_record(tmp_path / "record", num_steps=3)
     with pytest.raises(RecordExists, match=f"a run with other {words}"):
-        continue_record(tmp_path / "record", 1, replace(HEADER, **changes))
+        resume_record(tmp_path / "record", 1, replace(HEADER, **changes))
     assert open_record(tmp_path / "record").steps == (0, 1, 2)
 
 
-def test_without_a_record_it_begins_one(tmp_path):
+def test_without_a_record_a_resumed_run_starts_one(tmp_path):
     record = go_on(tmp_path / "record", first_step=4, num_steps=2)
     assert (record.steps, record.gaps) == ((4, 5), Gaps())

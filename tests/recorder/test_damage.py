@@ -23,7 +23,7 @@ def files_of(record: Path) -> list[Path]:
 
 
 def regions_of(record: Path, file: Path) -> list[tuple[str | None, int, int]]:
-    """Each tensor (or None for a whole file) with the bytes, begin and end, whose change must be blamed on it."""
+    """Each tensor (None for a complete file) with begin and end of the bytes attributed to it."""
     if file.suffix != ".safetensors":
         return [(None, 0, file.stat().st_size)]
     entry = open_record(record).step(int(file.parent.name)).manifest.batches[file.name]
@@ -31,7 +31,7 @@ def regions_of(record: Path, file: Path) -> list[tuple[str | None, int, int]]:
     return [("(header)", 0, 8), ("(header)", 8, entry.header_bytes), *tensors]
 
 
-def test_a_whole_record_is_intact(record_of_two_ranks):
+def test_an_unchanged_record_is_intact(record_of_two_ranks):
     report = verify(record_of_two_ranks)
     assert report.problems == ()
     assert (report.steps_ok, report.steps_missing) == ((0, 1, 2), ())
@@ -106,7 +106,7 @@ def test_each_deleted_file_is_named(record_of_one_rank):
 def test_a_foreign_file_is_named(record_of_two_ranks, name):
     (record_of_two_ranks / name).write_text("x")
     report = verify(record_of_two_ranks)
-    assert [(p.file, p.what) for p in report.problems] == [(name, "is no part of the record")]
+    assert [(p.file, p.what) for p in report.problems] == [(name, "is not part of the record")]
 
 
 def test_missing_steps_are_listed_and_the_others_stay_good(tmp_path):
@@ -139,7 +139,7 @@ def test_an_anchor_is_checked_like_a_step(record_of_one_rank):
     assert record.anchors() == (0,)
     assert record.anchor(0) == folder
     assert verify(record_of_one_rank).intact
-    commit_anchor(folder, step=0)  # a run that continues from it takes it again
+    commit_anchor(folder, step=0)  # a run that resumes from it commits it again
     assert verify(record_of_one_rank).intact
     (folder / "optimizer/0.distcp").write_bytes(b"momentS")
     assert [p.file for p in verify(record_of_one_rank).problems] == ["anchors/000000/optimizer/0.distcp"]

@@ -1,11 +1,11 @@
-"""The fingerprint names what can change bits, and nothing that should stay private."""
+"""The fingerprint lists what can change bits, and nothing that should stay private."""
 
 import json
 import subprocess
 
 from recorder.difference import Difference, find_differences
 from recorder.environment import code_identity, diff_environment, environment, file_identity, folder_identity
-from recorder.sealed import checksum, seal, unseal
+from recorder.sealed import checksum, checksummed_bytes, parse_checksummed
 
 
 def git(folder, *arguments):
@@ -15,7 +15,7 @@ def git(folder, *arguments):
 
 def test_the_fingerprint_survives_a_record_and_equals_itself():
     found = environment()
-    assert unseal(seal(found), "x") == found
+    assert parse_checksummed(checksummed_bytes(found), "x") == found
     assert diff_environment(found, environment()) == ()
 
 
@@ -76,7 +76,7 @@ def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_pa
     }
 
 
-def test_a_large_file_has_the_checksum_of_its_whole(tmp_path):
+def test_a_large_file_has_the_checksum_of_all_its_bytes(tmp_path):
     data = bytes(range(256)) * (1 << 17)  # 32 MiB, two blocks
     (tmp_path / "a").write_bytes(data)
     assert file_identity(tmp_path / "a") == {"size_bytes": len(data), "crc32c": checksum(data)}

@@ -1,4 +1,4 @@
-"""A disk that is slow, full or read-only: the run does what it was told to, says so, and what was committed stays whole."""
+"""A slow, full or read-only disk: the run does what is configured; committed steps stay intact."""
 
 import subprocess
 import threading
@@ -25,7 +25,7 @@ FULL_IN_STEP = 3
 def start_writers(folder, num_ranks, said, **options):
     options = RecordingOptions(**options)
     writers = [
-        RecordWriter(folder, rank, num_ranks, gather, options, say=said.append)
+        RecordWriter(folder, rank, num_ranks, gather, options, notify=said.append)
         for rank, gather in enumerate(gatherers(num_ranks))
     ]
     folder.mkdir(exist_ok=True)
@@ -34,7 +34,7 @@ def start_writers(folder, num_ranks, said, **options):
 
 
 def run_on_ranks(writers, num_steps, batch):
-    """A run of so many steps on every rank, in threads, as the trainer would do it; the steps taken and the error of each."""
+    """Run steps on every rank, in threads, as a trainer; return the steps and error of each rank."""
     taken, errors = [0] * len(writers), [None] * len(writers)
 
     def run(rank):
@@ -56,7 +56,7 @@ def run_on_ranks(writers, num_steps, batch):
 
 
 def fill_disk_of(folder, rank, num_ranks):
-    """The kernel answers "No space left on device" to whoever writes the rank's batch of a certain step."""
+    """Fail with "No space left on device" when the rank's batch of a certain step is written."""
     step = folder / "steps" / f"{FULL_IN_STEP:06d}"
     step.mkdir(parents=True)
     (step / f"batch-{rank:05d}-of-{num_ranks:05d}.safetensors").symlink_to("/dev/full")
@@ -81,20 +81,22 @@ def test_a_full_disk_stops_every_rank_of_the_run_with_the_same_sentence(
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
-def test_a_run_that_shall_go_on_does_so_without_recording_and_says_it(tmp_path, rank, num_ranks, queue_steps):
+def test_a_run_configured_to_continue_does_so_without_recording_and_reports_it(
+    tmp_path, rank, num_ranks, queue_steps
+):
     said = []
     writers = start_writers(tmp_path, num_ranks, said, queue_steps=queue_steps, when_failing="continue")
     fill_disk_of(tmp_path, rank, num_ranks)
     taken, errors = run_on_ranks(writers, 20, scripted_batch([3, 4]))
     assert (taken, errors) == ([20] * num_ranks, [None] * num_ranks)
     assert len(said) == 2
-    assert said[0].endswith("No space left on device; the run goes on without recording")
+    assert said[0].endswith("No space left on device; the run continues without recording")
     assert said[1].startswith("the record is not complete: recording into")
     check_readable(tmp_path)
 
 
 def check_readable(folder):
-    """All steps before the full disk are there and whole, later ones are not."""
+    """All steps before the full disk are present and intact, later ones are not."""
     record = open_record(folder)
     assert record.steps == tuple(range(FULL_IN_STEP))
     (folder / "steps" / f"{FULL_IN_STEP:06d}").mkdir(exist_ok=True)
@@ -104,7 +106,7 @@ def check_readable(folder):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MB that ends in ENOSPC, and can be made read-only; needs the right to mount."""
+    """A file system of 1 MB that can be full or made read-only; needs permission to mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -115,7 +117,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
-def test_a_small_disk_fills_up_and_what_was_committed_is_whole(small_disk, queue_steps):
+def test_a_small_disk_fills_up_and_committed_steps_are_intact(small_disk, queue_steps):
     said = []
     record = small_disk / "record"
     writers = start_writers(record, 2, said, queue_steps=queue_steps)
@@ -127,7 +129,7 @@ def test_a_small_disk_fills_up_and_what_was_committed_is_whole(small_disk, queue
     assert verify(record).steps_ok == steps
 
 
-def test_a_floor_keeps_room_on_a_small_disk_by_removing_the_oldest(small_disk):
+def test_a_floor_keeps_a_small_disk_free_by_removing_the_oldest_steps(small_disk):
     said = []
     limits = Retention(min_free_bytes=500_000)
     writers = start_writers(small_disk / "record", 1, said, retention=limits, queue_steps=2)
@@ -143,7 +145,7 @@ def test_a_floor_that_removing_cannot_reach_is_a_failure(small_disk):
     (small_disk / "other").write_bytes(bytes(700_000))
     writers = start_writers(small_disk / "record", 1, [], retention=Retention(min_free_bytes=500_000))
     _, (error,) = run_on_ranks(writers, 30, scripted_batch([2000] * 4))
-    assert "bytes left, and 500,000 are to stay free" in str(error)
+    assert "bytes left, and 500,000 must stay free" in str(error)
 
 
 def test_a_disk_that_becomes_read_only_leaves_a_readable_record(small_disk):
@@ -197,7 +199,7 @@ def test_a_slow_disk_drops_steps_on_all_ranks_alike_and_the_record_counts_them(t
     assert record.gaps.dropped == (2, 3, 4, 5)
     assert [writer.dropped for writer in writers] == [[2, 3, 4, 5]] * 2
     assert said == [
-        "the disk is slower than the run: step 2 is dropped, and others may be",
+        "the disk is slower than the run: step 2 is dropped, and more may follow",
         "4 steps were dropped because the disk was slower than the run",
     ]
     assert verify(tmp_path).intact
@@ -219,7 +221,7 @@ def test_a_slow_disk_makes_the_run_wait_when_nothing_may_be_dropped(tmp_path, mo
     thread = threading.Thread(target=run)
     thread.start()
     assert waits.wait(60)
-    assert begun == [0, 1, 2]  # two wait for the disk, the third for room
+    assert begun == [0, 1, 2]  # two wait for the disk, the third for a free slot
     disk.may_commit.release(5)
     thread.join(60)
     assert begun == [0, 1, 2, 3, 4]
@@ -228,19 +230,19 @@ def test_a_slow_disk_makes_the_run_wait_when_nothing_may_be_dropped(tmp_path, mo
 
 
 def test_a_run_that_dies_does_not_wait_for_ranks_that_are_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "DEATH_S", 0.05)
+    monkeypatch.setattr(writer_module, "SHUTDOWN_TIMEOUT_S", 0.05)
     said = []
     options = RecordingOptions(queue_steps=2)
     writer = RecordWriter(tmp_path, 0, 2, lambda state: [state, state], options, said.append)
     write_header(tmp_path, SCRIPTED_HEADER)
     send_step(writer, 0, scripted_batch([3, 4]))  # rank 1 never writes its files
     writer("end", steps=1, error="KilledElsewhere")
-    assert said == ["rank 0 gave up on the last steps: another rank did not write its files"]
+    assert said == ["rank 0 stopped waiting for the last steps: another rank did not write its files"]
     writer.background.thread.join(10)
     assert open_record(tmp_path).uncommitted == (0,)
 
 
-def test_a_failing_disk_is_told_even_when_the_run_dies_of_something_else(tmp_path):
+def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(tmp_path):
     said = []
     (writer,) = start_writers(tmp_path, 1, said, queue_steps=2)
     fill_disk_of(tmp_path, 0, 1)
@@ -260,5 +262,5 @@ def test_sampled_steps_leave_gaps_that_are_no_damage(tmp_path):
     record = open_record(tmp_path)
     assert record.steps == (0, 3, 6)
     assert verify(tmp_path).intact
-    with pytest.raises(ValueError, match="step 4 was not asked for when it was recorded"):
+    with pytest.raises(ValueError, match="step 4 was not selected for recording"):
         record.step(4)

@@ -1,4 +1,4 @@
-"""The format does not change by accident, and FORMAT.md lists what is really on disk."""
+"""The format does not change by accident, and FORMAT.md lists the actual bytes on disk."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def example(tmp_path):
 
 
 def test_the_format_has_not_changed(example):
-    """When this fails the format has changed: raise FORMAT_VERSION and say in FORMAT.md what is new."""
+    """When this fails the format has changed: raise FORMAT_VERSION and document it in FORMAT.md."""
     assert {name: checksum(path.read_bytes()) for name, path in example.items()} == CHECKSUMS
 
 

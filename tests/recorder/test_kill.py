@@ -1,4 +1,4 @@
-"""A writer that dies at any moment leaves every committed step whole and readable."""
+"""A writer that dies at any moment leaves every committed step complete and readable."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ def kill_writers(folder, *how):
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: int(path.name))
 
 
-def check_whole(folder):
-    """Every committed step has the bits that were sent, and `verify` blames nothing but the unfinished steps."""
+def check_complete(folder):
+    """Check that committed steps have the sent bits, and that `verify` reports only unfinished steps."""
     record = open_record(folder)
     for number in record.steps:
         step = record.step(number)
@@ -42,7 +42,7 @@ def test_a_kill_at_every_call_to_the_disk_loses_no_committed_step(tmp_path):
             with pytest.raises(NotARecord):
                 open_record(folder)
             continue
-        record = check_whole(folder)
+        record = check_complete(folder)
         seen.add((record.steps, record.uncommitted))
     assert seen == {((), ()), ((), (0,)), ((0,), ()), ((0,), (1,)), ((0, 1), ())}
 
@@ -56,7 +56,7 @@ def check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials):
         if not (tmp_path / str(trial) / "record.json").exists():
             assert not committed
             continue
-        record = check_whole(tmp_path / str(trial))
+        record = check_complete(tmp_path / str(trial))
         lost = {step for step in committed - set(record.steps) if record.gaps.reason(step) is None}
         assert not lost
         assert len(record.uncommitted) <= queue_steps + 1

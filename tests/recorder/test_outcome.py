@@ -21,7 +21,7 @@ def test_every_float_comes_back_with_its_bits(value):
     assert back.hex() == value.hex()
 
 
-def test_an_outcome_comes_back_whole():
+def test_an_outcome_round_trips():
     document = json.loads(json.dumps(outcome_document(OUTCOME)))
     assert document["stats"] == {"loss": "0x1.999999999999ap-4"}
     assert parse_outcome(document, "x") == OUTCOME

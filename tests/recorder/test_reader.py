@@ -1,4 +1,4 @@
-"""Reading is lazy, checked, and needs neither torch nor the whole record."""
+"""Reading is lazy, checked, and needs neither torch nor the complete record."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ from recorder import (
     UnknownFormat,
     open_record,
 )
-from recorder.sealed import seal, unseal
+from recorder.sealed import checksummed_bytes, parse_checksummed
 from recorder.testing import scripted_batch, write_scripted_record
 
 
-def reseal(path, **changes):
-    """Changes members of a sealed file as a program that knows the format would."""
-    path.write_bytes(seal(unseal(path.read_bytes(), path.name) | changes))
+def rewrite(path, **changes):
+    """Change members of a checksummed file as a program that knows the format would."""
+    path.write_bytes(checksummed_bytes(parse_checksummed(path.read_bytes(), path.name) | changes))
 
 
 def test_every_rank_and_step_reads_what_was_written(record_of_two_ranks):
@@ -56,7 +56,7 @@ def test_one_row_comes_without_padding(record_of_two_ranks):
     assert set(row) == set(batch) - {"attention_mask"}
 
 
-def test_only_the_keys_asked_for_are_read(record_of_one_rank):
+def test_only_the_requested_keys_are_read(record_of_one_rank):
     file = record_of_one_rank / "steps/000000/batch-00000-of-00001.safetensors"
     step = open_record(record_of_one_rank).step(0)
     place = step.manifest.batches[file.name].tensors["logprobs"]
@@ -76,7 +76,7 @@ def test_arrays_belong_to_the_caller(record_of_one_rank):
     assert array.flags.writeable
 
 
-def test_steps_that_were_not_finished_are_told_apart(tmp_path):
+def test_unfinished_steps_are_listed_separately(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=4)
     for step in ("000002", "000003"):
         (tmp_path / "record/steps" / step / "step.json").unlink()
@@ -125,15 +125,15 @@ def test_what_is_not_a_record_is_refused_with_what_to_do(tmp_path):
 def test_newer_formats_are_refused_with_what_to_do(record_of_one_rank):
     file = record_of_one_rank / "record.json"
     original = file.read_bytes()
-    reseal(file, format_version=2)
+    rewrite(file, format_version=2)
     with pytest.raises(UnknownFormat, match="format version 2, this version of areal-debug reads 1: install"):
         open_record(record_of_one_rank)
     file.write_bytes(original)
-    reseal(file, compression="zstd")
+    rewrite(file, compression="zstd")
     with pytest.raises(UnknownFormat, match=r"record.json has unknown keys \['compression'\]: install"):
         open_record(record_of_one_rank)
     file.write_bytes(original)
-    reseal(record_of_one_rank / "steps/000000/step.json", partial=True)
+    rewrite(record_of_one_rank / "steps/000000/step.json", partial=True)
     with pytest.raises(UnknownFormat, match=r"steps/000000/step.json has unknown keys \['partial'\]"):
         open_record(record_of_one_rank).step(0)
 
@@ -143,7 +143,7 @@ def test_every_error_of_a_record_is_a_value_error():
     assert issubclass(DamagedRecord, RecordError)
 
 
-def test_opening_looks_at_the_last_step_only(tmp_path, monkeypatch):
+def test_opening_checks_the_last_step_only(tmp_path, monkeypatch):
     write_scripted_record(tmp_path / "record", num_steps=1)
     for step in range(1, 500):
         (tmp_path / f"record/steps/{step:06d}").mkdir()

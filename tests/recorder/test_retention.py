@@ -1,4 +1,4 @@
-"""Which steps go, and that a record says why they are gone."""
+"""Which steps are removed, and that a record keeps the reason."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Sealed JSON: what goes in comes out, and no bit of it can change unseen."""
+"""Checksummed JSON: it round-trips, and no bit of it can change undetected."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recorder import DamagedRecord
-from recorder.sealed import checksum, commit_file, seal, unseal
+from recorder.sealed import checksum, checksummed_bytes, commit_file, parse_checksummed
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 documents = st.dictionaries(
@@ -19,33 +19,33 @@ documents = st.dictionaries(
 
 
 def bits(value):
-    """Distinguishes 0.0 from -0.0 and True from 1, and equals NaN with NaN."""
+    """Distinguish 0.0 from -0.0 and True from 1, and equals NaN with NaN."""
     return json.dumps(value)
 
 
 @settings(max_examples=40)
 @given(documents)
 def test_a_document_comes_back_with_the_same_bits(document):
-    assume('{"float": ' not in bits(document))  # the one name that the format takes for itself
-    assert bits(unseal(seal(document), "x")) == bits(document)
+    assume('{"float": ' not in bits(document))  # the one key that the format reserves
+    assert bits(parse_checksummed(checksummed_bytes(document), "x")) == bits(document)
 
 
 @settings(max_examples=40)
 @given(documents, st.data())
 def test_one_changed_bit_is_found(document, data):
-    sealed = bytearray(seal(document))
-    position = data.draw(st.integers(0, 8 * len(sealed) - 1))
-    sealed[position // 8] ^= 1 << position % 8
+    written = bytearray(checksummed_bytes(document))
+    position = data.draw(st.integers(0, 8 * len(written) - 1))
+    written[position // 8] ^= 1 << position % 8
     with pytest.raises(DamagedRecord, match="x: "):
-        unseal(bytes(sealed), "x")
+        parse_checksummed(bytes(written), "x")
 
 
 @settings(max_examples=40)
 @given(documents, st.data())
 def test_a_document_cut_off_anywhere_is_found(document, data):
-    sealed = seal(document)
+    written = checksummed_bytes(document)
     with pytest.raises(DamagedRecord):
-        unseal(sealed[: data.draw(st.integers(0, len(sealed) - 1))], "x")
+        parse_checksummed(written[: data.draw(st.integers(0, len(written) - 1))], "x")
 
 
 def test_the_checksum_is_crc32c_as_rfc_3720_defines_it():
@@ -53,18 +53,18 @@ def test_the_checksum_is_crc32c_as_rfc_3720_defines_it():
     assert checksum(bytes(32)) == "8a9136aa"
 
 
-def test_a_sealed_file_is_ordinary_json_with_the_checksum_as_its_last_member():
-    assert seal({"step": 1, "loss": math.inf}).decode() == (
+def test_a_checksummed_file_is_ordinary_json_with_the_checksum_as_its_last_member():
+    assert checksummed_bytes({"step": 1, "loss": math.inf}).decode() == (
         '{\n "step": 1,\n "loss": {"float": "inf"},\n "crc32c": "b88258e2"\n}\n'
     )
 
 
 def test_a_change_that_parses_to_the_same_number_is_found():
-    sealed = seal({"lr": 1e-06})
-    changed = sealed.replace(b"1e-06", b"1E-06")
-    assert json.loads(changed)["lr"] == json.loads(sealed)["lr"]
+    written = checksummed_bytes({"lr": 1e-06})
+    changed = written.replace(b"1e-06", b"1E-06")
+    assert json.loads(changed)["lr"] == json.loads(written)["lr"]
     with pytest.raises(DamagedRecord, match="do not match"):
-        unseal(changed, "x")
+        parse_checksummed(changed, "x")
 
 
 def test_a_committed_file_replaces_the_old_one_and_leaves_no_temporary_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The writer as an observer: what it stores, what it refuses, what it never touches."""
+"""The writer as an observer: the files that it writes, refuses to overwrite, or never changes."""
 
 import json
 import threading
@@ -182,7 +182,7 @@ def test_two_ranks_commit_once_both_have_written(tmp_path, queue_steps, monkeypa
     assert not list(tmp_path.rglob("*.tmp")) + list(tmp_path.rglob("manifest-*"))
 
 
-def test_recording_into_a_record_is_refused_unless_asked(tmp_path):
+def test_recording_into_a_record_is_refused_unless_requested(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     with pytest.raises(
         RecordExists, match="already holds a record: choose another folder, or ask to overwrite"
@@ -255,13 +255,13 @@ def test_the_full_scope_holds_what_was_learned_and_smaller_ones_say_that_they_do
     assert rollout.batch(1)["rewards"].tolist() == batch["rewards"].tolist()
     assert rollout.manifest.version == 1
     with pytest.raises(
-        StepNotRecorded, match=r"plan-00000-of-00002.json was not recorded: it takes debug.dump_scope=plan"
+        StepNotRecorded, match=r"plan-00000-of-00002.json was not recorded: it needs debug.dump_scope=plan"
     ):
         rollout.plan(0)
     with pytest.raises(StepNotRecorded, match=r"outcome-00001-of-00002.json was not recorded"):
         rollout.outcome(1)
     with pytest.raises(
-        StepNotRecorded, match=r"learning-00000-of-00002.safetensors was not recorded: it takes .*=full"
+        StepNotRecorded, match=r"learning-00000-of-00002.safetensors was not recorded: it needs .*=full"
     ):
         plan.learning(0)
 
