@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from replayer.bisect_step import FirstStep
     from replayer.diff import Context, DiffReport
     from replayer.layers import LayersReport
-    from replayer.stages import StageDifference
+    from replayer.tensors_apart import StageDifference
 
 SHOWN_OF_A_STAGE = 3
 REFUTED_BY = {

@@ -12,8 +12,8 @@ from areal_core.engine.determinism import enforce_determinism
 from areal_core.engine.errors import DeterminismError
 from areal_debug.script import mistakes_as_sentences
 from replayer.preflight import save_bits, take_step
-from replayer.preflight_checks import look
-from replayer.twice import write_take
+from replayer.preflight_checks import check_process
+from replayer.twice import write_repeat
 
 
 def main(folder: str, keep: str, *arguments: str) -> None:
@@ -30,7 +30,7 @@ def main(folder: str, keep: str, *arguments: str) -> None:
     rank = bits.process.rank
     save_bits(bits, Path(folder), rank)
     if rank == 0:
-        write_take(Path(folder), bits.outcome, look(wanted, bits.process))
+        write_repeat(Path(folder), bits.outcome, check_process(wanted, bits.process))
 
 
 if __name__ == "__main__":

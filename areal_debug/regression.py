@@ -74,7 +74,7 @@ def hold(spec: Spec, mode: str) -> Held:
     accepted = report.verdict.exit_code == 0 and report.verdict.finding != "changed"
     if not accepted or (spec.exact and not report.identical):
         raise RegressionError(describe_failure(spec, request, report))
-    return Held(report, report.promise.reasons, changes)
+    return Held(report, report.guarantee.reasons, changes)
 
 
 def write_first(spec: Spec, mode: str) -> list[str] | None:
@@ -133,7 +133,9 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
         lines.append(
             f"the farthest is {verdict.k:.3g} x this machine's own noise away: {verdict.where}, step {verdict.step}"
         )
-    lines += [f"promised were {report.promise.kind} numbers: {reason}" for reason in report.promise.reasons]
+    lines += [
+        f"promised were {report.guarantee.kind} numbers: {reason}" for reason in report.guarantee.reasons
+    ]
     if (header := report.set_differently) is not None:
         lines += [
             f"set differently: {d.where}: recorded {format_value(d.recorded)}, now {format_value(d.current)}"

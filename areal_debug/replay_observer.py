@@ -16,7 +16,7 @@ from replayer.rerun import verdict_at_once
 from replayer.run import check_of
 
 
-def check_that_tells(
+def replay_reporter(
     record: Record, trainer: PPOTrainer, request: Request, with_verdict: bool = True
 ) -> Observer:
     """A comparison with the record that prints on rank 0 as it goes, and leaves its report behind at the end.
@@ -33,7 +33,7 @@ def check_that_tells(
         request,
         on_start=lambda report: print_start(out, report),
         on_step=lambda result: print_step(
-            out, result, in_detail=with_verdict or check.report.promise.kind == "bitwise"
+            out, result, in_detail=with_verdict or check.report.guarantee.kind == "bitwise"
         ),
     )
 

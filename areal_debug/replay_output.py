@@ -27,9 +27,9 @@ def print_start(out: Console, report: ReplayReport) -> None:
         if differences:
             out.print(difference_table(title, differences))
             out.print()
-    if report.promise.kind != "bitwise":
-        out.print(f"[bold]Expect[/bold] {EXPECTED[report.promise.kind]}:")
-        for reason in report.promise.reasons:
+    if report.guarantee.kind != "bitwise":
+        out.print(f"[bold]Expect[/bold] {EXPECTED[report.guarantee.kind]}:")
+        for reason in report.guarantee.reasons:
             out.print(f"  {escaped(reason)}")
         out.print()
 
@@ -71,7 +71,7 @@ def describe(difference: RankDifference) -> str:
 def print_verdict(out: Console, report: ReplayReport) -> None:
     """Whether the replay met the record, as closely as could be expected, and where it left it."""
     first, count = report.first_different, len(report.steps)
-    if report.promise.kind == "unrecorded":
+    if report.guarantee.kind == "unrecorded":
         out.print(
             f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
         )
@@ -92,7 +92,7 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
         out.print(
             "They may: see above. `areal-debug replay` measures this machine's noise and says how many times."
         )
-    elif report.promise.kind in ("noise", "statistical"):
+    elif report.guarantee.kind in ("noise", "statistical"):
         print_distance(out, report, where)
     else:
         out.print(f"[bold red]Different:[/bold red] {where}")
@@ -103,7 +103,7 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
     """A verdict that counts noises or standard errors."""
     verdict = report.verdict
     assert verdict is not None
-    unit = "own noise" if report.promise.kind == "noise" else "standard errors over steps"
+    unit = "own noise" if report.guarantee.kind == "noise" else "standard errors over steps"
     word = {
         "within": f"[bold green]Within {unit}:[/bold green]",
         "unclear": "[bold yellow]Not told:[/bold yellow]",
@@ -117,7 +117,7 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
     out.print(f"The farthest statistic is {verdict.k:.3g} x {unit} away: {verdict.where}{at}.")
     if verdict.finding == "within":
         out.print(
-            f"A defect smaller than that cannot be excluded; the guarantee is {report.promise.kind}, not bitwise."
+            f"A defect smaller than that cannot be excluded; the guarantee is {report.guarantee.kind}, not bitwise."
         )
     elif verdict.finding == "unclear":
         out.print(
@@ -128,7 +128,7 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
 def reason_of(report: ReplayReport) -> str:
     """Where to look for the cause of different numbers."""
     header = report.set_differently
-    if report.promise.kind == "changed" or (header is not None and not header.identical):
+    if report.guarantee.kind == "changed" or (header is not None and not header.identical):
         return "What was set differently stands above; the numbers follow from it."
     return (
         "Nothing was set differently: look at the code, the hardware, or a kernel that is not deterministic."

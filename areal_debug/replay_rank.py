@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_debug.replay_observer import check_that_tells
+from areal_debug.replay_observer import replay_reporter
 from areal_debug.script import mistakes_as_sentences
 from areal_debug.wiring import recorder_of
 from recorder import Record, Recording, RecordingOptions
@@ -20,7 +20,7 @@ from replayer.run import MakeObserver, replay
 def main(text: str) -> None:
     """Replay the steps on this rank."""
     request = parse_request(text)
-    observers: list[MakeObserver] = [partial(check_that_tells, with_verdict=False)]
+    observers: list[MakeObserver] = [partial(replay_reporter, with_verdict=False)]
     if request.record_to is not None:
         observers.append(record_again)
     with mistakes_as_sentences():

@@ -16,7 +16,7 @@ from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.flags import take_flags
-from areal_debug.replay_observer import check_that_tells
+from areal_debug.replay_observer import replay_reporter
 from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
@@ -51,7 +51,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)
         request = Request(config.debug.path, *step_range(open_record(config.debug.path), None, None))
-        hooks = replay_hooks(request, [check_that_tells])
+        hooks = replay_hooks(request, [replay_reporter])
     elif config.debug.dump_rollout_data:
         hooks["observers"].append(make_recorder)
     if config.consistency.every_k_steps:

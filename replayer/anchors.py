@@ -1,10 +1,10 @@
-"""Anchors: checkpoints inside a record, taken while it is recorded, so that any step is reached by replaying a few.
+"""Anchors: checkpoints in a record, saved during recording, to start replays from.
 
     training ─> `weights` of step 39 ─> due? ─yes─> save_checkpoint (all ranks) ─> anchors/000040 ─(rank 0)─> too many bytes? thin out
     recovery ─> `checkpoint` of step 40 ───────────> hard links to its files ────> anchors/000040
 
-An anchor of step N holds what the run had before step N: weights, optimizer, schedule, RNG states, in the format from which a run
-continues. Short ways and little disk pull against each other; the policy says how far each may go.
+An anchor of step N is the state before step N: weights, optimizer, schedule, RNG states, in the
+format of recovery checkpoints. Short replays cost disk space; the policy limits both.
 """
 
 import os
@@ -18,19 +18,20 @@ from recorder import commit_anchor
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, step_name
 
 CHECKPOINT = "checkpoint"  # folder inside an anchor
-# What a replay repeats of a step; the same on all ranks, because statistics are reduced over them.
+# Phases of a step that a replay repeats; equal on all ranks, as statistics are reduced.
 REPLAYED = ("critic_values", "compute_advantage", "train_step", "critic_train_step")
 
 
 @dataclass(frozen=True)
 class AnchorPolicy:
-    """When anchors are taken, and how much disk they may take; None is no wish.
+    """When anchors are saved, and how much disk they may use; None is no limit.
 
     Args:
-        every_steps: one before each step that it divides.
-        max_replay_s: one as soon as replaying from the last would take longer.
-        max_bytes: of all anchors together; above it, those go without which the ways stay shortest.
-        at_start: also before the first step.
+        every_steps: save one before each step that it divides.
+        max_replay_s: save one as soon as the replay from the last one would take longer.
+        max_bytes: of all anchors together; above it, anchors are removed that keep the gaps
+            smallest.
+        at_start: also save one before the first step.
     """
 
     every_steps: int | None = None
@@ -39,17 +40,17 @@ class AnchorPolicy:
     at_start: bool = False
 
     def is_due(self, next_step: int, replay_s: float) -> bool:
-        """Whether an anchor belongs before `next_step`, which is `replay_s` seconds of replay behind the last one."""
+        """Return whether to save an anchor `replay_s` seconds of replay after the last one."""
         by_steps = self.every_steps is not None and next_step % self.every_steps == 0
         by_cost = self.max_replay_s is not None and replay_s >= self.max_replay_s
         return by_steps or by_cost
 
 
 def anchors_to_remove(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
-    """Steps of anchors to remove so that the rest fits, ascending.
+    """Return the steps of anchors to remove so that the rest fits, ascending.
 
-    The first stays, for it may be all there is to start from, and so does the newest, to which a run can return. Of the others goes,
-    again and again, the one that lies in the narrowest gap.
+    The first stays, because it may be the only start, and so does the newest, to which a run can
+    return. Of the others, the one in the narrowest gap is removed, repeatedly.
     """
     kept, removed = sorted(sizes), []
     while len(kept) > 2 and sum(sizes[step] for step in kept) > max_bytes:
@@ -60,7 +61,7 @@ def anchors_to_remove(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
 
 
 class AnchorTaker:
-    """An observer that puts anchors into the record in `folder`; on every rank, because saving is a collective."""
+    """An observer on every rank that saves anchors into the record in `folder`."""
 
     def __init__(self, folder: Path, rank: int, policy: AnchorPolicy) -> None:
         self.folder, self.rank, self.policy = folder, rank, policy
@@ -68,24 +69,24 @@ class AnchorTaker:
         self.save: Callable[[Path, int], None] | None = None
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md."""
+        """Handle an event (ARCHITECTURE.md)."""
         if event == "start":
             self.save = facts["save_checkpoint"]
-            # A run that continues starts from weights that no model folder holds.
+            # A resumed run starts from weights that are in no model folder.
             if self.policy.at_start or facts["version"] > 0:
-                self.take(facts["version"])
+                self.save_anchor(facts["version"])
         elif event == "step":
             timings = [f"timeperf/{name}" for name in REPLAYED]
             self.replay_s += sum(facts["stats"][name] for name in timings if name in facts["stats"])
         elif event == "weights" and self.policy.is_due(facts["step"] + 1, self.replay_s):
-            self.take(facts["step"] + 1)
+            self.save_anchor(facts["step"] + 1)
         elif event == "checkpoint" and self.rank == 0:
             adopt_checkpoint(self.folder, facts["step"], Path(facts["folder"]))
 
-    def take(self, step: int) -> None:
-        """Saves an anchor; a collective."""
+    def save_anchor(self, step: int) -> None:
+        """Save an anchor; a collective."""
         assert self.save is not None
-        if self.rank == 0:  # while it is written again, an anchor of an earlier attempt is none
+        if self.rank == 0:  # invalidate an anchor of an earlier attempt before rewriting it
             (anchor_folder(self.folder, step) / ANCHOR_FILE).unlink(missing_ok=True)
         self.save(anchor_folder(self.folder, step) / CHECKPOINT, step)
         self.replay_s = 0.0
@@ -101,9 +102,9 @@ def anchor_folder(record: Path, step: int) -> Path:
 
 
 def adopt_checkpoint(record: Path, step: int, checkpoint: Path) -> None:
-    """Makes an anchor of a checkpoint from which a run can continue: its files, not copied but linked.
+    """Make an anchor of a recovery checkpoint by hard links, or by copies if necessary.
 
-    Nothing happens where the record has an anchor of that step. On another file system the files are copied.
+    Does nothing if the record has an anchor of that step.
     """
     folder = anchor_folder(record, step)
     if (folder / ANCHOR_FILE).exists():
@@ -114,7 +115,7 @@ def adopt_checkpoint(record: Path, step: int, checkpoint: Path) -> None:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """A hard link, or a copy where the file system has none."""
+    """Create a hard link, or a copy if the file system has none."""
     try:
         os.link(source, target)
     except OSError:
@@ -122,7 +123,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def thin_out(record: Path, max_bytes: int) -> None:
-    """Removes anchors until the rest fits; anchor.json goes first, so that a half removed one is none."""
+    """Remove anchors until the rest fits, anchor.json first: a partial anchor is not read."""
     folders = {
         int(path.parent.name): path.parent for path in (record / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
     }
@@ -133,5 +134,5 @@ def thin_out(record: Path, max_bytes: int) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What must hold before a replay starts, checked without torch, so that a mistake is told in a blink and not by every rank."""
+"""Preconditions of a replay, checked without torch, so that mistakes fail before launch."""
 
 import os
 from collections.abc import Callable
@@ -15,61 +15,65 @@ from replayer.request import Request
 
 
 def step_range(record: Record, first_step: int | None, last_step: int | None) -> tuple[int, int]:
-    """The steps to report, both included.
+    """Return the steps to report, both included; None is the first or last recorded step.
 
     Raises:
-        ReplayError: the record holds no such steps.
+        ReplayError: the record has no such steps.
     """
     if not record.steps:
-        raise ReplayError(f"{record.path} holds no finished step: there is nothing to replay")
+        raise ReplayError(f"{record.path} has no finished step: there is nothing to replay")
     first = record.steps[0] if first_step is None else first_step
     last = record.steps[-1] if last_step is None else last_step
     if not record.steps[0] <= first <= last <= record.steps[-1]:
         raise ReplayError(
-            f"steps {first} to {last} were asked for, the record holds {record.steps[0]} to {record.steps[-1]}"
+            f"steps {first} to {last} were requested, the record has {record.steps[0]} to {record.steps[-1]}"
         )
     return first, last
 
 
 def nearest_anchor(record: Record, step: int) -> int | None:
-    """The last anchor at or before a step; None where there is none, and a replay starts from the run's first weights."""
+    """Return the last anchor at or before a step; None to start from the run's first weights."""
     return max((anchor for anchor in record.anchors() if anchor <= step), default=None)
 
 
-def check_way(record: Record, first: int, last: int) -> None:
-    """Raises ReplayError unless every step from the nearest anchor before `first` up to `last` is there to be replayed."""
+def check_steps_present(record: Record, first: int, last: int) -> None:
+    """Raise ReplayError unless all steps from the anchor before `first` to `last` are recorded."""
     start = nearest_anchor(record, first) or 0
-    held = set(record.steps)
-    missing = [step for step in range(start, last + 1) if step not in held]
+    recorded = set(record.steps)
+    missing = [step for step in range(start, last + 1) if step not in recorded]
     if missing:
         anchors = ", ".join(map(str, record.anchors())) or "none"
         raise ReplayError(
-            f"step {missing[0]} is not in {record.path}, and the way to step {last} leads over it: start behind it, from an "
-            f"anchor (there are: {anchors}), or end before it"
+            f"step {missing[0]} is not in {record.path}, and a replay to step {last} needs it: start after it, from an "
+            f"anchor (available: {anchors}), or end before it"
         )
 
 
 def check_anchor(record: Record, step: int) -> None:
-    """Raises CheckpointError if the anchor from which a replay of `step` starts is damaged: each rank would tell it with a traceback."""
+    """Raise CheckpointError if the anchor from which a replay of `step` starts is damaged.
+
+    Otherwise every rank would report it with a traceback.
+    """
     if (anchor := nearest_anchor(record, step)) is not None:
         read_checkpoint(record.anchor(anchor) / CHECKPOINT)
 
 
 def check_replayable(record: Record) -> None:
-    """Raises ReplayError for a record, imported from another framework, that has no options or no tokens to train on."""
+    """Raise ReplayError for an imported record without options or without tokens."""
     if not record.header.config:
         raise ReplayError(
             f"{record.path} has no config: import it again with --config, or train on it with "
             f"`areal-debug train SCRIPT --config C --replay-rollout {record.path}`"
         )
     if record.steps and not any(b.num_tokens for b in record.step(record.steps[0]).manifest.batches.values()):
-        raise ReplayError(f"{record.path} holds text and no tokens: it can be read and not replayed")
+        raise ReplayError(f"{record.path} has text and no tokens: it can be read, but not replayed")
 
 
 def check_model(record: Record, path: str, first_step: int = 0) -> None:
-    """Raises WrongModel unless the folder at `path` holds the files that the recorded run started from.
+    """Raise WrongModel unless the folder at `path` has the files of the run's first model.
 
-    With an anchor at `first_step` or before, the weights come from there, and only the model's config must be the same.
+    With an anchor at `first_step` or before, the weights come from there, and only the model's
+    config must be the same.
     """
     recorded = record.header.model["files"]
     if any(step <= first_step for step in record.anchors()):
@@ -77,8 +81,8 @@ def check_model(record: Record, path: str, first_step: int = 0) -> None:
     if not Path(path).is_dir():
         if recorded:
             raise WrongModel(
-                f"the run started from the model at {path}, which is no folder here: "
-                f"say where it lies with --model (or actor.path)"
+                f"the run started from the model at {path}, which is not a folder on this machine: "
+                f"give its path with --model (or actor.path)"
             )
         return
     current = folder_identity(path)["files"]
@@ -91,12 +95,12 @@ def check_model(record: Record, path: str, first_step: int = 0) -> None:
 
 
 def verify_bytes(folder: str | os.PathLike[str], on_step: Callable[[int], None]) -> list[Problem]:
-    """Damage in a record; a step that was being written when the run ended is none."""
+    """List the damage in a record, without steps that were unfinished when the run ended."""
     return [problem for problem in verify(folder, on_step).problems if problem.kind != "unfinished"]
 
 
 def check_edits(record: Record, request: Request) -> None:
-    """Raises WrongFilter, WrongEdit or RecordExists for what can be seen to be wrong before anything runs."""
+    """Raise WrongFilter, WrongEdit or RecordExists for errors that are visible before a run."""
     if request.row_filter is not None:
         parse_expression(request.row_filter, ROW_NAMES)
     if request.edit is not None and not Path(request.edit).is_file():
@@ -106,4 +110,4 @@ def check_edits(record: Record, request: Request) -> None:
     if request.record_to is not None:
         check_folder(Path(request.record_to), overwrite=False)
         if Path(request.record_to).resolve().is_relative_to(Path(record.path).resolve()):
-            raise WrongEdit(f"{request.record_to} lies inside the record, which is never written into")
+            raise WrongEdit(f"{request.record_to} is inside the record, which is never written into")

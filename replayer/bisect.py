@@ -1,10 +1,11 @@
-"""Finds the commit of the trainer's code that changed the numbers, by replaying one record with the code of several commits.
+"""Find the commit of the trainer's code that changed the numbers, by replaying one record.
 
     good ──o──o──o──o──o──o──o── bad      both are replayed, and differ in step N
-                 └ middle, in a worktree of its own, steps up to N: the good numbers? the bad half begins behind it
+                 └ middle, in a worktree of its own, steps up to N: equal to good? then the bad commit comes later
 
-The record decides nothing but the batches, so it may come from any machine: what is compared is the code at one commit with the code at
-another, here. Nothing is imported from the other commits; each replays with its own command.
+The record determines only the batches, so it may come from any machine: the replays of two commits
+on this machine are compared. Nothing is imported from the other commits; each replays with its own
+command.
 """
 
 import json
@@ -36,25 +37,25 @@ class Commit:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a replay came to: per step, every value that is not the recorded one, by name."""
+    """Result of a replay: per step, every value that differs from the record, by name."""
 
     steps: Mapping[int, Mapping[str, Any]]
 
-    def first_apart(self, other: "Numbers") -> int | None:
-        """The first step in which two replays differ."""
+    def first_difference(self, other: "Numbers") -> int | None:
+        """Return the first step in which two replays differ, None if there is none."""
         steps = sorted(self.steps.keys() | other.steps.keys())
         return next(
             (step for step in steps if dict(self.steps).get(step) != dict(other.steps).get(step)), None
         )
 
     def up_to(self, last: int) -> "Numbers":
-        """The same, without later steps."""
+        """Return the same without later steps."""
         return Numbers({step: values for step, values in self.steps.items() if step <= last})
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value that the commit changed."""
+    """A value that the commit changed; None stands for the recorded value."""
 
     where: str
     good: Any
@@ -66,9 +67,9 @@ class BisectReport:
     """The first commit with other numbers than `good`, and how it was found.
 
     Attributes:
-        culprits: one commit; several, where those between them could not be replayed.
+        culprits: one commit; several if those between them could not be replayed.
         step: the first step whose numbers changed. changes: some of its values.
-        files: the culprit's files with the lines it added and removed, as git says it.
+        files: the culprit's files with the lines that it added and removed, as printed by git.
         num_replays, num_commits: how many commits were replayed, of how many.
     """
 
@@ -86,37 +87,38 @@ class BisectReport:
         return asdict(self)
 
 
-# (worktree's commit, first and last step) -> numbers, or None when that commit cannot replay the record
+# (commit, last step) -> numbers, or None if that commit cannot replay the record
 Replay = Callable[[str, int], Numbers | None]
 
 
 def bisect(commits: Sequence[str], is_good: Callable[[str], bool | None]) -> tuple[list[str], list[str]]:
-    """The first bad commit of `commits`, whose last one is bad and whose predecessors of the first are good.
+    """Find the first bad commit of `commits`; the last is bad, the one before the first good.
 
     Args:
-        is_good: None for a commit that cannot be asked; its nearest neighbours are asked instead.
+        is_good: None for a commit that cannot be tested; its nearest neighbours are tested instead.
 
     Returns:
-        The first bad commit, behind those before it that could not be asked; and all that could not be asked.
+        The first bad commit, after those directly before it that could not be tested; and all that
+            could not be tested.
     """
     low, high = -1, len(commits) - 1  # good, bad
-    silent: set[int] = set()
-    while candidates := [i for i in range(low + 1, high) if i not in silent]:
+    untestable: set[int] = set()
+    while candidates := [i for i in range(low + 1, high) if i not in untestable]:
         middle = min(candidates, key=lambda i: abs(2 * i - low - high))
         good = is_good(commits[middle])
         if good is None:
-            silent.add(middle)
+            untestable.add(middle)
         elif good:
             low = middle
         else:
             high = middle
-    return [commits[i] for i in range(low + 1, high + 1)], [commits[i] for i in sorted(silent)]
+    return [commits[i] for i in range(low + 1, high + 1)], [commits[i] for i in sorted(untestable)]
 
 
 def find_commit(
     record: str, repository: Path, good: str, bad: str, last: int, replay: Replay
 ) -> BisectReport:
-    """The commit between `good` and `bad` that changed what the record's steps up to `last` come to.
+    """Find the commit from `good` to `bad` that changed the record's steps up to `last`.
 
     Raises:
         NothingToBisect: with the reason.
@@ -126,43 +128,46 @@ def find_commit(
     ends = [replay(commit, last) for commit in (first_hash, commits[-1])]
     if ends[0] is None or ends[1] is None:
         broken = good if ends[0] is None else bad
-        raise NothingToBisect(f"the code at {broken} cannot replay {record}: what it said stands above")
-    step = ends[0].first_apart(ends[1])
+        raise NothingToBisect(f"the code at {broken} cannot replay {record}: see its output above")
+    step = ends[0].first_difference(ends[1])
     if step is None:
         raise NothingToBisect(
-            f"{good} and {bad} come to the same numbers up to step {last}: choose other revisions, or a later --to-step"
+            f"{good} and {bad} produce the same numbers up to step {last}: choose other revisions, or a later --to-step"
         )
     wanted = ends[0].up_to(step)
-    asked = 2
+    num_replays = 2
 
     def is_good(commit: str) -> bool | None:
-        nonlocal asked
-        asked += 1
+        nonlocal num_replays
+        num_replays += 1
         numbers = replay(commit, step)
         return None if numbers is None else numbers == wanted
 
-    culprits, silent = bisect(commits, is_good)
+    culprits, untestable = bisect(commits, is_good)
     return BisectReport(
         record,
         tuple(commit for commit in commits_between(repository, good, bad) if commit.hash in culprits),
         step,
         changes(ends[0].steps[step], ends[1].steps[step]),
         git(repository, "show", "--stat", "--format=", culprits[-1]).strip("\n"),
-        asked,
+        num_replays,
         len(commits),
-        tuple(silent),
+        tuple(untestable),
     )
 
 
 def changes(good: Mapping[str, Any], bad: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Values that differ; None stands for the recorded one."""
+    """List the values that differ; None stands for the recorded one."""
     names = [*good, *(name for name in bad if name not in good)]
     pairs = [(name, dict(good).get(name), dict(bad).get(name)) for name in names]
     return tuple(Change(name, a, b) for name, a, b in pairs if a != b)
 
 
 def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
-    """The commits after `good` up to `bad`, oldest first, along first parents. Raises NothingToBisect."""
+    """List the commits after `good` up to `bad`, oldest first, along first parents.
+
+    Raises NothingToBisect.
+    """
     text = git(repository, "log", "--reverse", "--first-parent", f"--format={FIELDS}", f"{good}..{bad}", "--")
     commits = [Commit(*line.split("\0")) for line in text.splitlines()]
     if not commits:
@@ -173,7 +178,7 @@ def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """What a git command prints. Raises NothingToBisect with its complaint."""
+    """Return the output of a git command. Raises NothingToBisect with its error message."""
     done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True)
     if done.returncode != 0:
         raise NothingToBisect(f"git {arguments[0]} in {repository}: {done.stderr.strip().splitlines()[-1]}")
@@ -182,7 +187,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 @contextmanager
 def worktree(repository: Path, commit: str) -> Iterator[Path]:
-    """A checkout beside the repository's own, which is not touched."""
+    """Check out a commit in a temporary worktree; the repository's own is not touched."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "code"
         git(repository, "worktree", "add", "--detach", "--quiet", str(place), commit)
@@ -193,7 +198,7 @@ def worktree(repository: Path, commit: str) -> Iterator[Path]:
 
 
 def replay_with(place: Path, record: str, first: int, last: int, model: str | None) -> Numbers | None:
-    """What a checkout's own code makes of the record; None when it cannot."""
+    """Replay the record with a checkout's own code; None if that fails."""
     steps = ("--from-step", str(first), "--to-step", str(last), "--json")
     command = [*COMMAND, record, *steps, *(("--model", model) if model else ())]
     environment = os.environ | {"PYTHONPATH": str(place)}
@@ -201,11 +206,11 @@ def replay_with(place: Path, record: str, first: int, last: int, model: str | No
     try:
         return parse_numbers(json.loads(done.stdout))
     except (json.JSONDecodeError, KeyError, TypeError):
-        return None  # an error on standard error, in place of a report
+        return None  # an error on stderr in place of a report
 
 
 def parse_numbers(report: dict[str, Any]) -> Numbers:
-    """The numbers in the JSON of `areal-debug replay`. A statistic that the record lacks is no number of the record's."""
+    """Parse the JSON of `areal-debug replay`. Statistics that the record lacks are left out."""
     return Numbers(
         {
             step["step"]: {

@@ -1,7 +1,8 @@
-"""The first step after which two records hold other weights, by binary search over recorded checksums: nothing runs again.
+"""Find the first step with other weights, by binary search over recorded checksums.
 
-Weights that have parted do not meet again, so log2(steps) pairs of outcomes are enough, whatever the length of the run. A batch that
-differs without changing the weights is not looked for: `diff` reads every step.
+Weights that have diverged do not become equal again, so log2(steps) pairs of outcomes are enough
+for a run of any length. A batch that differs without changing the weights is not found: `diff`
+reads every step.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from replayer.errors import ReplayError
 
 @dataclass(frozen=True)
 class FirstStep:
-    """`step` is the first common one after which weights differ, None when they never do; `last_same` the one before it.
+    """Result of the search.
 
-    `num_read` steps of each record were read to find it.
+    Attributes:
+        step: the first common step after which weights differ, None if they never do.
+        last_same: the common step before it.
+        num_read: steps of each record that were read.
+        num_steps: steps that both records have.
     """
 
     step: int | None
@@ -26,13 +31,16 @@ class FirstStep:
 
 
 def weights_differ(left: Record, right: Record, step: int) -> bool:
-    """Whether any parameter has another checksum after the step. Raises StepNotRecorded for scope "rollout"."""
+    """Return whether any parameter's checksum differs after the step.
+
+    Raises StepNotRecorded for scope "rollout".
+    """
     here, there = (record.step(step).outcome(0).checksums for record in (left, right))
     return here != there
 
 
 def first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The first index below `count` at which `holds` is true, `count` where there is none; it stays true once it is."""
+    """Return the first index with monotonic `holds` true, `count` if there is none."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -44,9 +52,10 @@ def first_true(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def bisect_steps(left: Record, right: Record) -> FirstStep:
-    """Finds the first step after which the weights differ.
+    """Find the first step after which the weights differ.
 
-    Raises ReplayError when the records have no step in common, StepNotRecorded when their scope has no checksums, DamagedRecord.
+    Raises ReplayError if the records have no step in common, StepNotRecorded if their scope has no
+    checksums, DamagedRecord.
     """
     steps = sorted(set(left.steps) & set(right.steps))
     if not steps:
@@ -57,7 +66,7 @@ def bisect_steps(left: Record, right: Record) -> FirstStep:
         read.append(steps[index])
         return weights_differ(left, right, steps[index])
 
-    # most records that are compared are the same to the end: that takes one look
+    # most compared records are equal to the end, which needs one comparison
     if not differs(len(steps) - 1):
         return FirstStep(None, steps[-1], len(read), len(steps))
     index = first_true(len(steps) - 1, differs)
@@ -65,5 +74,5 @@ def bisect_steps(left: Record, right: Record) -> FirstStep:
 
 
 def explain_step(left: Record, right: Record, found: FirstStep) -> DiffReport | None:
-    """What differs in the step that was found, stage by stage."""
+    """Compare the step that was found, stage by stage."""
     return None if found.step is None else diff_records(left, right, found.step)

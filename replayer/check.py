@@ -1,4 +1,4 @@
-"""Watches a replay and compares every step with the record, on all ranks, as it happens."""
+"""Observe a replay and compare every step with the record, on all ranks, as it happens."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -9,10 +9,10 @@ from recorder.difference import Difference
 from recorder.header import describe_run
 from replayer.compare import HeaderComparison, StepComparison, compare_headers, compare_outcomes
 from replayer.errors import ReplayError
-from replayer.noise import Promise, Trajectory, Verdict, is_division, promise, smooth
-from replayer.options import is_younger
+from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
+from replayer.options import is_new_option_at_default
 
-# Options that say where a run keeps its files, what it tells, and whether it is recorded: none changes a number.
+# Options of file locations, logging and recording, none of which changes a number.
 WITHOUT_EFFECT = frozenset(
     {
         "allocation_mode",
@@ -52,7 +52,9 @@ class RankDifference:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of all ranks. `num_compared` counts values, so that "identical" cannot mean "nothing compared".
+    """One step of all ranks.
+
+    `num_compared` counts values, so that "identical" cannot mean "nothing compared".
 
     `recorded` and `replayed` are the statistics, without times.
     """
@@ -68,20 +70,21 @@ class StepResult:
 
     @property
     def identical(self) -> bool:
-        """Every loss, statistic and parameter has the recorded bits on every rank."""
+        """True if every loss, statistic and parameter has the recorded bits on every rank."""
         return self.num_compared > 0 and not self.differences
 
 
 @dataclass
 class ReplayReport:
-    """What a replay found. `set_differently` and `promise` came before any number; `steps` are in order.
+    """Result of a replay; `steps` are in order.
 
-    `verdict` is None until the numbers are judged; noise may have to be measured first (`replayer.rerun`).
+    `set_differently` and `guarantee` are known before any number. `verdict` is None until the
+    numbers are judged, for which noise may have to be measured first (`replayer.rerun`).
     """
 
     record: str
     set_differently: HeaderComparison | None = None
-    promise: Promise = field(default_factory=lambda: Promise("bitwise"))
+    guarantee: Guarantee = field(default_factory=lambda: Guarantee("bitwise"))
     steps: list[StepResult] = field(default_factory=list)
     verdict: Verdict | None = None
 
@@ -92,7 +95,7 @@ class ReplayReport:
 
     @property
     def identical(self) -> bool:
-        """Every step has the recorded bits, and there was one."""
+        """True if every step has the recorded bits, and there is at least one."""
         return bool(self.steps) and self.first_different is None
 
     @property
@@ -113,35 +116,35 @@ class ReplayReport:
             "identical": self.identical,
             "first_different": None if first is None else first.step,
             "set_differently": None if self.set_differently is None else asdict(self.set_differently),
-            "promise": asdict(self.promise),
+            "guarantee": asdict(self.guarantee),
             "verdict": None if self.verdict is None else asdict(self.verdict),
             "steps": [asdict(result) | {"identical": result.identical} for result in self.steps],
         }
 
 
 def parse_report(document: dict[str, Any]) -> ReplayReport:
-    """A report from its JSON types."""
+    """Parse a report from JSON types; the inverse of `ReplayReport.to_dict`."""
     header, verdict = document["set_differently"], document["verdict"]
     parts = ("config", "environment", "model")
     return ReplayReport(
         record=document["record"],
         set_differently=header
         and HeaderComparison(**{part: tuple(Difference(**item) for item in header[part]) for part in parts}),
-        promise=Promise(document["promise"]["kind"], tuple(document["promise"]["reasons"])),
+        guarantee=Guarantee(document["guarantee"]["kind"], tuple(document["guarantee"]["reasons"])),
         steps=[parse_step_result(item) for item in document["steps"]],
         verdict=verdict and Verdict(**verdict),
     )
 
 
 def parse_step_result(document: dict[str, Any]) -> StepResult:
-    """A step of a report from its JSON types."""
+    """Parse a step of a report from JSON types."""
     members = {name: value for name, value in document.items() if name != "identical"}
     differences = tuple(RankDifference(**item) for item in document["differences"])
     return StepResult(**(members | {"differences": differences}))
 
 
 class StoppedAtDifference(ReplayError):
-    """A replay that was asked to stop where it leaves its record has done so."""
+    """A replay was configured to stop at the first difference from its record, and did."""
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
@@ -152,12 +155,16 @@ class ReplayCheck:
     """An observer that compares each step with its record.
 
     Args:
-        record: what the run did.
-        rank, gather: this data-parallel rank, and the value of an object on each of them, in their order (a collective).
-        first_step: steps before it are run, not reported.
-        edits: what was done to the recorded rows, a phrase each; their losses are then not the recorded ones.
-        stop_at_difference: raise StoppedAtDifference, on every rank, at the first step that differs.
-        on_start, on_step: told what was set differently, and each step's result; called on every rank.
+        record: the recorded run.
+        rank, gather: this data-parallel rank, and a function that returns the value of each rank in
+            order (a collective).
+        first_step: earlier steps are run, but not reported.
+        edits: what was changed in the recorded rows, a phrase each; their losses then differ from
+            the recorded ones.
+        stop_at_difference: raise StoppedAtDifference, on every rank, at the first step that
+            differs.
+        on_start: called on every rank with the report, when the settings that differ are known.
+        on_step: called on every rank with each step's result.
     """
 
     def __init__(
@@ -179,7 +186,7 @@ class ReplayCheck:
         self._outcome = OutcomeObserver(self._compare)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md."""
+        """Handle an event (ARCHITECTURE.md)."""
         if event == "start":
             self._start(facts)
         self._outcome(event, **facts)
@@ -188,7 +195,7 @@ class ReplayCheck:
         current = describe_run(facts)
         header = compare_run(self.record, current)
         self.report.set_differently = header
-        self.report.promise = promise(self.record.header, current, header.config, self.edits)
+        self.report.guarantee = expected_guarantee(self.record.header, current, header.config, self.edits)
         divided = any(is_division(difference.where) for difference in header.config)
         self.same_rows = current.num_ranks == self.record.header.num_ranks and not (divided or self.edits)
         self.on_start(self.report)
@@ -196,11 +203,11 @@ class ReplayCheck:
     def _compare(self, outcome: Outcome) -> None:
         if outcome.step < self.first_step:
             return
-        if self.report.promise.kind == "unrecorded":
+        if self.report.guarantee.kind == "unrecorded":
             compared = recorded = replace(outcome, micro_batches=(), stats={}, checksums={})
         else:
             compared, recorded = outcome, self.recorded(outcome.step)
-        if not self.same_rows:  # micro-batches of other rows have no losses to compare
+        if not self.same_rows:  # losses of micro-batches with other rows cannot be compared
             recorded, compared = replace(recorded, micro_batches=()), replace(compared, micro_batches=())
         comparison = compare_outcomes(recorded, compared, NOT_COMPUTED)
         comparisons = self.gather(comparison)  # a collective: every rank compares every step
@@ -220,17 +227,20 @@ class ReplayCheck:
             raise StoppedAtDifference(result)
 
     def recorded(self, step: int) -> Outcome:
-        """What came out of the recorded step on this rank, or, where rows lie elsewhere, on the first."""
+        """Return the recorded outcome of this rank; of rank 0 if rows are divided differently."""
         return self.record.step(step).outcome(self.rank if self.same_rows else 0)
 
 
 def computed(stats: dict[str, float]) -> dict[str, float]:
-    """The statistics of the batch."""
+    """The statistics that are computed from the batch."""
     return {name: value for name, value in stats.items() if not name.startswith(NOT_COMPUTED)}
 
 
 def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
-    """A rank's differences. Statistics and parameters are the same on all ranks: rank 0 speaks for them."""
+    """List a rank's differences.
+
+    Statistics and parameters are equal on all ranks: rank 0 reports them.
+    """
     kinds: dict[str, tuple[Difference, ...]] = {"loss": comparison.losses}
     if rank == 0:
         kinds |= {"stat": comparison.stats, "parameter": comparison.parameters}
@@ -242,7 +252,7 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
 
 
 def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
-    """Options that name the model's folder in both runs: it lies elsewhere now, and is the same where its files are."""
+    """Options with the path of the model in both runs: it may differ if the files are equal."""
     options = {
         "actor.path": ("actor", "path"),
         "ref.path": ("ref", "path"),
@@ -258,18 +268,17 @@ def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
 
 
 def member(config: Any, keys: tuple[str, ...]) -> Any:
-    """A member of nested dicts, None where one is absent or None."""
+    """Return a member of nested dicts, None if one is absent or None."""
     for key in keys:
         config = config[key] if isinstance(config, dict) and key in config else None
     return config
 
 
 def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
-    """What is set differently from the record, in config, environment and model, leaving out what changes no number."""
+    """Return the settings that differ from the record, without those that change no number."""
     comparison = compare_headers(record.header, current)
-    is_imported = (
-        "imported" in record.header.environment
-    )  # from another framework, whose options and machine are not ours
+    # from another framework, whose options and machine differ
+    is_imported = "imported" in record.header.environment
     has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
     moved = () if comparison.model else moved_paths(record.header, current)
     config = tuple(
@@ -277,7 +286,7 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
         for d in comparison.config
         if d.where.split(".")[0] not in WITHOUT_EFFECT
         and d.where not in moved
-        and not is_younger(d.where, d.current, record.header.config)
+        and not is_new_option_at_default(d.where, d.current, record.header.config)
     )
     return HeaderComparison(
         config=config if has_config else (),

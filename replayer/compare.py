@@ -1,4 +1,4 @@
-"""Recorded against replayed, on bits: what differs, in which step first, and what differed before any number was computed."""
+"""Bitwise comparison of recorded and replayed steps, and of their settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from recorder.format import Outcome, RecordHeader, outcome_document
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of one rank. `num_compared` counts values, so that "identical" cannot mean "nothing compared"."""
+    """One step of one rank.
+
+    `num_compared` counts values, so that "identical" cannot mean "nothing compared".
+    """
 
     step: int
     num_compared: int
@@ -21,18 +24,18 @@ class StepComparison:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """All of them, in the order in which a step computes: losses, stats, parameters."""
+        """All differences, in the order in which a step computes: losses, stats, parameters."""
         return self.losses + self.stats + self.parameters
 
     @property
     def identical(self) -> bool:
-        """Every loss, stat and parameter checksum has the recorded bits."""
+        """True if every loss, stat and parameter checksum has the recorded bits."""
         return not self.differences
 
 
 @dataclass(frozen=True)
 class HeaderComparison:
-    """What was set differently before the first number: report it before the numbers that follow from it."""
+    """Settings that differ; report them before the numbers that depend on them."""
 
     config: tuple[Difference, ...]
     environment: tuple[Difference, ...]
@@ -40,12 +43,12 @@ class HeaderComparison:
 
     @property
     def identical(self) -> bool:
-        """Nothing was set differently."""
+        """True if no setting differs."""
         return not (self.config or self.environment or self.model)
 
 
 def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Each fact of each micro-batch under a name that says which one it is."""
+    """Return each fact of each micro-batch under a unique, readable name."""
     return {
         f"minibatch {item['minibatch']}, micro-batch {item['micro_batch']}, {fact}": item[fact]
         for item in document["micro_batches"]
@@ -56,7 +59,7 @@ def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
 def differing(
     recorded: Mapping[str, Any], replayed: Mapping[str, Any], ignored: Sequence[str] = ()
 ) -> tuple[Difference, ...]:
-    """Members that differ, without those whose name starts with one of `ignored`."""
+    """List the members that differ, without those whose name starts with one of `ignored`."""
     prefixes = tuple(ignored)
     return find_differences(
         {name: value for name, value in recorded.items() if not name.startswith(prefixes)},
@@ -65,7 +68,7 @@ def differing(
 
 
 def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str] = ()) -> StepComparison:
-    """Compares two outcomes of the same step and rank on bits: 0.0 is not -0.0, NaN is NaN.
+    """Compare two outcomes of the same step and rank bitwise: 0.0 is not -0.0, NaN equals NaN.
 
     `ignored` are prefixes of stats that are not computed from the batch, such as times.
     """
@@ -82,7 +85,7 @@ def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str
 
 
 def compare_headers(recorded: RecordHeader, current: RecordHeader) -> HeaderComparison:
-    """Config, environment and identity of the model, of a record and of the run that replays it."""
+    """Compare config, environment and model files of a record and of the run that replays it."""
     return HeaderComparison(
         config=find_differences(recorded.config, current.config),
         environment=diff_environment(recorded.environment, current.environment),

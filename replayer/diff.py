@@ -1,10 +1,10 @@
-"""Where two records part, and why: the first step that differs, its first stage, and what was set differently and acts there.
+"""Find where two records diverge (step, stage), and which settings explain it.
 
     records ─> first step with other bits ─> its differences in the order of computation ─┐
     headers ─> options, environment, model files that differ ─────────────────────────────┴─> verdict
 
-An option explains a difference only if it acts at that stage or before it: a learning rate cannot change the batch of a step whose weights
-were the same.
+An option explains a difference only if it acts at that stage or before it: a learning rate cannot
+change the batch of a step that started from equal weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,13 @@ from recorder.difference import Difference
 from replayer.check import WITHOUT_EFFECT
 from replayer.compare import HeaderComparison, compare_headers
 from replayer.errors import ReplayError
-from replayer.stages import STAGES, StageDifference, compare_steps
+from replayer.stages import STAGES, compare_steps
+from replayer.tensors_apart import StageDifference
 
-# options that change no number of a run; a replay ignores more of them, because it has no engine
+# options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang"}
 MODEL_PATHS = ("actor.path", "tokenizer_path")
-# the stage at which an option begins to act, by how its name begins; the first that fits; "batch" where none does
+# prefix of an option -> the first stage on which it acts; the first match counts; default "batch"
 ACTS_FROM = (
     ("actor.optimizer", "weights"),
     ("total_train", "weights"),
@@ -60,23 +61,26 @@ ACTS_FROM = (
     ("teacher.distill_loss_weight", "loss"),
     ("teacher", "logprobs"),
 )
-# how far sums of this precision may part by their order alone, relative to 1 or to the value
+# largest effect of summation order at this precision, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
 INPUTS = {
-    "finish_reason": "the same tokens ended otherwise",
-    "logprobs": "the engine gave the same tokens other logprobs",
+    "finish_reason": "the same tokens have another finish reason",
+    "logprobs": "the engine returned other logprobs for the same tokens",
     "versions": "the same tokens were sampled by other versions of the weights",
     "rows": "one side lacks rows that the other trained on",
     "order of rows": "the same rows were trained on in another order",
-    "rewards": "the same completions were given other rewards: look at the reward function and what it reads",
+    "rewards": "the same completions have other rewards: check the reward function and its inputs",
     "loss_mask": "other tokens of the same rows are trained on",
-    "input_ids": "the same prompts were answered otherwise",
+    "input_ids": "the same prompts have other completions",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`cause` is "configuration", "input", "environment", "kernel noise" or "unknown"; `reasons` are the settings that explain it."""
+    """Cause of a divergence; `reasons` are the settings that explain it.
+
+    `cause` is "configuration", "input", "environment", "kernel noise" or "unknown".
+    """
 
     cause: str
     why: str
@@ -85,9 +89,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What two records differ in. `step` is the first that differs, None when no compared step does.
+    """Difference of two records. `step` is the first that differs, None if no compared step does.
 
-    `num_compared` of the `num_shared` steps that both have were compared; "same" cannot mean "nothing compared".
+    `num_compared` of the `num_shared` steps that both have were compared; "same" cannot mean
+    "nothing compared".
     """
 
     left: str
@@ -104,12 +109,12 @@ class DiffReport:
 
     @property
     def same(self) -> bool:
-        """Every step that both have is the same in every bit."""
+        """True if every compared step is the same in every bit."""
         return self.step is None
 
     @property
     def first(self) -> StageDifference | None:
-        """What differs first."""
+        """The first difference in the order of computation."""
         return self.differences[0] if self.differences else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,9 +125,10 @@ class DiffReport:
 def diff_records(
     left: Record, right: Record, step: int | None = None, on_step: Callable[[int], None] = lambda step: None
 ) -> DiffReport:
-    """Compares two records step by step, up to the first that differs, or one step only; calls `on_step` after each.
+    """Compare two records step by step up to the first that differs, or one step only.
 
-    Raises ReplayError when they have no step in common, StepNotRecorded for a `step` that one side lacks, and DamagedRecord.
+    Calls `on_step` after each step. Raises ReplayError if the records have no step in common,
+    StepNotRecorded for a `step` that one of them lacks, and DamagedRecord.
     """
     shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
     if not shared:
@@ -148,7 +154,7 @@ def diff_records(
         set_differently=header,
         step=number if differences else None,
         differences=differences,
-        verdict=judge(differences[0], header, left.header.config) if differences else None,
+        verdict=judge_difference(differences[0], header, left.header.config) if differences else None,
         not_compared=stages_not_recorded(left, right),
     )
 
@@ -156,7 +162,7 @@ def diff_records(
 def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
     """Config, environment and model files that differ, without options that change no number."""
     header = compare_headers(left.header, right.header)
-    # where the files themselves are compared, it does not matter where they lie
+    # paths do not matter if the files themselves are compared
     paths = MODEL_PATHS if left.header.model["files"] and right.header.model["files"] else ()
     config = tuple(
         item
@@ -167,7 +173,7 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
 
 
 def stages_not_recorded(left: Record, right: Record) -> tuple[str, ...]:
-    """Stages that cannot be told apart because one of the records has too small a scope."""
+    """Stages that cannot be compared because the scope of one of the records is too small."""
     scopes = {left.header.recording.scope, right.header.recording.scope}
     if "rollout" in scopes:
         return STAGES[1:]
@@ -175,12 +181,15 @@ def stages_not_recorded(left: Record, right: Record) -> tuple[str, ...]:
 
 
 def acts_from(option: str) -> str:
-    """The stage at which an option begins to act."""
+    """Return the first stage on which an option acts."""
     return next((stage for prefix, stage in ACTS_FROM if option.startswith(prefix)), "batch")
 
 
 def options_acting(options: Sequence[Difference], stage: str) -> list[Difference]:
-    """Options that can explain a difference of a stage, the latest first: what acts earlier would have shown earlier."""
+    """Options that can explain a difference at a stage, the latest first.
+
+    An option that acts earlier would have changed earlier stages as well.
+    """
     able = [item for item in options if STAGES.index(acts_from(item.where)) <= STAGES.index(stage)]
     return sorted(able, key=lambda item: -STAGES.index(acts_from(item.where)))
 
@@ -188,10 +197,11 @@ def options_acting(options: Sequence[Difference], stage: str) -> list[Difference
 def settle_stage(
     differences: tuple[StageDifference, ...], header: HeaderComparison
 ) -> tuple[StageDifference, ...]:
-    """Says "weights" where a later minibatch's loss stands for weights that were not recorded in between.
+    """Change the first stage to "weights" if unrecorded weights explain a later loss.
 
-    Without checksums of each minibatch (scope "full"), another loss in minibatch 1 can mean another loss function, or weights that
-    minibatch 0 left behind. If only options of the optimizer differ, it is the weights.
+    Without checksums of each minibatch (scope "full"), another loss in minibatch 1 can mean another
+    loss function, or other weights after minibatch 0. If only options of the optimizer differ, it
+    is the weights.
     """
     first = differences[0]
     if (
@@ -204,8 +214,8 @@ def settle_stage(
     return (replace(first, stage="weights"), *differences[1:]) if stages == {"weights"} else differences
 
 
-def judge(first: StageDifference, header: HeaderComparison, config: dict[str, Any]) -> Verdict:
-    """Why the records part where they do."""
+def judge_difference(first: StageDifference, header: HeaderComparison, config: dict[str, Any]) -> Verdict:
+    """Determine why the records diverge at their first difference."""
     if options := options_acting(header.config, first.stage):
         names = ", ".join(item.where for item in options[:3])
         return Verdict(
@@ -227,14 +237,17 @@ def judge(first: StageDifference, header: HeaderComparison, config: dict[str, An
 
 
 def explains(item: Difference, first: StageDifference) -> bool:
-    """Whether a difference of the environment can be the reason: rows, masks and rewards do not depend on the hardware."""
+    """Return whether a difference of the environment can be the cause.
+
+    Rows, masks and rewards do not depend on the hardware.
+    """
     if first.stage != "batch" or first.name in ("input_ids", "logprobs"):
         return True
     return item.where.split(".")[0] in ("code", "libraries", "python")
 
 
 def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
-    """Noise, if nothing was set differently and the numbers differ by no more than their precision explains."""
+    """Return "kernel noise" if precision explains the size of the difference, else "unknown"."""
     dtype = ({"dtype": "float32"} | config["actor"])["dtype"]
     limit = NOISE[dtype] * max(1.0, abs(first.left) if isinstance(first.left, float) else 1.0)
     if first.largest is None or first.largest <= limit:
@@ -243,11 +256,11 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
             if first.largest is None
             else f" (largest difference {first.largest:.3g}, {dtype} explains {limit:.3g})"
         )
-        return Verdict("kernel noise", f"the same settings on the same batch gave other bits{size}")
+        return Verdict("kernel noise", f"the same settings on the same batch produced different bits{size}")
     return Verdict(
         "unknown",
-        f"nothing that the records hold was set differently, and {first.largest:.3g} is more than the noise of {dtype} "
-        f"({limit:.3g}): look at code outside the repository, patches, and the hardware",
+        f"no recorded setting differs, and {first.largest:.3g} is more than the noise of {dtype} "
+        f"({limit:.3g}): check code outside the repository, patches, and the hardware",
     )
 
 
@@ -263,7 +276,11 @@ class Context:
 def find_context(
     left: Record, right: Record, step: int, difference: StageDifference, width: int = 12
 ) -> Context | None:
-    """The tokens around the first difference, or None where it is not in a row. What was learned speaks of the token after its position."""
+    """Return the tokens around the first difference, or None if it is not in a row.
+
+    Values of stages after "batch" are next-token aligned: they belong to the token after their
+    position.
+    """
     place = difference.place
     if place is None or place.token is None:
         return None
@@ -277,7 +294,7 @@ def find_context(
 
 
 def row_tokens(record: Record, step: int, prompt_id: int, sample_id: int) -> list[int]:
-    """The token ids of a row, wherever it lies; none where it is not there."""
+    """Return the token ids of a row on any rank; empty if the step has no such row."""
     recorded = record.step(step)
     for rank in range(recorded.manifest.num_ranks):
         keys = recorded.batch(rank, ["prompt_id", "sample_id"])

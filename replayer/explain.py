@@ -1,8 +1,10 @@
-"""Which samples made a step what it was: each one's share of the loss and of the gradient.
+"""Per-sample contribution to a step: each sample's share of the loss and of the gradient.
 
-Gradients add up: that of a minibatch is the sum of its samples' gradients, G = g1 + g2 + ... So `<gi, G> / |G|^2` are shares that sum to
-1: a sample with 0.6 makes more than half of the step, one with -0.1 pulls against it. `|gi| / |G|` says how large its own gradient is,
-whatever the others do to it. One forward and backward a sample, at the very weights that the step had; the step itself is not changed.
+The gradient of a minibatch is the sum of its samples' gradients, G = g1 + g2 + ... So `<gi, G> /
+|G|^2` are shares that sum to 1: a sample with 0.6 contributes more than half of the step, one with
+-0.1 opposes it. `|gi| / |G|` is the size of its own gradient, independent of the others. It costs
+one forward and backward pass per sample, at the same weights as in the step; the step itself is not
+changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +22,19 @@ from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_core.trainer.updates import trained_tokens
 from recorder import Record, open_record
 from replayer.before import nearest_anchor, step_range
-from replayer.check import ReplayCheck
 from replayer.request import Request
-from replayer.run import check_of, replay
+from replayer.run import replay_and_compare
 
 
 @dataclass(frozen=True)
 class SampleShare:
-    """One sample's part in an optimizer step.
+    """One sample's contribution to an optimizer step.
 
     Attributes:
-        rank, row: where it stands in the record. loss: its part of the minibatch's loss (those of all samples add up to it).
-        loss_share: |loss| over the sum of |loss| of the minibatch. gradient_share: `<gi, G> / |G|^2`.
+        rank, row: position in the record. loss: share of the minibatch's loss (the sum over all
+            samples).
+        loss_share: |loss| over the sum of |loss| of the minibatch. gradient_share: `<gi, G> /
+            |G|^2`.
         gradient_norm: |gi| before clipping, in units of |G|.
     """
 
@@ -51,9 +54,10 @@ class SampleShare:
 
 @dataclass
 class StepExplanation:
-    """All samples of a step, largest gradient first. `faithful`: every step on the way had the recorded bits.
+    """All samples of a step, largest gradient first.
 
-    `grad_norms` are those of the minibatches, before clipping.
+    `faithful`: every step before it had the recorded bits. `grad_norms` are those of the
+    minibatches, before clipping.
     """
 
     record: str
@@ -68,50 +72,46 @@ class StepExplanation:
 
 
 def explain(folder: str, step: int, model: str | None = None) -> StepExplanation:
-    """Replay up to a step and take it apart, sample by sample; a collective."""
+    """Replay up to a step and compute the contribution of each of its samples; a collective."""
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
     found = StepExplanation(folder, step)
-    checks: list[ReplayCheck] = []
-
-    def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        checks.append(check_of(record, trainer, request))
-        return checks[0]
 
     def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         return Explainer(trainer, found)
 
-    replay(Request(folder, anchor or 0, step, model), [make_check, make_explainer])
-    found.faithful = checks[0].report.identical
+    report = replay_and_compare(Request(folder, anchor or 0, step, model), [make_explainer])
+    found.faithful = report.identical
     found.samples.sort(key=lambda sample: -sample.gradient_norm)
     return found
 
 
 class Explainer:
-    """An observer that takes each minibatch of a step apart when its gradients are summed."""
+    """An observer that computes the shares of a minibatch when its gradients are summed."""
 
     def __init__(self, trainer: PPOTrainer, found: StepExplanation) -> None:
         self.trainer, self.found = trainer, found
-        # Statistics of its own: a sample that is run again must not count twice in the step's.
+        # Separate statistics: a sample that is run again must not count twice in those of the step.
         self.loss = replace(trainer.objective, stats=Stats()).loss
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md."""
+        """Handle an event (ARCHITECTURE.md)."""
         if event == "gradients" and facts["step"] == self.found.step:
             random_numbers = rng_state()
             self.explain_minibatch(facts)
             set_rng_state(random_numbers)
 
     def explain_minibatch(self, facts: Mapping[str, Any]) -> None:
-        """Each sample of all ranks; a collective.
+        """Compute the shares of each sample of all ranks; a collective.
 
-        One sample at a time: its rank runs it while the others run an empty micro-batch, for gradients are summed over ranks.
+        One sample at a time: its rank runs it while the others run an empty micro-batch, because
+        gradients are summed over ranks.
         """
         ranks = self.trainer.ranks
         parameters = [p for p in self.trainer.actor.model.parameters() if p.grad is not None]
-        whole = [p.grad for p in parameters]
-        norm = float(ranks.sum_parts(dot(whole, whole)).sqrt())
+        full = [p.grad for p in parameters]
+        norm = float(ranks.sum_parts(dot(full, full)).sqrt())
         shares: list[SampleShare] = []
         for owner, count in enumerate(ranks.gather_heads(len(facts["rows"]))):
             for position in range(count):
@@ -119,10 +119,10 @@ class Explainer:
                     parameter.grad = None
                 loss = self.run_sample(facts, position if owner == ranks.data_parallel_rank else None)
                 own = [p.grad for p in parameters]
-                along, length = (float(ranks.sum_parts(dot(own, other))) for other in (whole, own))
+                along, length = (float(ranks.sum_parts(dot(own, other))) for other in (full, own))
                 if owner == ranks.data_parallel_rank:
                     shares.append(self.share(facts, position, loss, along / norm**2, length**0.5 / norm))
-        for parameter, gradient in zip(parameters, whole, strict=True):
+        for parameter, gradient in zip(parameters, full, strict=True):
             parameter.grad = gradient
         everyone = [share for of_rank in ranks.gather_heads(shares) for share in of_rank]
         total = sum(abs(share.loss) for share in everyone) or 1.0
@@ -130,7 +130,7 @@ class Explainer:
         self.found.samples += [replace(share, loss_share=abs(share.loss) / total) for share in everyone]
 
     def run_sample(self, facts: Mapping[str, Any], position: int | None) -> float:
-        """Forward and backward of one row of this rank's minibatch, or of none; its part of the minibatch's loss."""
+        """Run forward and backward of one row, or of none; return its share of the loss."""
         chosen = [] if position is None else [position]
         engine = self.trainer.actor
         result = engine.backward(facts["batch"], chosen, self.loss, trained_tokens, facts["total_weight"])
@@ -144,7 +144,7 @@ class Explainer:
         gradient_share: float,
         gradient_norm: float,
     ) -> SampleShare:
-        """A sample of this rank by its names; `loss_share` follows when all are known."""
+        """Build the share of a sample of this rank; `loss_share` is filled in later."""
         batch: Batch = facts["batch"]
         trained = batch["loss_mask"][position].bool()
         advantages = batch["advantages"][position][trained]
@@ -165,7 +165,7 @@ class Explainer:
 
 
 def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor:
-    """The inner product of this rank's parts of two gradients, float64 []."""
+    """Compute the inner product of this rank's shards of two gradients, float64 []."""
     pairs = [
         (local(a), local(b)) for a, b in zip(left, right, strict=True) if a is not None and b is not None
     ]
@@ -173,7 +173,7 @@ def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part; nothing of what another rank before it holds as well."""
+    """Return this rank's shard; empty if it is a replica of another rank's."""
     if not isinstance(tensor, DTensor):
         return tensor
     places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)

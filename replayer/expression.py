@@ -1,7 +1,8 @@
-"""`reward > 0 and len(completion) < 512`: a question about a row, parsed by Python and answered by us, so that nothing else can run.
+"""Row filters such as `reward > 0 and len(completion) < 512`, evaluated by a safe subset.
 
-Python's own parser gives the tree; only the nodes below are accepted, and they are walked here. There is no `eval`, no attribute and no
-call but of six functions, so an expression that somebody sent along with a record can do nothing but be true or false.
+Python's own parser builds the tree; only the nodes below are accepted, and they are evaluated here.
+There is no `eval`, no attribute access and no call except of six functions, so an expression from
+an untrusted source can do nothing but be true or false.
 """
 
 import ast
@@ -12,7 +13,7 @@ from typing import Any
 
 from replayer.errors import WrongFilter
 
-# What a filter may ask about a row; `prompt` and `completion` are token ids.
+# Names that a filter may use; `prompt` and `completion` are token ids.
 ROW_NAMES = (
     "reward",
     "prompt",
@@ -63,36 +64,39 @@ class Expression:
     names: tuple[str, ...]
     tree: ast.expr
 
-    def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the row with these values fulfils it. Raises WrongFilter when the values do not fit the operators."""
+    def matches(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the row with these values satisfies it.
+
+        Raises WrongFilter if the values do not fit the operators.
+        """
         try:
             return bool(evaluate(self.tree, values))
         except (TypeError, ZeroDivisionError, ValueError, IndexError) as error:
-            raise WrongFilter(f"--filter {self.text!r} cannot be answered for a row: {error}") from None
+            raise WrongFilter(f"--filter {self.text!r} cannot be evaluated for a row: {error}") from None
 
 
 def parse_expression(text: str, names: tuple[str, ...]) -> Expression:
-    """The expression, if it holds nothing but comparisons, logic, arithmetic and the known functions and names.
+    """Parse an expression of comparisons, logic, arithmetic and the allowed functions and names.
 
     Raises:
-        WrongFilter: with what is not allowed, and what is.
+        WrongFilter: names what is not allowed, and lists what is.
     """
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise WrongFilter(f"--filter {text!r} is no expression: {str(error).splitlines()[0]}") from None
+        raise WrongFilter(f"--filter {text!r} is not an expression: {str(error).splitlines()[0]}") from None
     check(tree, text, names)
     return Expression(text, names, tree)
 
 
 def check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
-    """Raises WrongFilter for the first node that is not on the list."""
-    for child in parts(node, text, names):
+    """Raise WrongFilter for the first node that is not allowed."""
+    for child in children(node, text, names):
         check(child, text, names)
 
 
-def parts(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
-    """What an allowed node is made of. Raises WrongFilter for one that is not allowed."""
+def children(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
+    """Return the operands of an allowed node. Raises WrongFilter for one that is not allowed."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str()):
             return []
@@ -119,7 +123,7 @@ def parts(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
 
 
 def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """The value of a checked node."""
+    """Evaluate a checked node."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -147,7 +151,7 @@ def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def bounded(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Arithmetic on numbers alone: `'a' * 10**9` would be a string of a gigabyte."""
+    """Apply arithmetic to numbers only: `'a' * 10**9` would be a string of a gigabyte."""
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         raise TypeError("arithmetic works on numbers")
     return operation(left, right)

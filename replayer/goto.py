@@ -1,6 +1,6 @@
-"""Goes to a step of a recorded run: everything that the run had in hand there, in hand again.
+"""Go to a step of a recorded run with the model, optimizer and batch that it had there.
 
-nearest anchor ─> replay, each step compared ─differs?─> stop and say so
+nearest anchor ─> replay, each step compared ─differs?─> stop and report
                           └─> step N ─> its batch | advantages | loss | backward | optimizer ─> visit(scene) ─> end of the replay
 """
 
@@ -17,7 +17,7 @@ from replayer.check import StepResult, StoppedAtDifference
 from replayer.request import Request
 from replayer.run import check_of, replay
 
-# Where to stop in a step -> the event at which the trainer is there. "batch": before anything was computed from it.
+# Stage of a step -> the event at which to stop. "batch": before anything is computed from it.
 STAGES = {
     "batch": "batch",
     "advantages": "advantages",
@@ -29,11 +29,11 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What is in hand at a step.
+    """The objects that are available at a stage of a step.
 
     Attributes:
-        batch: this rank's padded batch. plan, outcome: what the run recorded of the step.
-        facts: what the event of the stage tells (ARCHITECTURE.md), such as `inputs`, or `loss` and `flat`.
+        batch: this rank's padded batch. plan, outcome: those recorded for the step.
+        facts: facts of the stage's event (ARCHITECTURE.md), such as `inputs`, or `loss` and `flat`.
     """
 
     trainer: PPOTrainer
@@ -46,7 +46,7 @@ class Scene:
     facts: Mapping[str, Any]
 
     def names(self) -> dict[str, Any]:
-        """Everything under the names that a person would type."""
+        """Return all objects by the names that they have in the interactive shell."""
         return dict(self.facts) | {
             "model": self.trainer.actor.model,
             "optimizer": self.trainer.actor.optimizer,
@@ -65,13 +65,14 @@ Visit = Callable[[Scene], None]
 
 @dataclass
 class GotoReport:
-    """How a step was reached.
+    """Result of reaching a step.
 
     Attributes:
-        anchor: the step of the checkpoint that the way began at; None for the model that the run started from.
-        replayed: the steps on the way, each compared with its record.
-        num_parameters: how many parameters were compared with the checksums that the run left before the step.
-        wrong_parameters: those that were not the same.
+        anchor: the step of the checkpoint that the replay started from; None for the run's first
+            model.
+        replayed: the steps before it, each compared with its record.
+        num_parameters: parameters that were compared with the checksums recorded before the step.
+        wrong_parameters: those that differ.
         reached: whether the step was visited.
     """
 
@@ -86,12 +87,12 @@ class GotoReport:
 
     @property
     def first_different(self) -> StepResult | None:
-        """The first step on the way that differs from its record."""
+        """The first replayed step that differs from its record."""
         return next((result for result in self.replayed if not result.identical), None)
 
     @property
     def faithful(self) -> bool:
-        """The step was reached, and every bit on the way was the recorded one."""
+        """True if the step was reached, and every bit before it equals the recorded one."""
         return self.reached and self.first_different is None and not self.wrong_parameters
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,8 +104,8 @@ class GotoReport:
         }
 
 
-class Arrived(Exception):
-    """Ends a replay whose visit is over; caught by `goto`."""
+class VisitFinished(Exception):
+    """Ends a replay after the visit; caught by `goto`."""
 
 
 def goto(
@@ -121,11 +122,11 @@ def goto(
     """Replay on this rank up to a stage of a step and call `visit` there; a collective.
 
     Args:
-        keep_going: go on after a step that differs from its record.
-        finish_step: after the visit the step runs to its end, and is compared as well.
+        keep_going: continue after a step that differs from its record.
+        finish_step: run the step to its end after the visit, and compare it as well.
 
     Raises:
-        ReplayError, RecordError: the record does not hold the steps on the way.
+        ReplayError, RecordError: the record does not have the steps up to this one.
     """
     record = open_record(folder)
     step_range(record, step, step)
@@ -136,22 +137,22 @@ def goto(
     )
 
     def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        def tell(result: StepResult) -> None:
+        def add_result(result: StepResult) -> None:
             report.replayed.append(result)
             on_step(result)
 
-        return check_of(record, trainer, request, on_step=tell)
+        return check_of(record, trainer, request, on_step=add_result)
 
     def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         return Visitor(record, trainer, report, visit, finish_step)
 
-    with suppress(Arrived, StoppedAtDifference):  # the report says which
+    with suppress(VisitFinished, StoppedAtDifference):  # the report contains the reason
         replay(request, [make_check, make_visitor])
     return report
 
 
 class Visitor:
-    """An observer that calls `visit` once, at the stage of the step that the report names."""
+    """An observer that calls `visit` once, at the stage of the step in the report."""
 
     def __init__(
         self, record: Record, trainer: PPOTrainer, report: GotoReport, visit: Visit, finish_step: bool
@@ -161,7 +162,7 @@ class Visitor:
         self.batch: Batch = {}
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Takes one event with the facts of ARCHITECTURE.md."""
+        """Handle an event (ARCHITECTURE.md)."""
         if event in ("start", "end") or self.report.reached or facts["step"] != self.report.step:
             return
         if event == "batch":
@@ -171,20 +172,20 @@ class Visitor:
             self.report.reached = True
             self.visit(self.scene(facts))
             if not self.finish_step:
-                raise Arrived
+                raise VisitFinished
 
     def compare_weights(self) -> None:
-        """The weights before the step, against those that the step before left in the record; a collective."""
-        before = self.report.step - 1
-        if before not in self.record.steps:
+        """Compare the weights with the checksums of the previous recorded step; a collective."""
+        previous = self.report.step - 1
+        if previous not in self.record.steps:
             return
-        recorded = self.record.step(before).outcome(self.trainer.ranks.data_parallel_rank).checksums
+        recorded = self.record.step(previous).outcome(self.trainer.ranks.data_parallel_rank).checksums
         found = self.trainer.checksums()
         self.report.num_parameters = len(found)
         self.report.wrong_parameters = sorted({name for name, _ in found.items() ^ recorded.items()})
 
     def scene(self, facts: Mapping[str, Any]) -> Scene:
-        """What is in hand now."""
+        """Build the scene at the current event."""
         recorded = self.record.step(self.report.step)
         rank = self.trainer.ranks.data_parallel_rank
         return Scene(

@@ -1,8 +1,9 @@
-"""The first layer whose output differs when one step of two records is run again, each with its own weights, batch and options.
+"""Find the first layer whose output differs when one step of two records is replayed.
 
-    replay up to the step ─> hooks on every module ─> one checksum of each output, in the order of the calls ─> compare two such lists
+    replay up to the step ─> hooks on every module ─> one checksum per output, in the order of the calls ─> compare two such lists
 
-Modules are listed as they finish, so the innermost one that differs comes first. A layer whose input is still the same is where it arises.
+Modules are listed as they finish, so the innermost one that differs comes first. The difference
+arises in a layer whose input is still equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from replayer.run import MakeObserver
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a module: its name in the model, and crc32c of the first tensor that went in and that came out."""
+    """One forward of a module: its name, crc32c of the first tensor of input and output."""
 
     name: str
     input: str | None
@@ -29,7 +30,7 @@ class Call:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in a module's arguments or result, which may be nested."""
+    """Return the first tensor in a module's arguments or result, which may be nested."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -37,15 +38,15 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def tensor_checksum(value: Any) -> str | None:
-    """crc32c of the first tensor's bytes, None where there is none."""
+    """Return the crc32c of the first tensor's bytes, None if there is none."""
     tensor = first_tensor(value)
     if tensor is None:
         return None
     return checksum(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
 
 
-def trace_layers(step: int, take: Callable[[list[list[Call]]], None]) -> MakeObserver:
-    """Makes an observer of a replay that gives rank 0's `take` the calls of every rank in one step."""
+def trace_layers(step: int, on_calls: Callable[[list[list[Call]]], None]) -> MakeObserver:
+    """Return the factory of an observer that passes every rank's calls to rank 0's `on_calls`."""
 
     def make(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         calls: list[Call] = []
@@ -67,7 +68,7 @@ def trace_layers(step: int, take: Callable[[list[list[Call]]], None]) -> MakeObs
                     handle.remove()
                 gathered = trainer.ranks.gather_objects(calls)  # a collective
                 if trainer.ranks.rank == 0:
-                    take(gathered)
+                    on_calls(gathered)
 
         return observe
 
@@ -76,9 +77,11 @@ def trace_layers(step: int, take: Callable[[list[list[Call]]], None]) -> MakeObs
 
 @dataclass(frozen=True)
 class LayersReport:
-    """The first call that differs, None when none does. `index` counts the `num_calls` calls of its rank from 0.
+    """The first call that differs, None if none does.
 
-    `input_differs`: what went into that call differed already, so the reason lies before the model.
+    `index` counts the `num_calls` calls of its rank from 0.
+
+    `input_differs`: the input of that call differs already, so the cause is before the model.
     """
 
     step: int
@@ -90,7 +93,10 @@ class LayersReport:
 
 
 def compare_calls(step: int, left: Sequence[Sequence[Call]], right: Sequence[Sequence[Call]]) -> LayersReport:
-    """The earliest call of any rank that differs; where one side calls otherwise, the first call that has no equal."""
+    """Return the earliest call of any rank that differs.
+
+    If the sequences of calls differ, it is the first call without an equal one on the other side.
+    """
     firsts = [
         (index, rank, pair)
         for rank, calls in enumerate(zip(left, right, strict=False))
@@ -104,7 +110,7 @@ def compare_calls(step: int, left: Sequence[Sequence[Call]], right: Sequence[Seq
 
 
 def differing(left: Sequence[Call], right: Sequence[Call]) -> Iterator[tuple[int, tuple[Call, Call]]]:
-    """The first call that differs, with its index, if there is one."""
+    """Yield the first call that differs, with its index, if there is one."""
     for index, pair in enumerate(zip(left, right, strict=False)):
         if pair[0] != pair[1]:
             yield index, pair

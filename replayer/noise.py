@@ -1,12 +1,17 @@
-"""What a difference is worth: beside the machine's own noise, and beside what the replay's shape lets one expect.
+"""Judge a difference against this machine's noise floor and the guarantee of the replay.
 
-Three promises, from strong to weak. *bitwise*: same machine, same shape, deterministic. *noise*: the same sums in another order (other
-kernels, other ranks, other micro-batches), so numbers lie within a few times of what this machine's own reordering moves them.
-*statistical*: other rows meet in an optimizer step, so only many steps together can be compared. A fourth, *changed*: an option was set
-differently, and the numbers are meant to follow. A fifth, *unrecorded*: the record holds rollouts only, and there is nothing to compare.
+Guarantees, from strong to weak:
 
-Own noise is measured, never guessed: the same steps are run again with their rows divided into other micro-batches (and, where the run is
-not deterministic, once more as they were). Rounding differs, mathematics does not.
+    bitwise       same machine, same shape, deterministic: every bit is equal
+    noise         the same sums in another order (other kernels, ranks or micro-batches): numbers
+                  are within a few times the noise floor
+    statistical   optimizer steps have other rows, so only many steps together can be compared
+    changed       an option was set differently, and the numbers are expected to follow
+    unrecorded    the record has rollouts only, and there is nothing to compare
+
+The noise floor is measured, never guessed: the same steps run again with their rows divided into
+other micro-batches (and, if the run is not deterministic, once more unchanged). This changes the
+rounding and not the mathematics.
 """
 
 import math
@@ -22,12 +27,10 @@ Kind = Literal["bitwise", "noise", "statistical", "changed", "unrecorded"]
 Finding = Literal["identical", "within", "unclear", "different", "changed"]
 Trajectory = dict[int, dict[str, float]]  # step -> statistic -> value
 
-WITHIN_K, BEYOND_K = (
-    10.0,
-    100.0,
-)  # up to the first: within noise; above the second: different; between: not told
-ROUNDING = 2.0**-23  # of float32: a floor, for a statistic that the own runs happened to leave alone
-# A token more or less moves these by a quantum, however small the noise; times are of the machine.
+# up to the first: within noise; above the second: different; in between: inconclusive
+WITHIN_K, BEYOND_K = 10.0, 100.0
+ROUNDING = 2.0**-23  # of float32: the floor of a statistic that is equal in all repeats
+# One token changes these by a discrete step, however small the noise; times depend on the machine.
 NOT_SMOOTH = ("timeperf/", "clip", "filtered", "__count", "num_micro_batches", "update_successful")
 MIN_STEPS, FAR_T = 5, 4.0  # of a statistical comparison
 # Options of the shape: they change the order of sums, not what is summed.
@@ -36,8 +39,8 @@ DEVICE = "device"
 
 
 @dataclass(frozen=True)
-class Promise:
-    """How close a replay can come to its record, and why not closer. `reasons` is empty for "bitwise"."""
+class Guarantee:
+    """How close a replay can come to its record; `reasons` why not closer."""
 
     kind: Kind
     reasons: tuple[str, ...] = ()
@@ -45,9 +48,13 @@ class Promise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the numbers say. `k` counts own noises (or, statistically, standard errors) at `where` in `step`, the worst place.
+    """Result of the comparison.
 
-    `exit_code`: 0 as promised, 1 a difference that the promise does not cover, 2 not told.
+    Attributes:
+        k: distance in units of the noise floor (or, statistically, in standard errors) at the worst
+            place.
+        where, step: that place.
+        exit_code: 0 within the guarantee, 1 a difference outside of it, 2 inconclusive.
     """
 
     finding: Finding
@@ -57,12 +64,12 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that ends with this verdict."""
+        """Exit code of a command that ends with this verdict."""
         return {"identical": 0, "within": 0, "changed": 0, "different": 1, "unclear": 2}[self.finding]
 
 
 def other_machine(recorded: RecordHeader, current: RecordHeader) -> tuple[Difference, ...]:
-    """What differs in the fingerprint apart from our own code, whose changes must show as what they are."""
+    """Differences of the fingerprints, without our own code: its changes must show."""
     return find_differences(machine(recorded.environment), machine(current.environment))
 
 
@@ -75,67 +82,66 @@ def machine(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_division(option: str) -> bool:
-    """Whether an option says how rows are divided into micro-batches."""
+    """Return whether an option determines how rows are divided into micro-batches."""
     return option.endswith(DIVISION)
 
 
-def promise(
+def expected_guarantee(
     recorded: RecordHeader,
     current: RecordHeader,
     changed: Sequence[Difference] = (),
     edits: Sequence[str] = (),
-) -> Promise:
-    """What may be expected of a replay of `recorded` that runs as `current`.
+) -> Guarantee:
+    """Return the guarantee for a replay of `recorded` that runs as `current`.
 
     Args:
-        changed: options with an effect that differ; those of shape are told apart here.
-        edits: what was done to the recorded rows, a phrase each.
+        changed: options with an effect that differ, including those of shape.
+        edits: what was changed in the recorded rows, a phrase each.
     """
     if recorded.recording.scope == "rollout":
-        return Promise(
-            "unrecorded", ("only rollouts were recorded, and not what came out of training on them",)
-        )
+        return Guarantee("unrecorded", ("only rollouts were recorded, not the outcome of training on them",))
     effects = [d.where for d in changed if not is_division(d.where) and d.where != DEVICE]
     if effects or edits:
-        return Promise("changed", (*edits, *(f"{name} was set differently" for name in effects)))
+        return Guarantee("changed", (*edits, *(f"{name} was set differently" for name in effects)))
     reasons = [f"{d.where} is {d.current}, recorded with {d.recorded}" for d in changed]
     if current.num_ranks != recorded.num_ranks:
         reasons.append(f"{current.num_ranks} ranks, recorded with {recorded.num_ranks}")
         minibatches = recorded.config["actor"]["ppo_n_minibatches"]
         if minibatches > 1:
-            because = f"rows are dealt anew into {minibatches} minibatches on other ranks"
-            return Promise("statistical", (*reasons, because))
+            because = f"rows are redistributed into {minibatches} minibatches on other ranks"
+            return Guarantee("statistical", (*reasons, because))
     elif layout(current) != layout(recorded):
         reasons.append(f"{layout(current)}, recorded with {layout(recorded)}")
     reasons += [f"{d.where}: {d.current}, recorded {d.recorded}" for d in other_machine(recorded, current)]
     if not recorded.config["deterministic"]:
         reasons.append("recorded without deterministic=true")
-    return Promise("noise" if reasons else "bitwise", tuple(reasons))
+    return Guarantee("noise" if reasons else "bitwise", tuple(reasons))
 
 
 def layout(header: RecordHeader) -> str:
-    """How ranks shared the rows."""
+    """Describe how ranks shared the rows."""
     trainer = parse_allocation(header.allocation).trainer if header.allocation else ""
     return f"{header.world_size} ranks" + (f" as {trainer}" if trainer else "")
 
 
 def smooth(stats: Mapping[str, float]) -> dict[str, float]:
-    """The statistics that noise moves a little: no times, no counts."""
+    """The statistics that noise changes gradually: no times, no counts."""
     return {name: v for name, v in stats.items() if not any(part in name for part in NOT_SMOOTH)}
 
 
-def own_noise(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
-    """How far own runs of the same steps lie apart, for each statistic: the most that was seen up to each step.
+def noise_floor(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
+    """Return the largest distance of each statistic between repeats up to each step.
 
-    Noise grows as runs part, so the steps behind bound it from below; so do relatives (`x/avg`, `x/max`), and rounding of the largest
-    of them: the mean of normalised advantages is 1e-9 and made of sums of ones.
+    Noise grows as runs diverge, so earlier steps are a lower bound; so are related statistics
+    (`x/avg`, `x/max`), and rounding relative to the largest of them: the mean of normalised
+    advantages is 1e-9 although its terms are of size 1.
     """
     noise: Trajectory = {}
     seen: dict[str, float] = {}
     for step in sorted(run):
         for name, value in run[step].items():
-            apart = [abs(other[step][name] - value) for other in others if name in other[step]]
-            spread = max([a for a in apart if math.isfinite(a)], default=0.0)
+            distances = [abs(other[step][name] - value) for other in others if name in other[step]]
+            spread = max([d for d in distances if math.isfinite(d)], default=0.0)
             seen[family(name)] = max(seen[family(name)], spread) if family(name) in seen else spread
         sizes = rounding_sizes(run[step])
         noise[step] = {name: max(seen[family(name)], ROUNDING * sizes[name]) for name in run[step]}
@@ -143,10 +149,11 @@ def own_noise(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
 
 
 def rounding_sizes(stats: Mapping[str, float]) -> dict[str, float]:
-    """The size of the numbers that each statistic is made of, which is what rounding is relative to.
+    """Return the magnitude of the numbers behind each statistic, to which rounding is relative.
 
-    That of its largest relative, and for a divergence that of the logprobs whose difference it is: where two logprobs of -5 agree, other
-    kernels move their difference by 5e-7 and not by a part of 0.
+    It is that of the largest related statistic, and for a divergence that of the logprobs whose
+    difference it is: if two logprobs of -5 agree, other kernels change their difference by 5e-7 and
+    not by a fraction of 0.
     """
     logprobs = max([abs(value) for name, value in stats.items() if "logp" in name], default=0.0)
     sizes: dict[str, float] = {}
@@ -156,13 +163,13 @@ def rounding_sizes(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def family(name: str) -> str:
-    """`loss` for `loss/avg`, `loss/max` and `loss/min`."""
+    """Return the common name of related statistics: `loss` for `loss/avg` and `loss/max`."""
     head, _, last = name.rpartition("/")
     return head if last in ("avg", "max", "min") else name
 
 
-def judge(recorded: Trajectory, replayed: Trajectory, noise: Trajectory) -> Verdict:
-    """The distance of a replay from its record in own noises, at the worst place of the steps that both have."""
+def judge_by_noise(recorded: Trajectory, replayed: Trajectory, noise: Trajectory) -> Verdict:
+    """Judge a replay by its distance from the record in noise floors, at the worst place."""
     worst = max(
         (
             (distance(recorded[s][n], replayed[s][n], noise[s][n]), s, n)
@@ -178,24 +185,25 @@ def judge(recorded: Trajectory, replayed: Trajectory, noise: Trajectory) -> Verd
 
 
 def shared(recorded: Trajectory, replayed: Trajectory) -> list[tuple[int, str]]:
-    """(step, statistic) that both have, in order."""
+    """List (step, statistic) that both have, in order."""
     return [
         (s, n) for s in sorted(recorded.keys() & replayed.keys()) for n in recorded[s] if n in replayed[s]
     ]
 
 
 def distance(recorded: float, replayed: float, noise: float) -> float:
-    """|recorded - replayed| in units of noise; 0 for equal values, NaN beside NaN included."""
+    """Return |recorded - replayed| in units of noise; 0 for equal values, also for two NaNs."""
     if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
         return 0.0
-    apart = abs(recorded - replayed)
-    return apart / noise if noise > 0 and math.isfinite(apart) else math.inf
+    difference = abs(recorded - replayed)
+    return difference / noise if noise > 0 and math.isfinite(difference) else math.inf
 
 
 def judge_statistically(recorded: Trajectory, replayed: Trajectory) -> Verdict:
-    """A paired comparison over steps: the mean difference of each statistic in its standard errors (Student's t).
+    """Compare paired over steps: mean differences in standard errors (Student's t).
 
-    Fewer than five steps tell nothing; neither does more than four standard errors prove a defect, because runs part.
+    Fewer than five steps are inconclusive; more than four standard errors do not prove a defect
+    either, because runs diverge.
     """
     names = sorted({name for _, name in shared(recorded, replayed)})
     steps = sorted(recorded.keys() & replayed.keys())
@@ -207,7 +215,7 @@ def judge_statistically(recorded: Trajectory, replayed: Trajectory) -> Verdict:
 
 
 def t_value(differences: Sequence[float]) -> float:
-    """|mean| over its standard error; 0 where nothing differs or there are too few."""
+    """Return |mean| over its standard error; 0 if nothing differs or there are too few values."""
     count = len(differences)
     if count < MIN_STEPS or not any(differences):
         return 0.0

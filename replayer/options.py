@@ -1,4 +1,7 @@
-"""The options of a replay: those of the recorded run, with what was asked for, and without what would leave traces. Imports no torch."""
+"""The options of a replay: those of the recorded run with overrides, and without side effects.
+
+Imports no torch.
+"""
 
 import copy
 import dataclasses
@@ -14,14 +17,14 @@ C = TypeVar("C", bound=PPOConfig)
 
 
 def replay_config(record: Record, model: str | None = None, settings: Sequence[str] = ()) -> PPOConfig:
-    """The options of the recorded run, changed so that the replay writes nothing where that run wrote.
+    """Return the options of the recorded run, changed to leave that run's files alone.
 
     Args:
-        model: where the model that the run started from lies now, if it has moved.
-        settings: options to set differently, as `a.b=c`.
+        model: current path of the model that the run started from, if it has moved.
+        settings: overrides, as `a.b=c`.
 
     Raises:
-        ConfigError: an option is unknown, or options do not agree any more.
+        ConfigError: an option is unknown, or options contradict each other.
     """
     tree = copy.deepcopy(record.header.config)
     for setting in settings:
@@ -30,7 +33,8 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
     if settings:
         check_config(config)
     if model is not None:
-        # A run regularises towards the model that it starts from, and values begin as that model with another head.
+        # The reference is the model that the run starts from, and the critic is initialised from
+        # it with another head.
         for section in (config.ref, config.critic):
             if section is not None and section.path == config.actor.path:
                 section.path = model
@@ -39,8 +43,11 @@ def replay_config(record: Record, model: str | None = None, settings: Sequence[s
     return without_side_effects(config)
 
 
-def is_younger(option: str, value: Any, recorded: Mapping[str, Any]) -> bool:
-    """Whether a record's config knows nothing of an option, and `value` is its default: what was done before there was a choice."""
+def is_new_option_at_default(option: str, value: Any, recorded: Mapping[str, Any]) -> bool:
+    """Return whether an option is absent from a record's config and `value` is its default.
+
+    The default is the behaviour from before the option existed.
+    """
     *sections, name = option.split(".")
     cls: type | None = PPOConfig
     for section in sections:
@@ -57,7 +64,7 @@ def is_younger(option: str, value: Any, recorded: Mapping[str, Any]) -> bool:
 
 
 def without_side_effects(config: C) -> C:
-    """The config with logs of its own, no checkpoints, and nothing that is sent elsewhere."""
+    """Change the config: separate logs, no checkpoints, nothing sent to other services."""
     config.trial_name += "-replay"
     config.saver.freq_epochs = config.saver.freq_steps = config.saver.freq_secs = None
     config.recover.mode = "disabled"

@@ -1,8 +1,8 @@
-"""Before a long run: would it come out the same twice? What is set is looked at, and one real step is taken twice.
+"""Check determinism before a long run: check settings, repeat one real step, compare.
 
 environment, config, script ─> checks (`preflight_checks`) ──────────────────────────────┐
 config ─> model, trainer, a batch of random tokens ─> one step ─> bits ─┬─> equal? ──────┼─> report
-                                      once more, in other processes ────┘  no ─> own noise of each parameter
+                                  again, in other processes ────────────┘  no ─> noise floor of each parameter
 """
 
 import os
@@ -25,17 +25,17 @@ from recorder import Outcome, OutcomeObserver
 from replayer.options import without_side_effects
 from replayer.preflight_checks import Process
 
-LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be quick
+LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be fast
 
 
 class RandomRollouts:
-    """A source of random tokens in the shape that a config asks for; the same seed gives the same bits on every machine.
+    """A source of random tokens in the shape of a config; equal bits for equal seeds.
 
     Args:
-        vocab_size: tokens are drawn below it.
+        vocab_size: upper bound of the tokens, exclusive.
         num_prompts, num_samples: of this rank, per step.
-        rank: the data-parallel one.
         longest: tokens of the longest row; a quarter of each row is its prompt.
+        rank: data-parallel rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RandomRollouts:
         self.longest, self.seed, self.rank = max(longest, 4), seed, rank
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """Rows [num_prompts x num_samples, longest]; also seeds what the trainer may draw from."""
+        """Return rows [num_prompts x num_samples, longest]; also seeds the trainer."""
         seed_everything(self.seed + step, self.rank)
         rng = np.random.default_rng([self.seed, step, self.rank])
         num_rows = self.num_prompts * self.num_samples
@@ -68,25 +68,25 @@ class RandomRollouts:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Nothing: nobody samples."""
+        """Do nothing: there is no engine."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: a step's batch follows from its number."""
+        """Return no state: a step's batch follows from its number."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
 
 @dataclass(frozen=True)
 class StepBits:
-    """What one step came to on this rank: everything that a record would hold, and the local shards of some parameters.
+    """Result of one step on this rank: its outcome, and the local shards of some parameters.
 
-    `weights` and `gradients` are numpy arrays by parameter name, of the parameters that were asked for. `process` is what the rank
-    knew of itself while it took the step.
+    `weights` and `gradients` are NumPy arrays by parameter name, of the requested parameters.
+    `process` describes the rank during the step.
     """
 
     outcome: Outcome
@@ -96,10 +96,10 @@ class StepBits:
 
 
 def take_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
-    """One real step of the configured trainer on random tokens, from the model's first weights; a collective.
+    """Run one real step on random tokens from the first weights; a collective.
 
     Args:
-        keep: names of the parameters whose weights after the step, and gradients, are wanted.
+        keep: names of the parameters whose weights after the step, and gradients, are returned.
     """
     config = without_side_effects(config)
     outcomes: list[Outcome] = []
@@ -133,7 +133,7 @@ def take_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
 
 
 def process_of(trainer: PPOTrainer) -> Process:
-    """What this rank knows of itself."""
+    """Describe this rank's process."""
     options = trainer.actor.model.config.to_dict()
     return Process(
         rank=trainer.ranks.rank,
@@ -151,7 +151,7 @@ def process_of(trainer: PPOTrainer) -> Process:
 
 
 def random_rollouts(config: PPOConfig, trainer: PPOTrainer) -> RandomRollouts:
-    """Random rollouts of the size that a rank gets in this run."""
+    """Build random rollouts of the size that a rank gets in this run."""
     ranks = trainer.ranks
     limit = config.actor.mb_spec.max_tokens_per_mb or LONGEST
     return RandomRollouts(
@@ -165,13 +165,13 @@ def random_rollouts(config: PPOConfig, trainer: PPOTrainer) -> RandomRollouts:
 
 
 def local_array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of this rank's part of a tensor, float32."""
+    """Return a copy of this rank's shard of a tensor, float32."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().float().cpu().numpy().copy()
 
 
 def save_bits(bits: StepBits, folder: Path, rank: int) -> None:
-    """Leaves the kept arrays in `folder` for the process that compares."""
+    """Save the kept arrays in `folder` for the process that compares."""
     arrays = {f"weights:{name}": array for name, array in bits.weights.items()}
     arrays |= {f"gradients:{name}": array for name, array in bits.gradients.items()}
     if arrays:

@@ -1,6 +1,7 @@
-"""What would keep a run from coming out the same twice, as far as it can be seen without taking a step. Imports no torch.
+"""Find settings that make a run nondeterministic, without running a step. Imports no torch.
 
-Each check is a function of what it looks at and gives the findings it has; the values that it wants are in its docstring.
+Each check is a function of the values that it inspects, and returns its findings; the expected
+values are in its docstring.
 """
 
 import ast
@@ -17,7 +18,10 @@ Status = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. A "problem" can change bits from run to run; a "note" only from place to place."""
+    """Result of one check.
+
+    A "problem" can change bits from run to run; a "note" only between machines.
+    """
 
     check: str
     status: Status
@@ -27,7 +31,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Process:
-    """What a rank knows of itself. `at_start` is the environment that it was started with, `now` what it has become."""
+    """Description of a rank's process.
+
+    `at_start` is its environment at start, `now` the current one.
+    """
 
     rank: int
     world_size: int
@@ -42,8 +49,8 @@ class Process:
     dropouts: Mapping[str, float]
 
 
-def look(config: Mapping[str, Any], process: Process) -> list[Finding]:
-    """All findings of a rank.
+def check_process(config: Mapping[str, Any], process: Process) -> list[Finding]:
+    """Return all findings of a rank.
 
     Args:
         config: the options as nested dicts.
@@ -61,7 +68,7 @@ def look(config: Mapping[str, Any], process: Process) -> list[Finding]:
 
 
 def mode(wanted: bool, on: bool) -> Finding:
-    """`deterministic: true`, and torch's own switch on."""
+    """Require `deterministic: true`, and torch's own switch on."""
     if not wanted:
         return Finding(
             "mode", "problem", "deterministic is false", "set deterministic=true, as --dump-rollout does"
@@ -70,20 +77,20 @@ def mode(wanted: bool, on: bool) -> Finding:
         return Finding(
             "mode", "problem", "torch's deterministic algorithms are off", "see the environment below"
         )
-    return Finding("mode", "ok", "deterministic algorithms are on, and refuse what has none")
+    return Finding("mode", "ok", "deterministic algorithms are on; operations without one raise")
 
 
 def warn_only(on: bool) -> Finding:
-    """`torch.use_deterministic_algorithms(True, warn_only=True)` leaves the backward of attention as it is."""
+    """Reject `use_deterministic_algorithms(True, warn_only=True)`: attention would only warn."""
     if on:
         return Finding(
             "warn_only", "problem", "algorithms only warn", "remove warn_only=True from your script"
         )
-    return Finding("warn_only", "ok", "algorithms raise, they do not only warn")
+    return Finding("warn_only", "ok", "operations without a deterministic algorithm raise, not only warn")
 
 
 def environment(process: Process) -> Iterator[Finding]:
-    """What libraries read once, before they start: set in time, and to the value that they need."""
+    """Require the variables that libraries read once, at their start."""
     bad = False
     for name, wanted in DETERMINISTIC.items():
         now, start = process.now.get(name), process.at_start.get(name)
@@ -102,7 +109,10 @@ def environment(process: Process) -> Iterator[Finding]:
 
 
 def nccl(process: Process) -> Finding:
-    """Ring and Simple: the order of a tree's sums follows from the topology. Even a ring follows the machines it runs over."""
+    """Require Ring and Simple: the order of a tree's sums follows the topology.
+
+    Even a ring follows the machines that it connects.
+    """
     if process.device != "cuda" or process.world_size == 1:
         return Finding("NCCL", "ok", f"not used: {process.world_size} rank(s) on {process.device}")
     algorithm = process.at_start.get("NCCL_ALGO")
@@ -114,18 +124,18 @@ def nccl(process: Process) -> Finding:
 
 
 def attention(implementation: str, process: Process) -> Finding:
-    """Flash attention's backward is deterministic on request; the one here follows torch's switch."""
+    """Require deterministic attention: the backward of our kernels follows torch's switch."""
     if process.device != "cuda":
         return Finding("attention", "ok", "torch's own kernels, on a CPU")
     if not process.algorithms_deterministic:
         return Finding(
-            "attention", "problem", f"{implementation}: its backward adds atomically", "deterministic=true"
+            "attention", "problem", f"{implementation}: its backward uses atomic adds", "deterministic=true"
         )
-    return Finding("attention", "ok", "backward takes torch's deterministic kernels")
+    return Finding("attention", "ok", "backward uses torch's deterministic kernels")
 
 
 def autotune(process: Process) -> Finding:
-    """A kernel that is chosen by timing may be another one next time."""
+    """Reject kernels chosen by timing: the choice may differ in the next run."""
     if process.cudnn_benchmark:
         return Finding(
             "autotune", "problem", "cudnn.benchmark is on", "set torch.backends.cudnn.benchmark=False"
@@ -138,14 +148,14 @@ def autotune(process: Process) -> Finding:
 
 
 def order_of_record(record: Record) -> Finding:
-    """Rows sorted by (prompt_id, sample_id), never by completion, in every step and rank of an earlier run."""
+    """Require rows sorted by (prompt_id, sample_id) in every recorded step and rank."""
     for step in record.steps:
         recorded = record.step(step)
         for rank in range(recorded.manifest.num_ranks):
             batch = recorded.batch(rank, ["prompt_id", "sample_id"])
             pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
             if pairs != sorted(pairs):
-                seen = f"rows of step {step}, rank {rank} came in no canonical order"
+                seen = f"rows of step {step}, rank {rank} are not in canonical order"
                 return Finding("order", "problem", seen, "sort them by (prompt_id, sample_id) in your source")
     return Finding(
         "order", "ok", f"rows of all {len(record.steps)} recorded steps are sorted by prompt and sample"
@@ -153,7 +163,7 @@ def order_of_record(record: Record) -> Finding:
 
 
 def dropout(disabled: bool, dropouts: Mapping[str, float]) -> Finding:
-    """Dropout draws from the random state: the same on the same ranks, another on others."""
+    """Note dropout: its random numbers are equal on the same ranks, different on others."""
     active = {name: p for name, p in dropouts.items() if p > 0}
     if active and not disabled:
         named = ", ".join(f"{name} {p:g}" for name, p in active.items())
@@ -162,49 +172,49 @@ def dropout(disabled: bool, dropouts: Mapping[str, float]) -> Finding:
 
 
 def threads(process: Process) -> Finding:
-    """Sums are split over threads: their number belongs to the machine that a record is replayed on."""
+    """Require OMP_NUM_THREADS: sums are split over threads, by default one per core."""
     if "OMP_NUM_THREADS" not in process.at_start:
-        advice = "export OMP_NUM_THREADS, or another machine divides sums otherwise"
+        advice = "export OMP_NUM_THREADS, or other machines split sums differently"
         return Finding(
             "threads", "note", f"{process.num_threads} of {process.num_cores} cores, chosen by torch", advice
         )
-    return Finding("threads", "ok", f"{process.num_threads} threads a rank, as OMP_NUM_THREADS says")
+    return Finding("threads", "ok", f"{process.num_threads} threads a rank, set by OMP_NUM_THREADS")
 
 
-def look_at_script(file: Path) -> list[Finding]:
-    """What a user's script does that cannot be seen from inside a run: late environment, warn_only, unsorted listings."""
+def check_script(file: Path) -> list[Finding]:
+    """Find late environment variables, warn_only and unsorted listings in a user's script."""
     tree = ast.parse(file.read_text(), str(file))
     found = [*late_environment(tree), *warn_only_calls(tree), *unsorted_listings(tree)]
     return found or [Finding("script", "ok", f"{file.name} sets nothing late and lists nothing unsorted")]
 
 
 def late_environment(tree: ast.Module) -> Iterator[Finding]:
-    """`os.environ["CUBLAS_WORKSPACE_CONFIG"] = ...`: libraries that are imported have read it already."""
+    """Find `os.environ["CUBLAS_WORKSPACE_CONFIG"] = ...`: too late, imports have read it."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Subscript(value=place, slice=ast.Constant(value=name))]) if (
                 name in DETERMINISTIC and ast.unparse(place) == "os.environ"
             ):
-                seen = f"line {node.lineno} sets {name} when Python runs already"
+                seen = f"line {node.lineno} sets {name} after Python has started"
                 yield Finding("script", "problem", seen, "export it before Python starts")
 
 
 def warn_only_calls(tree: ast.Module) -> Iterator[Finding]:
-    """`use_deterministic_algorithms(..., warn_only=True)`."""
+    """Find `use_deterministic_algorithms(..., warn_only=True)`."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(keywords=keywords) if any(
                 word.arg == "warn_only" and isinstance(word.value, ast.Constant) and word.value.value
                 for word in keywords
             ):
-                yield Finding("script", "problem", f"line {node.lineno} says warn_only=True", "remove it")
+                yield Finding("script", "problem", f"line {node.lineno} sets warn_only=True", "remove it")
 
 
 LISTINGS = ("listdir", "scandir", "glob", "iglob", "iterdir", "rglob")
 
 
 def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
-    """A folder's entries come in the order of its file system; a call inside `sorted(...)` is fine."""
+    """Find listings in the order of the file system; a call inside `sorted(...)` is fine."""
     in_sorted = {
         id(inner)
         for node in ast.walk(tree)
@@ -214,5 +224,5 @@ def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in in_sorted]
     for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         if (name := ast.unparse(node.func).rpartition(".")[2]) in LISTINGS:
-            seen = f"line {node.lineno} takes {name}() in the order of the file system"
+            seen = f"line {node.lineno} uses {name}() in file-system order"
             yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")

@@ -1,4 +1,4 @@
-"""What to replay and what to do differently: said once, by a verb or a test, and carried to every rank as JSON."""
+"""A request to replay, defined once by a command or a test, and passed to every rank as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,12 +10,12 @@ class Request:
     """Steps `first` to `last` of a record, both included.
 
     Args:
-        model: where the model that the run started from lies now, if it has moved.
-        settings: options that are set differently, as `actor.eps_clip=0.3`.
-        row_filter: expression that a row must fulfil to be trained on (`replayer.expression`).
+        model: current path of the model that the run started from, if it has moved.
+        settings: overrides of options, as `actor.eps_clip=0.3`.
+        row_filter: expression that a row must satisfy to be trained on (`replayer.expression`).
         edit: Python file whose `edit(batch, step)` returns the batch to train on.
-        reward: reward function by its import path, or `file.py:function`; computes every reward anew.
-        record_to: folder of a new record of what this replay does.
+        reward: reward function by its import path, or `file.py:function`; recomputes every reward.
+        record_to: folder for a new record of this replay.
         stop_at_difference: end at the first step that differs.
     """
 
@@ -32,7 +32,7 @@ class Request:
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """What is done to the recorded rows, a phrase each."""
+        """Describe the changes of the recorded rows, a phrase each."""
         phrases = {
             "rows are filtered by": self.row_filter,
             "batches are edited by": self.edit,
@@ -42,11 +42,11 @@ class Request:
 
 
 def request_text(request: Request) -> str:
-    """The request as one line of JSON."""
+    """Serialize the request as one line of JSON."""
     return json.dumps(asdict(request))
 
 
 def parse_request(text: str) -> Request:
-    """The inverse of `request_text`."""
+    """Parse a request; the inverse of `request_text`."""
     members: dict[str, Any] = json.loads(text)
     return Request(**{**members, "settings": tuple(members["settings"])})

@@ -1,10 +1,10 @@
-"""Judges a replay, and where noise may explain what differs, measures that noise by replaying once more.
+"""Judge a replay; if noise may explain a difference, measure the noise floor by replaying again.
 
 replay ─> identical? ─yes─> done
-             no ─> bits were promised  ─> different
-                   noise was promised  ─> replay divided into other micro-batches ─> own noise ─> k
-                   steps, statistically ─> paired over steps
-                   something was set differently ─> numbers beside each other, no verdict
+             no ─> bitwise guarantee      ─> different
+                   noise guarantee        ─> replay with other micro-batches ─> noise floor ─> k
+                   statistical guarantee  ─> paired over steps
+                   settings were changed  ─> numbers next to each other, no verdict
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from recorder import Record, open_record
 from replayer.check import ReplayReport
-from replayer.noise import Finding, Verdict, judge, judge_statistically, own_noise
+from replayer.noise import Finding, Verdict, judge_by_noise, judge_statistically, noise_floor
 from replayer.request import Request
 
 NUM_MICRO_BATCHES = "ppo_actor/update/num_micro_batches"
@@ -23,47 +23,51 @@ def replay_and_judge(
     run: Callable[[Request], ReplayReport],
     before_rerun: Callable[[str], None] = lambda why: None,
 ) -> ReplayReport:
-    """The report of a replay with its verdict.
+    """Return the report of a replay with its verdict.
 
     Args:
-        run: replays (`replayer.run.replay_here`, or on several ranks); called again where noise must be measured.
-        before_rerun: told why, in a sentence.
+        run: replays (`replayer.run.replay_and_compare`, or on several ranks); called again to
+            measure noise.
+        before_rerun: called with the reason, a sentence.
     """
     report = run(request)
     report.verdict = verdict_at_once(report)
     if report.verdict is None:
         before_rerun(
-            "bits differ, as they may: the steps run again, to see how far rounding alone moves them"
+            "bits differ, as the guarantee allows: the steps run again to measure the effect of rounding alone"
         )
-        others = [run(other) for other in own_reruns(open_record(request.record), request, report)]
-        noise = own_noise(report.replayed, [other.replayed for other in others])
-        report.verdict = judge(report.recorded, report.replayed, noise)
+        others = [run(other) for other in noise_reruns(open_record(request.record), request, report)]
+        noise = noise_floor(report.replayed, [other.replayed for other in others])
+        report.verdict = judge_by_noise(report.recorded, report.replayed, noise)
         if not others and report.verdict.finding == "different":
-            report.verdict = replace(report.verdict, finding="unclear")  # nothing but a floor was known
+            # only rounding was known of the noise
+            report.verdict = replace(report.verdict, finding="unclear")
     return report
 
 
 def verdict_at_once(report: ReplayReport) -> Verdict | None:
-    """The verdict that needs no other run, or None."""
-    if report.promise.kind == "unrecorded":
+    """Return the verdict if it needs no other run, else None."""
+    if report.guarantee.kind == "unrecorded":
         return Verdict("unclear", None, None, None)
     if report.identical:
         return Verdict("identical", 0.0, None, None)
     first = report.first_different
     if first is None:
         return Verdict("unclear", None, None, None)
-    if report.promise.kind == "statistical":
+    if report.guarantee.kind == "statistical":
         return judge_statistically(report.recorded, report.replayed)
-    if report.promise.kind in ("bitwise", "changed"):
-        finding: Finding = "different" if report.promise.kind == "bitwise" else "changed"
+    if report.guarantee.kind in ("bitwise", "changed"):
+        finding: Finding = "different" if report.guarantee.kind == "bitwise" else "changed"
         return Verdict(finding, None, first.differences[0].where, first.step)
     return None
 
 
-def own_reruns(record: Record, request: Request, report: ReplayReport) -> list[Request]:
-    """The same steps with other rounding: rows in twice as many micro-batches, or, where each has one already, in one.
+def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list[Request]:
+    """Return requests for the same steps with other rounding.
 
-    A run that was not deterministic runs once more as it was, too. Nothing, where a minibatch is a single row.
+    Rows are divided into twice as many micro-batches, or, if each has one row already, into one. A
+    run that was not deterministic also runs once more unchanged. Empty if a minibatch is a single
+    row.
     """
     reruns = [] if record.header.config["deterministic"] else [request]
     num_micro_batches = max(round(result.replayed[NUM_MICRO_BATCHES]) for result in report.steps)

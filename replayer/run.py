@@ -1,4 +1,4 @@
-"""Replays a record through the trainer's own loop: the same step, from other batches' place of origin."""
+"""Replay a record through the trainer's own loop: only the source of the batches differs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from areal_core.reward import RewardPool
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.before import check_model, check_way, nearest_anchor, step_range
+from replayer.before import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.check import ReplayCheck, ReplayReport
 from replayer.options import replay_config
 from replayer.request import Request
@@ -17,7 +17,7 @@ MakeObserver = Callable[[Record, PPOTrainer, Request], Observer]
 
 
 def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> dict[str, Any]:
-    """Arguments of PPOTrainer that make it a replay: recorded batches in, each step observed."""
+    """Return arguments of PPOTrainer for a replay: recorded batches, observed steps."""
     record = open_record(request.record)
     return {
         "source": lambda trainer: make_source(record, trainer, request),
@@ -28,7 +28,7 @@ def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> di
 
 
 def make_source(record: Record, trainer: PPOTrainer, request: Request) -> RecordedRollouts | EditedRollouts:
-    """The recorded batches of this rank, edited as asked."""
+    """Build the source of this rank's recorded batches, edited as requested."""
     source = RecordedRollouts(record, trainer.ranks.data_parallel_rank, trainer.ranks.data_parallel_size)
     edits: list[Edit] = []
     closing: list[Callable[[], None]] = []
@@ -45,10 +45,10 @@ def make_source(record: Record, trainer: PPOTrainer, request: Request) -> Record
 
 
 def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
-    """Run recorded steps again on this rank, from the nearest anchor, or from the model that the run started from.
+    """Run recorded steps again on this rank, from the nearest anchor or from the run's first model.
 
     Raises:
-        ReplayError: the steps asked for are not in the record, or there is nothing to start from.
+        ReplayError: the requested steps are not in the record, or there is nothing to start from.
     """
     record = open_record(request.record)
     first, _ = step_range(record, request.first, request.last)
@@ -56,7 +56,7 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     check_model(record, config.actor.path, first)
     anchor = nearest_anchor(record, first)
     start = 0 if anchor is None else anchor
-    check_way(record, first, request.last)
+    check_steps_present(record, first, request.last)
     hooks = replay_hooks(request, make_observers) | {
         "checkpoint": None if anchor is None else record.anchor(anchor) / "checkpoint",
         "total_steps": total_steps(record, start),
@@ -66,27 +66,34 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
 
 
 def total_steps(record: Record, step: int) -> int:
-    """Steps of the recorded run, which the learning-rate schedule spans; of rollouts alone, those that are recorded."""
+    """Return the length of the learning-rate schedule; of rollouts alone, recorded steps."""
     if record.header.recording.scope == "rollout":
         return record.steps[-1] + 1
     steps: int = record.step(step).plan(0).details["total_steps"]
     return steps
 
 
-def replay_here(request: Request) -> ReplayReport:
-    """Replay on this rank and compare every step; the report is not judged yet (`replayer.rerun`)."""
+def replay_and_compare(request: Request, make_observers: Sequence[MakeObserver] = ()) -> ReplayReport:
+    """Replay on this rank and compare every step with the record; a collective.
+
+    Args:
+        make_observers: further observers, called after the comparison.
+
+    Returns:
+        The report, without a verdict (`replayer.rerun.replay_and_judge` adds it).
+    """
     checks: list[ReplayCheck] = []
 
     def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         checks.append(check_of(record, trainer, request))
         return checks[0]
 
-    replay(request, [make_check])
+    replay(request, [make_check, *make_observers])
     return checks[0].report
 
 
-def check_of(record: Record, trainer: PPOTrainer, request: Request, **told: Any) -> ReplayCheck:
-    """The comparison that a request asks for, on this rank of the trainer; `told` are its callbacks."""
+def check_of(record: Record, trainer: PPOTrainer, request: Request, **callbacks: Any) -> ReplayCheck:
+    """Build the comparison of a request on this rank; `callbacks` are those of ReplayCheck."""
     return ReplayCheck(
         record,
         trainer.ranks.data_parallel_rank,
@@ -94,5 +101,5 @@ def check_of(record: Record, trainer: PPOTrainer, request: Request, **told: Any)
         request.first,
         request.edits,
         request.stop_at_difference,
-        **told,
+        **callbacks,
     )

@@ -1,7 +1,8 @@
-"""Recorded rollouts as the trainer's source: the batches that the trainer saw, bit for bit, and no engine.
+"""Recorded rollouts as the trainer's source: the same batches, bit for bit, no engine.
 
-On as many ranks as recorded, each gets what it got. On another number of ranks the groups of all are dealt anew, as the prompt loader
-deals prompts: group i of the step goes to rank i modulo their number.
+With the recorded number of ranks, each gets its own batches. With another number, the groups of all
+ranks are redistributed as the prompt loader distributes prompts: group i of the step goes to rank i
+modulo their number.
 """
 
 from typing import Any
@@ -15,48 +16,51 @@ from areal_core.rollout.source import TrainedWeights
 from recorder import Record, RecordedStep
 from recorder.format import TensorEntry
 
-# numpy lacks these types; the recorder hands out their bits
+# NumPy lacks these types; the recorder returns their bits
 TORCH_ONLY = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class RecordedRollouts:
-    """Gives data-parallel rank `data_parallel_rank` of `data_parallel_size` its rows of each recorded step."""
+    """A source of the recorded rows of one data-parallel rank."""
 
     def __init__(self, record: Record, data_parallel_rank: int, data_parallel_size: int) -> None:
         self.record, self.rank, self.size = record, data_parallel_rank, data_parallel_size
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """The padded batch of a step, on the CPU; sets the RNG states with which the trainer went on from it, where recorded.
+        """Return the padded batch of a step, on the CPU; also restores recorded RNG states.
 
         `version` is the trainer's and changes nothing.
 
-        Raises StepNotRecorded, and DamagedRecord with file and tensor when bytes are not the ones written.
+        Raises StepNotRecorded, and DamagedRecord with file and tensor if bytes differ from those
+        written.
         """
         recorded = self.record.step(step)
         num_recorded = recorded.manifest.num_ranks
         if self.record.header.recording.scope != "rollout":
-            # With more ranks than recorded, some share a state; only dropout draws from it.
+            # With more ranks than recorded, some share an RNG state; only dropout uses it.
             set_rng_state(recorded.plan(self.rank % num_recorded).rng)
         if self.size == num_recorded:
             return recorded_batch(recorded, self.rank)
-        return deal([recorded_batch(recorded, rank) for rank in range(num_recorded)], self.rank, self.size)
+        return redistribute(
+            [recorded_batch(recorded, rank) for rank in range(num_recorded)], self.rank, self.size
+        )
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Nothing: there is no engine that could want them."""
+        """Do nothing: there is no engine."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the trainer's step number says where it is."""
+        """Return no state: the trainer's step number is enough."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Nothing to close: files are open only while they are read."""
+        """Do nothing: files are open only while they are read."""
 
 
 def recorded_batch(recorded: RecordedStep, rank: int) -> Batch:
-    """What a rank trained on in a step, padded as it was."""
+    """Return the batch of a rank in a step, padded as it was."""
     _, entry = recorded.batch_entry(rank)
     arrays = recorded.batch(rank)
     lengths = np.diff(arrays.pop("cu_seqlens"))
@@ -68,14 +72,14 @@ def recorded_batch(recorded: RecordedStep, rank: int) -> Batch:
     }
 
 
-def deal(batches: list[Batch], rank: int, size: int) -> Batch:
-    """This rank's groups of a step that other ranks recorded, in canonical order."""
-    whole = sort_canonical(pad_and_concat(batches))
-    group = torch.unique(whole["prompt_id"], return_inverse=True)[1]  # [B], ascending with prompt_id
-    return select_rows(whole, (group % size == rank).nonzero()[:, 0].tolist())
+def redistribute(batches: list[Batch], rank: int, size: int) -> Batch:
+    """Return this rank's groups of a step that other ranks recorded, in canonical order."""
+    batch = sort_canonical(pad_and_concat(batches))
+    group = torch.unique(batch["prompt_id"], return_inverse=True)[1]  # [B], ascending
+    return select_rows(batch, (group % size == rank).nonzero()[:, 0].tolist())
 
 
 def as_tensor(array: np.ndarray, entry: TensorEntry) -> torch.Tensor:
-    """The array as a tensor of the dtype that the trainer saw."""
+    """Convert the array to a tensor of the trainer's dtype."""
     tensor = torch.from_numpy(array)
     return tensor.view(TORCH_ONLY[entry.dtype]) if entry.dtype in TORCH_ONLY else tensor

@@ -1,36 +1,19 @@
-"""Where two recordings of one step part: the stages of a step in the order in which they are computed.
+"""Find where two recordings of one step diverge, by its stages in the order of computation.
 
     batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch, a critic's after the actor's
 
-The first difference in this order is the one to look for; those behind it may follow from it.
+The first difference in this order is the one to explain; later ones may follow from it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
-from replayer.tensors_apart import Place, TensorDifference, compare_tensors, files
+from replayer.tensors_apart import StageDifference, compare_tensors, files
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
-LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
-
-
-@dataclass(frozen=True)
-class StageDifference:
-    """One tensor or value that differs, as in TensorDifference, by stage; `minibatch` is that of a loss, gradient or weight."""
-
-    stage: str
-    name: str
-    left: Any
-    right: Any
-    num_different: int = 1
-    num_compared: int = 1
-    largest: float | None = None
-    place: Place | None = None
-    minibatch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,14 +26,12 @@ class Update:
 
 
 def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDifference, ...]:
-    """Everything in which two recordings of a step differ, in the order of its computation; nothing when they have the same bits.
+    """List all differences of two recordings of a step, in the order of computation.
 
     Raises DamagedRecord.
     """
-    batch = [StageDifference("batch", **vars(one)) for one in compare_tensors(left, right, "batch")]
-    learning = [
-        StageDifference(stage_of(one), **vars(one)) for one in compare_tensors(left, right, "learning")
-    ]
+    batch = list(compare_tensors(left, right, "batch"))
+    learning = list(compare_tensors(left, right, "learning"))
     learning.sort(key=lambda difference: STAGES.index(difference.stage))
     here, there = read_outcomes(left), read_outcomes(right)
     if not here or not there:
@@ -64,19 +45,17 @@ def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDiffere
     return (*batch, *learning, *actors, *critics, *weights)
 
 
-def stage_of(difference: TensorDifference) -> str:
-    """The stage that computes a tensor of the learning file."""
-    return "logprobs" if difference.name in LOGPROBS else "advantages"
-
-
 def read_outcomes(step: RecordedStep) -> list[Outcome]:
-    """What came out on each rank; none where it was not recorded."""
+    """Read the outcome of each rank; empty if outcomes were not recorded."""
     recorded = step.rank_name("outcome", 0, "json") in step.manifest.files
     return [step.outcome(rank) for rank in range(step.manifest.num_ranks)] if recorded else []
 
 
 def parse_updates(plan: Plan, member: str) -> list[Update]:
-    """The optimizer steps under one member of our trainer's plan: "minibatches" of the actor, or "critic"; none where it is absent."""
+    """Parse the optimizer steps in the plan's `member`: "minibatches" (actor) or "critic".
+
+    Empty if the member is absent.
+    """
     if member not in plan.details:
         return []
     numbers = ("loss", "grad_norm", "lr")
@@ -84,7 +63,7 @@ def parse_updates(plan: Plan, member: str) -> list[Update]:
 
 
 def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
-    """Statistics of what was learned from, which stand for it where it was not recorded itself."""
+    """Compare statistics of the inputs to the loss, if the inputs were not recorded."""
     names = [
         name for name in left if name in right and name.startswith(ACTOR) and not name.startswith(UPDATE)
     ]
@@ -95,7 +74,7 @@ def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) ->
 def compare_numbers(
     stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
 ) -> Iterator[StageDifference]:
-    """The difference of two numbers, if their bits differ."""
+    """Yield the difference of two numbers, if their bits differ."""
     if (left is None) != (right is None) or (
         left is not None and right is not None and hex_of(left) != hex_of(right)
     ):
@@ -104,14 +83,14 @@ def compare_numbers(
 
 
 def hex_of(value: float) -> str:
-    """Equal text means equal bits."""
+    """Return C99 hex: equal text means equal bits."""
     return float(value).hex()
 
 
 def compare_updates(
     here: Sequence[Outcome], there: Sequence[Outcome], updates: Sequence[Update], others: Sequence[Update]
 ) -> Iterator[StageDifference]:
-    """Losses, gradients and weights, minibatch by minibatch."""
+    """Compare losses, gradients and weights, minibatch by minibatch."""
     ran = [m.minibatch + 1 for outcome in (*here, *there) for m in outcome.micro_batches]
     for minibatch in range(max([0, *ran])):
         # other ranks have other micro-batches, whose losses cannot be compared
@@ -132,7 +111,7 @@ def compare_updates(
 
 
 def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iterator[StageDifference]:
-    """Losses, gradient norms and rates of a critic, whose micro-batches are not told one by one."""
+    """Compare losses, gradient norms and learning rates of a critic, by minibatch."""
     for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
         for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
             own, other = (None if one is None else getattr(one, fact) for one in (left, right))
@@ -140,7 +119,7 @@ def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iter
 
 
 def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:
-    """How a rank divided a minibatch, and what each micro-batch lost."""
+    """Compare how a rank divided a minibatch, and the loss of each micro-batch."""
     sides = [[m for m in outcome.micro_batches if m.minibatch == minibatch] for outcome in (left, right)]
     for number, (a, b) in enumerate(zip_longest(*sides)):
         name = f"rank {rank}, micro-batch {number}"
@@ -153,14 +132,14 @@ def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> 
 
 
 def number_of(micro_batch: MicroBatch | None, fact: str) -> float | None:
-    """One of a micro-batch's numbers, None where there is no such micro-batch."""
+    """One number of a micro-batch, None if there is no such micro-batch."""
     return None if micro_batch is None else getattr(micro_batch, fact)
 
 
 def compare_checksums(
     stage: str, left: Mapping[str, str], right: Mapping[str, str], minibatch: int | None = None
 ) -> Iterator[StageDifference]:
-    """The first parameter, in the model's order, whose checksum differs, and how many do."""
+    """Yield the first parameter, in the model's order, whose checksum differs, and how many do."""
     names = list({**left, **right})
     different = [name for name in names if name not in left or name not in right or left[name] != right[name]]
     if different:

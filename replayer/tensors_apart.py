@@ -1,11 +1,11 @@
-"""Where the recorded tensors of one step part: which tensor first, in which row and token, and by how much.
+"""Find where the recorded tensors of one step diverge: tensor, row, token, and by how much.
 
-Rows are matched by (prompt_id, sample_id) over all ranks, so records of different numbers of ranks can be compared. Tensors whose
-checksums in step.json agree are not read.
+Rows are matched by (prompt_id, sample_id) over all ranks, so records with different numbers of
+ranks can be compared. Tensors whose checksums in step.json are equal are not read.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import numpy as np
 from recorder import RecordedStep
 from recorder.format import BatchEntry, TensorEntry
 
+LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
 ROW_KEYS = ("cu_seqlens", "prompt_id", "sample_id")
-# the order in which tensors come to be: what differs first explains what differs later
+# in the order of computation: the first difference explains later ones
 ORDER = (
     "input_ids",
     "loss_mask",
@@ -29,9 +30,11 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Place:
-    """A row of a step, and a token of it (None: a value of the row). `rank` and `row` are those of the left record.
+    """A row of a step, and a token of it (None: a value of the row).
 
-    `in_prompt`: the token stands before the first one that the model sampled.
+    `rank` and `row` are of the left record.
+
+    `in_prompt`: the token precedes the first one in the loss mask.
     """
 
     rank: int
@@ -43,12 +46,18 @@ class Place:
 
 
 @dataclass(frozen=True)
-class TensorDifference:
-    """A tensor that differs: its first difference, and how much of it differs. None stands for absent.
+class StageDifference:
+    """A tensor or a value that differs, and the stage that computes it.
 
-    `num_different` of `num_compared` elements differ in bits, by at most `largest` (None where they are no floats).
+    Attributes:
+        left, right: the first values that differ; None if absent.
+        num_different, num_compared: elements that differ in bits, of how many.
+        largest: the largest absolute difference; None unless they are floats.
+        place: where `left` and `right` are; None outside the rows of a batch.
+        minibatch: the minibatch of a loss, gradient or weight.
     """
 
+    stage: str
     name: str
     left: Any
     right: Any
@@ -56,11 +65,12 @@ class TensorDifference:
     num_compared: int = 1
     largest: float | None = None
     place: Place | None = None
+    minibatch: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """Where a row is: its tokens in the flat tensors of its rank, the first `prompt_length` of which were given to the model."""
+    """Position of a row in its rank's flat tensors; the prompt has `prompt_length` tokens."""
 
     rank: int
     row: int
@@ -68,8 +78,8 @@ class Row:
     end: int
     prompt_length: int
 
-    def part(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
-        """The row's tokens, or its one value, from an array a rank."""
+    def slice(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
+        """Return the row's tokens, or its one value, from an array per rank."""
         begin, end = (self.begin, self.end) if per_token else (self.row, self.row + 1)
         return arrays[self.rank][begin:end]
 
@@ -78,8 +88,8 @@ Rows = dict[tuple[int, int], Row]
 Files = list[tuple[str, BatchEntry]]
 
 
-def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Iterator[TensorDifference]:
-    """Differences of the tensors of a kind, "batch" or "learning"; nothing where one side did not record them."""
+def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Iterator[StageDifference]:
+    """Compare the tensors of a kind, "batch" or "learning", if both sides recorded them."""
     here, there = files(left, kind), files(right, kind)
     if not here or not there:
         return
@@ -94,35 +104,44 @@ def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Itera
         entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
         if entries[0] is None or entries[1] is None:
             dtypes = [entry and entry.dtype for entry in entries]
-            yield TensorDifference(key, left=dtypes[0], right=dtypes[1])
+            yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
             continue
         arrays, others = read_all(left, here, key), read_all(right, there, key)
-        yield from compare_tensor(key, rows, other_rows, arrays, others, entries[0].axis == "token")
+        yield from compare_tensor(
+            stage_of(kind, key), key, (rows, other_rows), (arrays, others), entries[0].axis == "token"
+        )
+
+
+def stage_of(kind: str, name: str) -> str:
+    """Return the stage that computes a tensor of a "batch" or "learning" file."""
+    if kind == "batch":
+        return "batch"
+    return "logprobs" if name in LOGPROBS else "advantages"
 
 
 def files(step: RecordedStep, kind: str) -> Files:
-    """Name and entry of each rank's safetensors file of a kind; none where the kind was not recorded."""
+    """Name and entry of each rank's file of a kind; empty if the kind was not recorded."""
     names = [step.rank_name(kind, rank, "safetensors") for rank in range(step.manifest.num_ranks)]
     return [(name, step.manifest.batches[name]) for name in names if name in step.manifest.batches]
 
 
 def tensor_entries(entries: Files, key: str) -> list[TensorEntry | None]:
-    """What step.json says of every rank's tensor: equal means equal bytes at equal places."""
+    """Return every rank's entry of a tensor in step.json: equal entries mean equal bytes."""
     return [({key: None} | entry.tensors)[key] for _, entry in entries]
 
 
 def read_all(step: RecordedStep, entries: Files, key: str) -> list[np.ndarray]:
-    """A tensor of every rank."""
+    """Read a tensor of every rank."""
     return [step.tensors(name, entry, [key])[key] for name, entry in entries]
 
 
 def position(key: str) -> tuple[int, str]:
-    """Sorts tensors in the order in which they come to be."""
+    """Sort key of a tensor in the order of computation."""
     return (ORDER.index(key) if key in ORDER else len(ORDER), key)
 
 
 def find_rows(step: RecordedStep) -> Rows:
-    """Every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
+    """Return every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
     rows: Rows = {}
     for rank in range(step.manifest.num_ranks):
         arrays = step.batch(rank, (*ROW_KEYS, "loss_mask"))
@@ -135,58 +154,67 @@ def find_rows(step: RecordedStep) -> Rows:
     return rows
 
 
-def compare_rows(left: Rows, right: Rows) -> Iterator[TensorDifference]:
-    """Rows that only one side has, or that come in another order."""
+def compare_rows(left: Rows, right: Rows) -> Iterator[StageDifference]:
+    """Yield rows that only one side has, or that come in another order."""
     union = {**left, **right}
     alone = [name for name in union if name not in left or name not in right]
     if alone:
         sides = ["present" if alone[0] in rows else None for rows in (left, right)]
         place = place_of(alone[0], union[alone[0]])
-        yield TensorDifference("rows", sides[0], sides[1], len(alone), len(union), place=place)
+        yield StageDifference("batch", "rows", sides[0], sides[1], len(alone), len(union), place=place)
     elif list(left) != list(right):
         moved = [(name, other) for name, other in zip(left, right, strict=True) if name != other]
         name, other = moved[0]
-        yield TensorDifference(
-            "order of rows", name, other, len(moved), len(left), place=place_of(name, left[name])
+        yield StageDifference(
+            "batch", "order of rows", name, other, len(moved), len(left), place=place_of(name, left[name])
         )
 
 
 def place_of(name: tuple[int, int], row: Row, token: int | None = None) -> Place:
-    """The row as a place."""
+    """Return the row as a place."""
     return Place(row.rank, row.row, name[0], name[1], token, token is not None and token < row.prompt_length)
 
 
 def compare_tensor(
+    stage: str,
     key: str,
-    rows: Rows,
-    other_rows: Rows,
-    arrays: Sequence[np.ndarray],
-    others: Sequence[np.ndarray],
+    rows: tuple[Rows, Rows],
+    arrays: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     per_token: bool,
-) -> Iterator[TensorDifference]:
-    """The difference of one tensor in the rows that both sides have, if its bits differ."""
-    found: list[TensorDifference] = []
+) -> Iterator[StageDifference]:
+    """Yield the difference of one tensor in the rows that both sides have, if its bits differ.
+
+    Args:
+        rows, arrays: of the left and of the right side; one array per rank.
+    """
+    found: list[StageDifference] = []
     num_different, num_compared = 0, 0
-    for name in [name for name in rows if name in other_rows]:
-        a, b = rows[name].part(arrays, per_token), other_rows[name].part(others, per_token)
+    here, there = rows
+    for name in [name for name in here if name in there]:
+        a, b = here[name].slice(arrays[0], per_token), there[name].slice(arrays[1], per_token)
         different, largest = differing_elements(a, b)
         num_different, num_compared = num_different + len(different), num_compared + max(len(a), len(b))
         if len(different):
             index = int(different[0])
-            place = place_of(name, rows[name], index if per_token else None)
+            place = place_of(name, here[name], index if per_token else None)
             found.append(
-                TensorDifference(key, value_at(a, index), value_at(b, index), largest=largest, place=place)
+                StageDifference(
+                    stage, key, value_at(a, index), value_at(b, index), largest=largest, place=place
+                )
             )
     if found:
         first = found[0]
         sizes = [one.largest for one in found if one.largest is not None]
-        yield TensorDifference(
-            key, first.left, first.right, num_different, num_compared, max(sizes, default=None), first.place
+        yield replace(
+            first,
+            num_different=num_different,
+            num_compared=num_compared,
+            largest=max(sizes, default=None),
         )
 
 
 def differing_elements(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float | None]:
-    """Indices at which two rows differ in bits, ascending, and the largest difference of their floats."""
+    """Return indices at which two rows differ in bits, and the largest float difference."""
     shared = min(len(left), len(right))
     a, b = left[:shared], right[:shared]
     unequal = a != b if a.dtype != b.dtype else bits(a) != bits(b)
@@ -199,10 +227,10 @@ def differing_elements(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray,
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The array's bits as integers: 0.0 is not -0.0, and NaN is NaN."""
+    """Return the array's bits as integers: 0.0 is not -0.0, and NaN equals NaN."""
     return array.view(f"u{array.itemsize}") if array.dtype.kind == "f" else array
 
 
 def value_at(array: np.ndarray, index: int) -> Any:
-    """An element as a Python number, None beyond the end."""
+    """Return an element as a Python number, None beyond the end."""
     return array[index].tolist() if index < len(array) else None

@@ -1,8 +1,8 @@
-"""Two takes of one step, compared: equal bits, or how far each parameter moves by itself. Imports no torch.
+"""Compare repeats of one step: equal bits, or the noise floor of each parameter. Imports no torch.
 
-TAKE/
-  take.json                     rank 0: outcome and findings
-  values-00001.safetensors      rank 1: its part of the weights and gradients that were asked for
+REPEAT/
+  repeat.json                   rank 0: outcome and findings
+  values-00001.safetensors      rank 1: its shards of the requested weights and gradients
 """
 
 import json
@@ -19,14 +19,15 @@ from replayer.check import NOT_COMPUTED
 from replayer.compare import StepComparison, compare_outcomes
 from replayer.preflight_checks import Finding
 
-TAKE_FILE = "take.json"
+REPEAT_FILE = "repeat.json"
 
 
 @dataclass(frozen=True)
 class ParameterNoise:
-    """How far a parameter lies from itself in two takes of a step: largest absolute distance of weights and of gradients.
+    """Largest absolute distance of a parameter's weights and gradients between two repeats.
 
-    `gradient_share` is the latter over the largest gradient; `num_different` of `num_elements` weights differ.
+    `gradient_share` is the latter over the largest gradient; `num_different` of `num_elements`
+    weights differ.
     """
 
     name: str
@@ -39,7 +40,11 @@ class ParameterNoise:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight found. `num_compared` counts values of the step; `noise` has the parameters that differ, noisiest first."""
+    """Result of a preflight.
+
+    `num_compared` counts values of the step; `noise` lists the parameters that differ, noisiest
+    first.
+    """
 
     findings: tuple[Finding, ...]
     num_compared: int
@@ -48,7 +53,7 @@ class PreflightReport:
 
     @property
     def identical(self) -> bool:
-        """Both takes of the step have the same bits."""
+        """True if both repeats of the step have the same bits."""
         return self.num_compared > 0 and not self.differences
 
     @property
@@ -61,25 +66,25 @@ class PreflightReport:
         return {"identical": self.identical, "problems": len(self.problems)} | asdict(self)
 
 
-def write_take(folder: Path, outcome: Outcome, findings: list[Finding]) -> None:
-    """Leaves what rank 0 saw."""
+def write_repeat(folder: Path, outcome: Outcome, findings: list[Finding]) -> None:
+    """Save rank 0's outcome and findings."""
     document = {"outcome": outcome_document(outcome), "findings": [asdict(finding) for finding in findings]}
-    (folder / TAKE_FILE).write_text(json.dumps(document))
+    (folder / REPEAT_FILE).write_text(json.dumps(document))
 
 
-def read_take(folder: Path) -> tuple[Outcome, tuple[Finding, ...]]:
-    """What rank 0 saw."""
-    document = json.loads((folder / TAKE_FILE).read_text())
-    return parse_outcome(document["outcome"], TAKE_FILE), tuple(Finding(**f) for f in document["findings"])
+def read_repeat(folder: Path) -> tuple[Outcome, tuple[Finding, ...]]:
+    """Read rank 0's outcome and findings."""
+    document = json.loads((folder / REPEAT_FILE).read_text())
+    return parse_outcome(document["outcome"], REPEAT_FILE), tuple(Finding(**f) for f in document["findings"])
 
 
-def compare_takes(first: Path, second: Path) -> StepComparison:
-    """Losses, statistics and parameters of two takes, on bits."""
-    return compare_outcomes(read_take(first)[0], read_take(second)[0], NOT_COMPUTED)
+def compare_repeats(first: Path, second: Path) -> StepComparison:
+    """Compare losses, statistics and parameters of two repeats bitwise."""
+    return compare_outcomes(read_repeat(first)[0], read_repeat(second)[0], NOT_COMPUTED)
 
 
 def measure_noise(first: Path, second: Path) -> tuple[ParameterNoise, ...]:
-    """Each parameter of two takes that kept values, over all ranks; the noisiest first."""
+    """Return the noise of each parameter with kept values, over all ranks; the noisiest first."""
     left, right = read_values(first), read_values(second)
     names = sorted(name.removeprefix("weights:") for name in left if name.startswith("weights:"))
     found = [parameter_noise(name, left, right) for name in names]
@@ -87,7 +92,7 @@ def measure_noise(first: Path, second: Path) -> tuple[ParameterNoise, ...]:
 
 
 def read_values(folder: Path) -> dict[str, list[np.ndarray]]:
-    """Each kept array, a part a rank."""
+    """Read each kept array, one shard per rank."""
     values: dict[str, list[np.ndarray]] = {}
     for file in sorted(folder.glob("values-*.safetensors")):
         for name, array in load_file(file).items():
@@ -98,9 +103,9 @@ def read_values(folder: Path) -> dict[str, list[np.ndarray]]:
 def parameter_noise(
     name: str, left: dict[str, list[np.ndarray]], right: dict[str, list[np.ndarray]]
 ) -> ParameterNoise:
-    """One parameter."""
-    weights = apart(left[f"weights:{name}"], right[f"weights:{name}"])
-    gradients = apart(left[f"gradients:{name}"], right[f"gradients:{name}"])
+    """Return the noise of one parameter."""
+    weights = absolute_difference(left[f"weights:{name}"], right[f"weights:{name}"])
+    gradients = absolute_difference(left[f"gradients:{name}"], right[f"gradients:{name}"])
     largest = max((float(np.abs(part).max(initial=0)) for part in left[f"gradients:{name}"]), default=0.0)
     gradient = float(gradients.max(initial=0))
     return ParameterNoise(
@@ -113,8 +118,12 @@ def parameter_noise(
     )
 
 
-def apart(left: list[np.ndarray], right: list[np.ndarray]) -> np.ndarray:
-    """|left - right| of all parts, flat: 0 for equal values, NaN beside NaN included; infinite beside NaN and infinity."""
+def absolute_difference(left: list[np.ndarray], right: list[np.ndarray]) -> np.ndarray:
+    """Return |left - right| over all shards, flat.
+
+    0 for equal values, also for two NaNs; infinite for NaN against another value, and for infinite
+    differences.
+    """
     a, b = (np.concatenate([part.ravel() for part in parts]) for parts in (left, right))
     with np.errstate(invalid="ignore"):
         distance = np.abs(a.astype(np.float64) - b)

@@ -1,8 +1,9 @@
-"""What if: recorded batches with rows left out, edited, or rewarded anew, on their way to the trainer.
+"""What-if edits of recorded batches: filter rows, edit them, recompute rewards.
 
 record ─> RecordedRollouts ─> filter ─> edit script ─> rewards ─> trainer
 
-Nothing is written into the record. Every edit is a function `(batch, step) -> batch` of this rank's padded batch.
+The record is never written. Every edit is a function `(batch, step) -> batch` of this rank's padded
+batch.
 """
 
 import importlib.util
@@ -24,12 +25,14 @@ Edit = Callable[[Batch, int], Batch]
 
 
 class EditedRollouts:
-    """A source whose batches go through edits.
+    """A source that applies edits to its batches.
 
     Args:
-        maximum: the largest of a count over ranks, a collective: every rank learns that no rank has a row left.
-        closing: called at the end.
-        share: a batch of the first of the ranks that hold the same rows, on all of them; a collective. An edit may draw numbers.
+        maximum: the largest of a count over ranks, a collective: all ranks learn if no rank has a
+            row left.
+        closing: functions to call at the end.
+        share: broadcast a batch from the first of the ranks that share rows, a collective: an edit
+            may be random.
     """
 
     def __init__(
@@ -44,7 +47,10 @@ class EditedRollouts:
         self.share = share
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """The edited batch. Raises WrongEdit when an edit gives no batch, or leaves no row on any rank."""
+        """Return the edited batch.
+
+        Raises WrongEdit if an edit returns no batch, or leaves no row on any rank.
+        """
         batch = self.source.next_batch(step, version)
         for edit in self.edits:
             edited = edit(batch, step)
@@ -56,26 +62,26 @@ class EditedRollouts:
         return batch
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """As the source does."""
+        """Call the source."""
         self.source.update_weights(engine, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's."""
+        """Return the source's state."""
         return self.source.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To the source."""
+        """Restore the source's state."""
         self.source.load_state_dict(state)
 
     def close(self) -> None:
-        """Closes the source, and what the edits hold."""
+        """Close the source, and the resources of the edits."""
         self.source.close()
         for close in self.closing:
             close()
 
 
 def check_batch(edited: object, before: Batch, step: int) -> None:
-    """Raises WrongEdit unless `edited` has the keys and dtypes of `before` and one number of rows."""
+    """Raise WrongEdit unless keys, dtypes and dimensions are those of `before`."""
     if not isinstance(edited, dict) or set(edited) != set(before):
         seen = sorted(edited) if isinstance(edited, dict) else type(edited).__name__
         raise WrongEdit(f"step {step}: an edit must return a batch with {sorted(before)}, not {seen}")
@@ -90,14 +96,14 @@ def check_batch(edited: object, before: Batch, step: int) -> None:
 
 
 def filter_rows(text: str, tokenizer: PreTrainedTokenizerBase) -> Edit:
-    """Keeps the rows for which the expression holds. Raises WrongFilter."""
+    """Return an edit that keeps the rows for which the expression is true. Raises WrongFilter."""
     expression = parse_expression(text, ROW_NAMES)
 
     def keep(batch: Batch, step: int) -> Batch:
         rows = range(len(batch["rewards"]))
         return select_rows(
             batch,
-            [row for row in rows if expression.holds(row_values(expression, batch, row, step, tokenizer))],
+            [row for row in rows if expression.matches(row_values(expression, batch, row, step, tokenizer))],
         )
 
     return keep
@@ -106,7 +112,7 @@ def filter_rows(text: str, tokenizer: PreTrainedTokenizerBase) -> Edit:
 def row_values(
     expression: Expression, batch: Batch, row: int, step: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """What the expression's names mean for a row."""
+    """Return the values of the expression's names for a row."""
     prompt, completion = split_row(batch, row)
     trained = batch["loss_mask"][row].bool()
     values: dict[str, Any] = {
@@ -126,7 +132,7 @@ def row_values(
 
 
 def split_row(batch: Batch, row: int) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt, which ends before the first trained token, and of all that follows."""
+    """Split token ids into prompt, before the first token in the loss mask, and completion."""
     ids = batch["input_ids"][row][batch["attention_mask"][row]].tolist()
     trained = batch["loss_mask"][row].nonzero()
     first = int(trained[0]) if len(trained) else len(ids)
@@ -134,7 +140,7 @@ def split_row(batch: Batch, row: int) -> tuple[list[int], list[int]]:
 
 
 def load_edit(file: str) -> Edit:
-    """The function `edit(batch, step)` of a Python file. Raises WrongEdit."""
+    """Load the function `edit(batch, step)` of a Python file. Raises WrongEdit."""
     if not Path(file).is_file():
         raise WrongEdit(
             f"there is no edit script {file}: give a Python file with a function edit(batch, step)"
@@ -150,7 +156,7 @@ def load_edit(file: str) -> Edit:
 
 
 def reward_rows(pool: RewardPool, tokenizer: PreTrainedTokenizerBase) -> Edit:
-    """Computes the reward of every row with a reward function, from its prompt and completion alone."""
+    """Return an edit that computes rewards from prompt and completion alone."""
 
     def reward(batch: Batch, step: int) -> Batch:
         rows = [split_row(batch, row) for row in range(len(batch["rewards"]))]
@@ -162,7 +168,7 @@ def reward_rows(pool: RewardPool, tokenizer: PreTrainedTokenizerBase) -> Edit:
             rewards = [call.result() for call in calls]
         except RewardError as error:
             raise WrongEdit(
-                f"step {step}: {error}\na record holds prompt, completion and their tokens, no row of a dataset"
+                f"step {step}: {error}\na record has prompt, completion and their tokens, but no dataset row"
             ) from error
         return batch | {"rewards": torch.tensor(rewards, dtype=batch["rewards"].dtype)}
 

@@ -44,14 +44,14 @@ def command(
     Needs about log2 of the number of commits replays. Your checkout is not touched. Exit code 1: a commit was found.
     """
     from recorder import open_record
-    from replayer.before import check_model, check_way, step_range
+    from replayer.before import check_model, check_steps_present, step_range
     from replayer.bisect import find_commit, replay_with, worktree
 
     opened = open_record(record)
     first, last = step_range(opened, from_step, to_step)
     if to_step is None:
         last = min(last, first + DEFAULT_STEPS - 1)
-    check_way(opened, first, last)
+    check_steps_present(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     code = repository or Path(__file__).parents[2]
     path = record if "://" in record else str(Path(record).resolve())

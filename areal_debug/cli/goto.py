@@ -50,7 +50,7 @@ def command(
     Exit code 0: reached, every bit as recorded. 1: a step on the way, or the weights, differ from the record.
     """
     from recorder import open_record
-    from replayer.before import check_anchor, check_model, check_way, step_range
+    from replayer.before import check_anchor, check_model, check_steps_present, step_range
 
     if shell and with_pdb:
         raise ValueError("--shell and --pdb exclude each other: choose one")
@@ -63,7 +63,7 @@ def command(
     if rank >= num_ranks:
         raise ValueError(f"--rank {rank}: the record has ranks 0 to {num_ranks - 1}")
     step_range(opened, step, step)
-    check_way(opened, step, step)
+    check_steps_present(opened, step, step)
     check_anchor(opened, step)
     check_model(opened, model or opened.header.config["actor"]["path"], step)
     do = "shell" if shell else "pdb" if with_pdb else ""

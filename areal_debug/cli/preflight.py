@@ -42,11 +42,11 @@ def command(
     """
     from areal_debug.preflight_output import print_preflight
     from recorder import open_record
-    from replayer.preflight_checks import look_at_script, order_of_record
+    from replayer.preflight_checks import check_script, order_of_record
 
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
-    around = look_at_script(script) if script is not None else []
+    around = check_script(script) if script is not None else []
     if record is not None:
         around.append(order_of_record(open_record(record)))
     with tempfile.TemporaryDirectory() as folder:
@@ -72,15 +72,15 @@ def ranks_of(arguments: list[str]) -> int:
 
 def take_twice(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
     """The step in two generations of processes; where bits differ, twice more for the values of what differs."""
-    from replayer.twice import ParameterNoise, PreflightReport, compare_takes, measure_noise, read_take
+    from replayer.twice import ParameterNoise, PreflightReport, compare_repeats, measure_noise, read_repeat
 
     takes = [take(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
-    comparison = compare_takes(*takes)
+    comparison = compare_repeats(*takes)
     noise: tuple[ParameterNoise, ...] = ()
     if names := [difference.where for difference in comparison.parameters]:
         kept = [take(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")]
         noise = measure_noise(*kept)
-    findings = read_take(takes[0])[1]
+    findings = read_repeat(takes[0])[1]
     return PreflightReport(findings, comparison.num_compared, comparison.differences, noise)
 
 

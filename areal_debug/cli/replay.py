@@ -65,7 +65,7 @@ def command(
         check_edits,
         check_model,
         check_replayable,
-        check_way,
+        check_steps_present,
         step_range,
     )
     from replayer.options import replay_config
@@ -80,7 +80,7 @@ def command(
     request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
     check_edits(opened, request)
     replay_config(opened, model, settings)  # what is wrong with an option is told once, and at once
-    check_way(opened, first, last)
+    check_steps_present(opened, first, last)
     check_anchor(opened, first)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     refuse_damage(record, len(opened.steps))
@@ -98,7 +98,7 @@ def command(
     )
     if as_json:
         print_json(report.to_dict())
-    elif report.promise.kind == "changed":
+    elif report.guarantee.kind == "changed":
         print_comparison(out, report)
     else:
         from areal_debug.replay_output import print_verdict
@@ -112,10 +112,10 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
     """Name the samples that made a step what it was."""
     from areal_debug.explain_output import print_explanation
     from areal_debug.replay_ranks import report_of_ranks
-    from replayer.before import check_model, check_way, step_range
+    from replayer.before import check_model, check_steps_present, step_range
 
     step_range(record, step, step)
-    check_way(record, step, step)
+    check_steps_present(record, step, step)
     check_model(record, model or record.header.config["actor"]["path"], step)
     arguments = ["-m", "areal_debug.explain_rank", record.path, str(step), model or ""]
     found = report_of_ranks(arguments, record.header.world_size)

@@ -133,7 +133,7 @@ def replay_exit_code(report: dict[str, Any]) -> int:
     """0 for equal bits; 2 where bits may differ here, which only `areal-debug replay` can judge; 1 for other bits."""
     if report["identical"]:
         return 0
-    return 2 if report["promise"]["kind"] in ("noise", "statistical") else 1
+    return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
 
 
 def list_or_split(context: click.Context, names: str | None) -> list[str]:

@@ -48,7 +48,7 @@ def test_a_shell_at_a_step_has_everything_in_hand(recorded):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["goto", "RECORD", "--step", 7], "steps 7 to 7 were asked for, the record holds 0 to 2"),
+        (["goto", "RECORD", "--step", 7], "steps 7 to 7 were requested, the record has 0 to 2"),
         (["goto", "RECORD", "--step", 1, "--shell", "--pdb"], "exclude each other"),
         (["goto", "RECORD", "--step", 1, "--at", "loss"], "add --shell or --pdb"),
         (["goto", "RECORD", "--step", 1, "--pdb", "--rank", 3], "ranks 0 to 0"),
@@ -109,8 +109,8 @@ def test_another_number_of_ranks_says_what_it_promises_and_keeps_it(train, tmp_p
     done = call("replay", tmp_path / "record", "--from-step", 1, "--nproc", num_ranks, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert report["promise"]["kind"] == "noise"
-    assert report["promise"]["reasons"] == [f"{num_ranks} ranks, recorded with 2"]
+    assert report["guarantee"]["kind"] == "noise"
+    assert report["guarantee"]["reasons"] == [f"{num_ranks} ranks, recorded with 2"]
     assert report["verdict"]["finding"] == "within"
     assert 0 < report["verdict"]["k"] <= 10
 

@@ -1,4 +1,4 @@
-"""Imports one batch from three formats and trains on each, in this one process; prints what came out as JSON.
+"""Import one batch from three formats, train on each in this process; print results as JSON.
 
 `python replay_program.py MODEL FOLDER`
 """
@@ -14,7 +14,7 @@ from areal_core.config import PPOConfig, config_from_dict, config_to_dict
 from recorder.importers.importing import import_record
 from replayer.request import Request
 from replayer.rerun import verdict_at_once
-from replayer.run import replay_here
+from replayer.run import replay_and_compare
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -37,10 +37,10 @@ def main(model: str, folder: Path) -> None:
         (folder / name).mkdir()
         record = folder / f"{name}-record"
         import_record(write(folder / name), record, name, config, model)
-        report = replay_here(Request(str(record), 0, 0))
+        report = replay_and_compare(Request(str(record), 0, 0))
         (result,) = report.steps
         told[name] = {
-            "promise": report.promise.kind,
+            "guarantee": report.guarantee.kind,
             "exit_code": verdict_at_once(report).exit_code,
             "identical": report.identical,
             "loss": result.loss.hex(),

@@ -1,4 +1,4 @@
-"""Imported records are trained on by our trainer, and what came out is never called a replay."""
+"""Imported records are trained on by our trainer, and the result is never called a replay."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_one_batch_from_three_formats_trains_to_the_same_bits(tiny_model, tmp_pa
             told["slime"]["grad_norm"],
         )
     # there is nothing to compare with, and so no green
-    assert {(one["promise"], one["identical"], one["exit_code"]) for one in told.values()} == {
+    assert {(one["guarantee"], one["identical"], one["exit_code"]) for one in told.values()} == {
         ("unrecorded", False, 2)
     }
 

@@ -7,7 +7,7 @@ import pytest
 
 from areal_debug import regression
 from replayer.check import ReplayReport, StepResult
-from replayer.noise import Promise
+from replayer.noise import Guarantee
 
 pytest_plugins = "pytester"
 
@@ -28,7 +28,7 @@ def asked(monkeypatch):
     def hold(spec, mode):
         found.append((spec, mode))
         steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in (0, 1)]
-        report = ReplayReport("record", steps=steps, promise=Promise("noise"))
+        report = ReplayReport("record", steps=steps, guarantee=Guarantee("noise"))
         if spec.path.name == "red":
             raise regression.RegressionError("the numbers differ\nto see it again: areal-debug replay red")
         changes = ["step 0: 3 values"] if mode == "rewrite" else None

@@ -112,5 +112,5 @@ def test_a_missing_record_is_never_generated_unless_asked(tmp_path):
 def test_what_cannot_be_replayed_is_told_before_anything_runs(tmp_path):
     with pytest.raises(RegressionError, match="0 to 9"):
         hold(Spec(RECORD, "a_test", steps=(0, 10)), "none")
-    with pytest.raises(RegressionError, match="model, which is no folder here"):
+    with pytest.raises(RegressionError, match="model, which is not a folder on this machine"):
         hold(Spec(RECORD, "a_test"), "none")

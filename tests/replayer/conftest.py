@@ -19,7 +19,7 @@ TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
 @dataclass
 class TinyRun:
-    """A record and the bytes of all weights before each of its steps, as the run itself had them."""
+    """A record and the bytes of all weights before each of its steps, from the run itself."""
 
     path: str
     weights: dict[int, str] = field(default_factory=dict)
@@ -114,5 +114,5 @@ def files_of():
 
 @pytest.fixture(scope="session")
 def tiny_config_of():
-    """`tiny_config_of(folder, model, num_steps, actor__eps_clip=0.3)` gives the config of a tiny run."""
+    """`tiny_config_of(folder, model, num_steps, actor__eps_clip=0.3)` returns a tiny run's config."""
     return tiny_config

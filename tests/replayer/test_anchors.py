@@ -1,4 +1,4 @@
-"""When anchors are taken, which go when the disk is full, and how recovery checkpoints become some."""
+"""When anchors are saved and removed, and how recovery checkpoints become anchors."""
 
 import itertools
 import os
@@ -44,11 +44,11 @@ def test_as_soon_as_the_way_from_the_last_one_gets_too_long(tmp_path):
     assert anchors_of(tmp_path, AnchorPolicy(max_replay_s=3.0)) == (3, 6, 9)
 
 
-def test_none_unless_asked(tmp_path):
+def test_none_unless_requested(tmp_path):
     assert anchors_of(tmp_path, AnchorPolicy()) == ()
 
 
-def test_a_run_that_continues_starts_with_one_whatever_was_asked(tmp_path):
+def test_a_resumed_run_starts_with_one_whatever_the_policy(tmp_path):
     assert anchors_of(tmp_path, AnchorPolicy(), first=40) == (40,)
 
 
@@ -92,7 +92,7 @@ def test_an_anchor_that_is_there_is_left_alone(tmp_path):
     assert (open_record(tmp_path / "record").anchor(2) / "checkpoint" / "weights").exists()
 
 
-def test_a_damaged_anchor_is_told_before_any_rank_starts(tmp_path):
+def test_a_damaged_anchor_is_reported_before_any_rank_starts(tmp_path):
     write_scripted_record(tmp_path / "record")
     folder = tmp_path / "made"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The commit that changed the numbers is found, in as few replays as halving needs, in a checkout that is not touched."""
+"""Bisection finds the commit that changed the numbers, without touching the checkout."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_the_first_bad_commit_is_found_by_halving(count, data):
 
 
 @given(st.integers(2, 40), st.data())
-def test_commits_that_cannot_be_asked_leave_the_culprit_among_few(count, data):
+def test_commits_that_cannot_be_tested_leave_few_culprits(count, data):
     first_bad = data.draw(st.integers(0, count - 1))
     silent = data.draw(st.sets(st.integers(0, count - 2)))
     commits = [str(n) for n in range(count)]
@@ -62,7 +62,7 @@ def repository(tmp_path):
 
 
 def replay_in(repository, asked, broken=()):
-    """Stands for a replay: the numbers follow from a file of the checkout."""
+    """A fake replay whose numbers follow from a file of the checkout."""
 
     def replay(commit, last):
         with worktree(repository, commit) as place:
@@ -99,7 +99,7 @@ def test_commits_that_cannot_replay_are_passed_over(repository):
     ("good", "bad", "words"),
     [
         ("HEAD", "start", "no commit between HEAD and start"),
-        ("start", "HEAD~4", "come to the same numbers up to step 2"),
+        ("start", "HEAD~4", "produce the same numbers up to step 2"),
         ("nowhere", "HEAD", "nowhere"),
     ],
 )
@@ -119,6 +119,6 @@ def test_numbers_are_those_of_the_record_not_statistics_that_code_has_added():
     report = {"steps": [{"step": 4, "differences": [difference, added]}]}
     numbers = parse_numbers(json.loads(json.dumps(report)))
     assert numbers == Numbers({4: {"stat x (rank 0)": "b"}})
-    assert numbers.first_apart(Numbers({4: {}})) == 4
-    assert numbers.first_apart(numbers) is None
+    assert numbers.first_difference(Numbers({4: {}})) == 4
+    assert numbers.first_difference(numbers) is None
     assert changes({"x": 1}, {"y": 2})[1].bad == 2

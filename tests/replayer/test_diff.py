@@ -1,4 +1,4 @@
-"""Two scripted records, changed in one place: what `diff` and `bisect-step` say, and how much they read for it."""
+"""Two scripted records with one change: reports of `diff` and `bisect-step`, and what they read."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,9 @@ from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from replayer.bisect_step import bisect_steps, first_true
 from replayer.compare import HeaderComparison
-from replayer.diff import acts_from, diff_records, find_context, judge, settle_stage
+from replayer.diff import acts_from, diff_records, find_context, judge_difference, settle_stage
 from replayer.errors import ReplayError
-from replayer.stages import StageDifference
+from replayer.tensors_apart import StageDifference
 
 LENGTHS = [3, 8, 6, 4]
 UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
@@ -101,7 +101,7 @@ def test_a_changed_logprob_is_named_by_row_and_token(tmp_path):
     assert report.num_compared == 2
 
 
-def test_the_stages_are_told_in_the_order_of_the_step(tmp_path):
+def test_the_stages_are_reported_in_the_order_of_computation(tmp_path):
     def change(script):
         script.learning["prox_logp"][2, 3] += np.float32(0.001)
         script.learning["advantages"][2, 3] += np.float32(0.1)
@@ -119,7 +119,7 @@ def test_the_stages_are_told_in_the_order_of_the_step(tmp_path):
     assert [(d.name, d.minibatch) for d in gradients] == [("grad_norm", 0), ("head", 0)]
 
 
-def test_a_smaller_scope_has_statistics_in_place_of_advantages_and_says_what_it_cannot_tell(tmp_path):
+def test_a_smaller_scope_compares_statistics_instead_of_advantages_and_lists_what_it_lacks(tmp_path):
     def change(script):
         script.stats["ppo_actor/advantages/avg"] = 0.25
 
@@ -233,20 +233,22 @@ def header(*options, environment=(), model=()):
 
 def test_an_option_that_acts_later_cannot_explain_what_differs_earlier():
     config = {"actor": {"dtype": "float32"}}
-    assert judge(found("batch"), header("actor.optimizer.lr"), config).cause == "input"
-    assert judge(found("weights"), header("actor.optimizer.lr", "seed"), config).reasons[0].where == (
-        "actor.optimizer.lr"
-    )
-    assert judge(found("loss"), header("actor.kl_ctl"), config).cause == "configuration"
+    assert judge_difference(found("batch"), header("actor.optimizer.lr"), config).cause == "input"
+    assert judge_difference(found("weights"), header("actor.optimizer.lr", "seed"), config).reasons[
+        0
+    ].where == ("actor.optimizer.lr")
+    assert judge_difference(found("loss"), header("actor.kl_ctl"), config).cause == "configuration"
 
 
 def test_the_environment_explains_numbers_but_not_which_rows_there_are():
     config = {"actor": {"dtype": "float32"}}
     other_cpu = header(environment=("cpu",))
-    assert judge(found("logprobs"), other_cpu, config).cause == "environment"
-    assert judge(replace(found("batch"), name="rows"), other_cpu, config).cause == "input"
+    assert judge_difference(found("logprobs"), other_cpu, config).cause == "environment"
+    assert judge_difference(replace(found("batch"), name="rows"), other_cpu, config).cause == "input"
     assert (
-        judge(replace(found("batch"), name="rewards"), header(environment=("code.commit",)), config).cause
+        judge_difference(
+            replace(found("batch"), name="rewards"), header(environment=("code.commit",)), config
+        ).cause
         == "environment"
     )
 
@@ -261,10 +263,13 @@ def test_the_environment_explains_numbers_but_not_which_rows_there_are():
     ],
 )
 def test_noise_is_what_the_precision_explains(dtype, largest, cause):
-    assert judge(found("logprobs", largest=largest), header(), {"actor": {"dtype": dtype}}).cause == cause
+    assert (
+        judge_difference(found("logprobs", largest=largest), header(), {"actor": {"dtype": dtype}}).cause
+        == cause
+    )
 
 
-def test_a_later_loss_stands_for_weights_when_only_the_optimizer_was_set_differently():
+def test_a_later_loss_is_attributed_to_the_weights_when_only_the_optimizer_was_set_differently():
     differences = (found("loss", minibatch=1), found("weights"))
     assert settle_stage(differences, header("actor.optimizer.weight_decay"))[0].stage == "weights"
     assert settle_stage(differences, header("actor.eps_clip"))[0].stage == "loss"
@@ -296,14 +301,14 @@ def part_at(step):
 
 
 @pytest.mark.parametrize("step", [0, 1, 7, 12])
-def test_the_first_step_with_other_weights_is_found_by_a_few_looks(tmp_path, step):
+def test_the_first_step_with_other_weights_is_found_by_few_comparisons(tmp_path, step):
     left = record(tmp_path / "left", num_steps=13)
     found = bisect_steps(left, record(tmp_path / "right", num_steps=13, change=part_at(step)))
     assert (found.step, found.last_same) == (step, step - 1 if step else None)
     assert found.num_read <= 5
 
 
-def test_weights_that_never_part_take_one_look(tmp_path):
+def test_weights_that_never_diverge_need_one_comparison(tmp_path):
     left, right = record(tmp_path / "left"), record(tmp_path / "right")
     found = bisect_steps(left, right)
     assert (found.step, found.last_same, found.num_read) == (None, 2, 1)

@@ -1,4 +1,4 @@
-"""Faults planted into real tiny runs, one at a time: `diff` names the step, the stage, the tensor and the cause of each."""
+"""Single faults in real tiny runs: `diff` reports step, stage, tensor and cause of each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ def recorded(tmp_path_factory, tiny_model):
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a replay of the good record, and what `diff` must say of it."""
+    """A fault in a replay of the good record, and the expected report of `diff`."""
 
     stage: str
     name: str
@@ -113,7 +113,7 @@ FAULTS = {
 
 
 def rerun(recorded, folder, fault=None, observers=()):
-    """Replays the good record with a fault and records what comes out."""
+    """Replay the good record with a fault and record the results."""
     edit = None
     if fault is not None and fault.edit is not None:
         edit = folder / "edit.py"
@@ -189,7 +189,7 @@ def test_a_library_flag_is_the_environment(recorded, tmp_path):
 
 
 def flip_last_bit(parameter):
-    """What an atomic addition in another order does."""
+    """The effect of an atomic addition in another order."""
     parameter.grad.view(-1)[0:1].view(torch.int32).bitwise_xor_(1)
 
 

@@ -18,7 +18,7 @@ def spike(batch, step):
 
 @pytest.fixture(scope="module")
 def spiked(tmp_path_factory, tiny_model, record_run):
-    """Three steps, of which the last has a reward that is off the scale; no normalisation hides it, no weight outdoes it."""
+    """Three steps, the last with an outlier reward, which no normalisation hides."""
     return record_run(
         tmp_path_factory.mktemp("spiked"),
         tiny_model,

@@ -33,7 +33,7 @@ ROW = {
     ],
 )
 def test_an_expression_is_answered_as_python_would(text, answer):
-    assert parse_expression(text, ROW_NAMES).holds(ROW) is answer
+    assert parse_expression(text, ROW_NAMES).matches(ROW) is answer
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_everything_else_is_refused_before_a_row_is_seen(text):
         parse_expression(text, ROW_NAMES)
 
 
-def test_an_unknown_name_is_told_with_those_that_there_are():
+def test_an_unknown_name_is_reported_with_the_known_ones():
     with pytest.raises(WrongFilter, match=r"there is no 'rewards'; a row has reward, prompt"):
         parse_expression("rewards > 0", ROW_NAMES)
 
@@ -71,5 +71,5 @@ def test_an_unknown_name_is_told_with_those_that_there_are():
     ["reward < 'a'", "1 / 0 > reward", "completion[99] == 1", "len(reward) > 1", "'a' * 1000000000 == 'b'"],
 )
 def test_what_does_not_fit_a_row_is_one_sentence(text):
-    with pytest.raises(WrongFilter, match="cannot be answered for a row"):
-        parse_expression(text, ROW_NAMES).holds(ROW)
+    with pytest.raises(WrongFilter, match="cannot be evaluated for a row"):
+        parse_expression(text, ROW_NAMES).matches(ROW)

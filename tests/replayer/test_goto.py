@@ -1,4 +1,4 @@
-"""Going to a step gives back what the run had there, and says so where it cannot."""
+"""Going to a step restores the state of the run there, or reports why it cannot."""
 
 import random
 
@@ -88,7 +88,7 @@ def test_a_step_that_ends_after_the_visit_is_compared_too(tiny_run):
 
 
 def test_a_step_that_is_not_recorded_is_refused(tiny_run):
-    with pytest.raises(ReplayError, match="steps 12 to 12 were asked for, the record holds 0 to 9"):
+    with pytest.raises(ReplayError, match="steps 12 to 12 were requested, the record has 0 to 9"):
         go(tiny_run, 12)
 
 

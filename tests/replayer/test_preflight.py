@@ -1,4 +1,4 @@
-"""A run that would not come out the same twice is told so before it starts, with its own noise."""
+"""A nondeterministic run is detected before it starts, with its noise floor."""
 
 import ast
 import itertools
@@ -15,7 +15,7 @@ from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer import preflight_checks as checks
 from replayer.preflight import RandomRollouts, save_bits, take_step
-from replayer.twice import apart, compare_takes, measure_noise, read_take, write_take
+from replayer.twice import absolute_difference, compare_repeats, measure_noise, read_repeat, write_repeat
 
 GOOD = checks.Process(
     rank=0,
@@ -34,7 +34,7 @@ CONFIG = {"deterministic": True, "actor": {"attn_impl": "sdpa", "disable_dropout
 
 
 def problems(process, config=CONFIG):
-    return [(f.check, f.seen) for f in checks.look(config, process) if f.status == "problem"]
+    return [(f.check, f.seen) for f in checks.check_process(config, process) if f.status == "problem"]
 
 
 def without(name):
@@ -58,7 +58,7 @@ def test_a_run_that_is_set_up_has_no_problem():
         ({"at_start": GOOD.at_start | {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO is 'Tree'"),
         ({"cudnn_benchmark": True}, "autotune", "cudnn.benchmark is on"),
         ({"now": GOOD.now | {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}}, "autotune", "by timing"),
-        ({"algorithms_deterministic": False}, "attention", "adds atomically"),
+        ({"algorithms_deterministic": False}, "attention", "uses atomic adds"),
     ],
 )
 def test_each_cause_is_named(change, check, words):
@@ -69,11 +69,11 @@ def test_each_cause_is_named(change, check, words):
 def test_deterministic_false_is_a_problem_and_dropout_and_threads_are_notes():
     assert ("mode", "deterministic is false") in problems(GOOD, CONFIG | {"deterministic": False})
     process = replace(GOOD, dropouts={"attention_dropout": 0.1}, at_start=without("OMP_NUM_THREADS"))
-    notes = {f.check: f.seen for f in checks.look(CONFIG, process) if f.status == "note"}
+    notes = {f.check: f.seen for f in checks.check_process(CONFIG, process) if f.status == "note"}
     assert notes["dropout"] == "on: attention_dropout 0.1"
     assert notes["threads"] == "1 of 8 cores, chosen by torch"
     disabled = {"deterministic": True, "actor": {"attn_impl": "sdpa", "disable_dropout": True}}
-    assert "dropout" not in {f.check for f in checks.look(disabled, process) if f.status == "note"}
+    assert "dropout" not in {f.check for f in checks.check_process(disabled, process) if f.status == "note"}
 
 
 SCRIPT = """
@@ -90,15 +90,15 @@ more = list(Path("data").glob("*.json")) + os.listdir(".")
 def test_a_script_is_read_for_what_a_run_cannot_see(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
-    found = checks.look_at_script(file)
+    found = checks.check_script(file)
     assert [(f.status, f.seen) for f in found] == [
-        ("problem", "line 4 sets PYTHONHASHSEED when Python runs already"),
-        ("problem", "line 6 says warn_only=True"),
-        ("note", "line 8 takes glob() in the order of the file system"),
-        ("note", "line 8 takes listdir() in the order of the file system"),
+        ("problem", "line 4 sets PYTHONHASHSEED after Python has started"),
+        ("problem", "line 6 sets warn_only=True"),
+        ("note", "line 8 uses glob() in file-system order"),
+        ("note", "line 8 uses listdir() in file-system order"),
     ]
     file.write_text("print(1)")
-    assert [f.status for f in checks.look_at_script(file)] == ["ok"]
+    assert [f.status for f in checks.check_script(file)] == ["ok"]
     assert list(checks.late_environment(ast.parse("x = 1"))) == []
 
 
@@ -117,14 +117,14 @@ def test_rows_of_a_record_in_no_canonical_order_are_named(tmp_path, monkeypatch)
 
     monkeypatch.setattr(checks.Record, "step", lambda record, step: Unsorted(real(record, step)))
     found = checks.order_of_record(open_record(tmp_path / "record"))
-    assert (found.status, found.seen) == ("problem", "rows of step 0, rank 1 came in no canonical order")
+    assert (found.status, found.seen) == ("problem", "rows of step 0, rank 1 are not in canonical order")
 
 
 def take(folder: Path, config, keep=()):
     folder.mkdir()
     bits = take_step(config, keep)
     save_bits(bits, folder, 0)
-    write_take(folder, bits.outcome, checks.look(CONFIG, bits.process))
+    write_repeat(folder, bits.outcome, checks.check_process(CONFIG, bits.process))
     return folder
 
 
@@ -133,12 +133,12 @@ def config(tmp_path, tiny_model, tiny_config_of):
     return lambda: tiny_config_of(tmp_path, tiny_model, 3)
 
 
-def test_one_real_step_taken_twice_has_the_same_bits(tmp_path, config):
+def test_two_repeats_of_one_real_step_have_the_same_bits(tmp_path, config):
     takes = [take(tmp_path / name, config()) for name in ("a", "b")]
-    comparison = compare_takes(*takes)
+    comparison = compare_repeats(*takes)
     assert comparison.identical
     assert comparison.num_compared > 50
-    assert read_take(takes[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
+    assert read_repeat(takes[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
 
 
 def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_path, config, monkeypatch):
@@ -151,7 +151,7 @@ def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_p
     monkeypatch.setattr(learning, "policy_loss", jittery)
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     takes = [take(tmp_path / name, config(), names) for name in ("a", "b")]
-    assert not compare_takes(*takes).identical
+    assert not compare_repeats(*takes).identical
     noise = measure_noise(*takes)
     assert sorted(one.name for one in noise) == names
     for one in noise:
@@ -162,7 +162,12 @@ def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_p
 
 def test_distances_of_values_that_are_no_numbers():
     left, right = np.array([1.0, np.nan, np.nan, np.inf]), np.array([1.5, np.nan, 2.0, np.inf])
-    assert apart([left[:2], left[2:]], [right[:2], right[2:]]).tolist() == [0.5, 0.0, np.inf, 0.0]
+    assert absolute_difference([left[:2], left[2:]], [right[:2], right[2:]]).tolist() == [
+        0.5,
+        0.0,
+        np.inf,
+        0.0,
+    ]
 
 
 def test_random_rollouts_are_a_canonical_batch_and_the_same_every_time():

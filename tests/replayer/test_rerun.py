@@ -1,4 +1,4 @@
-"""A replay of another shape or on another machine is judged by this machine's own noise, and a defect still shows."""
+"""A replay of another shape or machine is judged by the noise floor; defects are still found."""
 
 import json
 from dataclasses import replace
@@ -8,15 +8,15 @@ import pytest
 import replayer.check
 from areal_core.trainer import learning
 from replayer.check import ReplayReport, parse_report
-from replayer.noise import promise
+from replayer.noise import expected_guarantee
 from replayer.request import Request
-from replayer.rerun import own_reruns, replay_and_judge
-from replayer.run import replay_here
+from replayer.rerun import noise_reruns, replay_and_judge
+from replayer.run import replay_and_compare
 
 
 @pytest.fixture(scope="module")
 def deterministic_run(tmp_path_factory, tiny_model, record_run):
-    """A record that says that it was deterministic, as it is on one thread of a CPU."""
+    """A record whose config is deterministic, as the run is on one thread of a CPU."""
     patch = pytest.MonkeyPatch()
     patch.setattr("areal_core.trainer.build.enforce_determinism", lambda: None)
     yield record_run(
@@ -31,13 +31,13 @@ def deterministic_run(tmp_path_factory, tiny_model, record_run):
 
 def judged(run, **changes):
     told = []
-    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_here, told.append)
+    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_and_compare, told.append)
     return report, told
 
 
 @pytest.fixture
 def another_machine(monkeypatch):
-    """The fingerprint of a processor that nobody has."""
+    """The fingerprint of a processor that does not exist."""
     real = replayer.check.describe_run
 
     def describe(facts):
@@ -61,50 +61,50 @@ def other_kernels(monkeypatch):
 
 def test_the_same_shape_is_bitwise_and_needs_no_other_run(deterministic_run):
     report, told = judged(deterministic_run)
-    assert (report.promise.kind, report.verdict.finding, told) == ("bitwise", "identical", [])
+    assert (report.guarantee.kind, report.verdict.finding, told) == ("bitwise", "identical", [])
 
 
-def test_other_micro_batches_lie_within_own_noise_and_say_how_far(deterministic_run):
+def test_other_micro_batches_are_within_the_noise_floor_and_report_the_distance(deterministic_run):
     report, told = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
     assert not report.identical
-    assert (report.promise.kind, report.verdict.finding, len(told)) == ("noise", "within", 1)
+    assert (report.guarantee.kind, report.verdict.finding, len(told)) == ("noise", "within", 1)
     assert 0 < report.verdict.k <= 10
-    assert report.promise.reasons == ("actor.mb_spec.max_tokens_per_mb is 24, recorded with 64",)
+    assert report.guarantee.reasons == ("actor.mb_spec.max_tokens_per_mb is 24, recorded with 64",)
 
 
 def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, another_machine, other_kernels):
     report, _ = judged(deterministic_run)
     assert not report.identical
-    assert (report.promise.kind, report.verdict.finding) == ("noise", "within")
+    assert (report.guarantee.kind, report.verdict.finding) == ("noise", "within")
 
 
 def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, monkeypatch):
     real = learning.policy_loss
     monkeypatch.setattr(learning, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
     report, _ = judged(deterministic_run)
-    assert (report.promise.kind, report.verdict.finding) == ("noise", "different")
+    assert (report.guarantee.kind, report.verdict.finding) == ("noise", "different")
     assert report.verdict.k > 100
     assert report.verdict.exit_code == 1
 
 
 def test_on_the_recorded_machine_other_rounding_is_a_difference(deterministic_run, other_kernels):
     report, told = judged(deterministic_run)
-    assert (report.promise.kind, report.verdict.finding, told) == ("bitwise", "different", [])
+    assert (report.guarantee.kind, report.verdict.finding, told) == ("bitwise", "different", [])
 
 
 def test_bits_that_are_equal_are_equal_on_any_machine(deterministic_run, another_machine):
     report, told = judged(deterministic_run)
-    assert (report.promise.kind, report.verdict.finding, told) == ("noise", "identical", [])
+    assert (report.guarantee.kind, report.verdict.finding, told) == ("noise", "identical", [])
 
 
 def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_run):
     record, request = deterministic_run.record, Request(deterministic_run.path, 0, 0)
-    report = replay_here(request)
+    report = replay_and_compare(request)
     count = report.steps[0].replayed["ppo_actor/update/num_micro_batches"]
-    (other,) = own_reruns(record, request, report)
+    (other,) = noise_reruns(record, request, report)
     assert other.settings == (f"actor.mb_spec.n_mbs={2 * int(count)}",)
     one_each = replace(report.steps[0], replayed={"ppo_actor/update/num_micro_batches": 16.0})
-    (other,) = own_reruns(record, request, ReplayReport(record.path, steps=[one_each]))
+    (other,) = noise_reruns(record, request, ReplayReport(record.path, steps=[one_each]))
     assert other.settings[0] == "actor.mb_spec.n_mbs=1"
 
 
@@ -113,6 +113,6 @@ def test_a_report_survives_json(deterministic_run):
     assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
 
 
-def test_a_promise_follows_from_the_header_that_a_replay_has(deterministic_run):
+def test_the_guarantee_follows_from_the_header_of_the_replay(deterministic_run):
     header = deterministic_run.record.header
-    assert promise(header, replace(header, num_ranks=3)).kind == "noise"
+    assert expected_guarantee(header, replace(header, num_ranks=3)).kind == "noise"

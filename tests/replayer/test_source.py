@@ -1,4 +1,4 @@
-"""Recorded rollouts give the trainer exactly what it saw."""
+"""Recorded rollouts return exactly the trainer's batches."""
 
 import shutil
 
@@ -11,9 +11,9 @@ from areal_core.rollout.source import RolloutSource
 from recorder import DamagedRecord, RecordWriter, StepNotRecorded, commit_anchor, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, write_scripted_record
-from replayer.before import check_way
+from replayer.before import check_steps_present
 from replayer.errors import ReplayError
-from replayer.source import RecordedRollouts, deal, recorded_batch
+from replayer.source import RecordedRollouts, recorded_batch, redistribute
 
 
 def as_tensors(batch):
@@ -101,7 +101,7 @@ def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
     assert len(places) == 10
 
 
-def test_another_number_of_ranks_deals_whole_groups_in_the_order_of_the_loader(tmp_path):
+def test_another_number_of_ranks_gets_complete_groups_in_the_order_of_the_loader(tmp_path):
     write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=1, num_rows=8)
     record = open_record(tmp_path / "record")
     whole = RecordedRollouts(record, 0, 1).next_batch(0, 0)
@@ -116,8 +116,8 @@ def test_ranks_that_recorded_apart_are_joined_in_canonical_order(tmp_path):
     recorded = open_record(tmp_path / "record").step(0)
     left, right = (recorded_batch(recorded, rank) for rank in (0, 1))
     right["prompt_id"] = right["prompt_id"] + 2
-    assert_same_bits(deal([right, left], 0, 1), pad_and_concat([left, right]))
-    assert deal([right, left], 1, 2)["prompt_id"].tolist() == [1, 1, 3, 3]
+    assert_same_bits(redistribute([right, left], 0, 1), pad_and_concat([left, right]))
+    assert redistribute([right, left], 1, 2)["prompt_id"].tolist() == [1, 1, 3, 3]
 
 
 def test_a_step_beyond_the_record_is_refused(tmp_path):
@@ -145,15 +145,13 @@ def test_there_is_no_engine_to_push_weights_to(tmp_path):
     assert source.next_batch(0, 0)["rewards"].shape == (4,)
 
 
-def test_a_way_over_a_step_that_was_left_out_is_told_before_it_is_begun(tmp_path):
+def test_a_missing_step_on_the_way_is_reported_before_the_replay_starts(tmp_path):
     write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=4)
     shutil.rmtree(tmp_path / "record/steps/000001")
     record = open_record(tmp_path / "record")
-    check_way(record, 0, 0)
-    with pytest.raises(
-        ReplayError, match=r"step 1 is not in .* way to step 3 leads over it.*there are: none"
-    ):
-        check_way(record, 2, 3)
+    check_steps_present(record, 0, 0)
+    with pytest.raises(ReplayError, match=r"step 1 is not in .* replay to step 3 needs it.*available: none"):
+        check_steps_present(record, 2, 3)
     (tmp_path / "record/anchors/000002").mkdir(parents=True)
     commit_anchor(tmp_path / "record/anchors/000002", 2)
-    check_way(open_record(tmp_path / "record"), 2, 3)
+    check_steps_present(open_record(tmp_path / "record"), 2, 3)

@@ -1,4 +1,4 @@
-"""What if: other options, rows and rewards, beside a record that stays as it is."""
+"""What if: other options, rows and rewards, without changing the record."""
 
 import pytest
 import torch
@@ -10,20 +10,20 @@ from replayer.before import check_edits
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
 from replayer.request import Request, parse_request, request_text
 from replayer.rerun import replay_and_judge
-from replayer.run import replay_here
+from replayer.run import replay_and_compare
 from replayer.source import recorded_batch
 from replayer.whatif import EditedRollouts, check_batch
 
 
 def what_if(run, last=1, **changes):
-    return replay_and_judge(Request(run.path, 0, last, **changes), replay_here)
+    return replay_and_judge(Request(run.path, 0, last, **changes), replay_and_compare)
 
 
 def test_another_option_moves_what_depends_on_it_and_nothing_is_written(tiny_run, files_of):
     before = files_of(tiny_run.path)
     report = what_if(tiny_run, settings=("actor.eps_clip=0.0001", "actor.optimizer.lr=0.002"))
     assert files_of(tiny_run.path) == before
-    assert (report.promise.kind, report.verdict.finding) == ("changed", "changed")
+    assert (report.guarantee.kind, report.verdict.finding) == ("changed", "changed")
     assert report.verdict.exit_code == 0
     assert [d.where for d in report.set_differently.config] == ["actor.eps_clip", "actor.optimizer.lr"]
     moved = {curve.name: curve.moved for curve in curves_of(report)}
@@ -33,7 +33,7 @@ def test_another_option_moves_what_depends_on_it_and_nothing_is_written(tiny_run
     assert next(iter(moved)) == "ppo_actor/task_reward/avg"
 
 
-def test_filtered_rows_are_those_for_which_the_expression_holds(tiny_run):
+def test_filtered_rows_are_those_for_which_the_expression_is_true(tiny_run):
     report = what_if(tiny_run, row_filter="reward > 0.5 and len(completion) < 12")
     for result in report.steps:
         batch = recorded_batch(tiny_run.record.step(result.step), 0)
@@ -57,7 +57,7 @@ def test_an_edit_script_changes_what_is_trained_on(tiny_run, tmp_path):
     assert [after[name] - before[name] for before, after in rewards] == pytest.approx([0, 1])
 
 
-def test_rewards_are_computed_anew_from_text_and_tokens(tiny_run, tmp_path):
+def test_rewards_are_recomputed_from_text_and_tokens(tiny_run, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def size(prompt, completions, prompt_ids, completion_ids, **row):\n    return len(completion_ids)\n"
@@ -68,12 +68,12 @@ def test_rewards_are_computed_anew_from_text_and_tokens(tiny_run, tmp_path):
     assert report.steps[0].replayed["ppo_actor/task_reward/avg"] == pytest.approx(lengths.mean().item())
 
 
-def test_a_reward_that_wants_a_dataset_row_is_told_what_a_record_lacks(tiny_run, tmp_path):
+def test_a_reward_that_needs_a_dataset_row_reports_what_a_record_lacks(tiny_run, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def right(prompt, completions, prompt_ids, completion_ids, answer, **row):\n    return 1.0\n"
     )
-    with pytest.raises(WrongEdit, match=r"(?s)answer.*no row of a dataset"):
+    with pytest.raises(WrongEdit, match=r"(?s)answer.*no dataset row"):
         what_if(tiny_run, last=0, reward=f"{reward}:right")
 
 
@@ -86,7 +86,7 @@ def test_a_reward_that_wants_a_dataset_row_is_told_what_a_record_lacks(tiny_run,
         (lambda batch: batch | {"rewards": batch["rewards"][:3]}, "different numbers of rows"),
     ],
 )
-def test_an_edit_that_gives_no_batch_is_told_what_is_wrong(tiny_run, edited, words):
+def test_an_edit_that_returns_no_batch_reports_what_is_wrong(tiny_run, edited, words):
     batch = recorded_batch(tiny_run.record.step(0), 0)
     with pytest.raises(WrongEdit, match=words):
         check_batch(edited(batch), batch, 0)
@@ -111,10 +111,10 @@ def test_edits_follow_one_another_and_what_they_hold_is_closed(tiny_run):
     assert closed == ["source", "pool"]
 
 
-def test_a_what_if_is_recorded_beside_the_record_never_in_it(tiny_run, tmp_path):
+def test_a_what_if_is_recorded_next_to_the_record_never_in_it(tiny_run, tmp_path):
     record = open_record(tiny_run.path)
     for place in (tiny_run.path, f"{tiny_run.path}/inside"):
-        with pytest.raises(ValueError, match=r"already holds a record|lies inside the record"):
+        with pytest.raises(ValueError, match=r"already holds a record|is inside the record"):
             check_edits(record, Request(tiny_run.path, 0, 1, record_to=place))
     check_edits(record, Request(tiny_run.path, 0, 1, record_to=str(tmp_path / "new")))
     with pytest.raises(WrongFilter):

@@ -16,8 +16,8 @@ from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.diff import diff_records
 from replayer.goto import goto
 from replayer.request import Request
-from replayer.rerun import own_reruns
-from replayer.run import replay_here
+from replayer.rerun import noise_reruns
+from replayer.run import replay_and_compare
 
 PROGRAM = Path(__file__).with_name("critic_program.py")
 specification = importlib.util.spec_from_file_location("critic_program", PROGRAM)
@@ -197,10 +197,10 @@ def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(ti
     assert len(step.outcome(0).checksums) == num_parameters
     assert [len(update["rows"]) for update in step.plan(0).details["critic"]] == [critic_program.NUM_ROWS]
     assert np.abs(step.learning(0)["values"]).max() > 0
-    report = replay_here(Request(str(folder), 0, 3))
+    report = replay_and_compare(Request(str(folder), 0, 3))
     assert report.identical, report.first_different
     assert report.steps[-1].num_parameters == num_parameters
-    own, of_values = own_reruns(record, Request(str(folder), 0, 3), report)[-1].settings
+    own, of_values = noise_reruns(record, Request(str(folder), 0, 3), report)[-1].settings
     assert own.replace("actor", "critic") == of_values  # the noise of values is measured as well
     reached = goto(str(folder), 3, lambda scene: None)  # from the anchor, which holds the critic as well
     assert (reached.anchor, reached.faithful, reached.num_parameters) == (2, True, num_parameters)
