@@ -16,7 +16,7 @@ from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
 from consistency.request import Request
 from consistency.rescoring import Rescoring
-from consistency.third import ThirdOpinion
+from consistency.third import TrainerCheck
 from recorder.samples import token_texts
 
 NUMBERS = (
@@ -65,8 +65,8 @@ def print_report(
     for gate in gates:
         word = "[green]holds[/green]" if gate.holds else "[red]does not hold[/red]"
         out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
-    if checked.third is not None:
-        print_third(out, checked.third)
+    if checked.trainer_check is not None:
+        print_third(out, checked.trainer_check)
     if checked.rescoring is not None:
         print_rescoring(out, checked.rescoring)
     print_numbers(out, checked.diagnosis.measurement)
@@ -127,17 +127,17 @@ def print_answers(
     engine_right: int,
     model_right: int,
     identical: int,
-    parts_after: float | None,
+    diverges_after: float | None,
 ) -> None:
     """How many greedy answers are right, which is all that a comparison of answers can tell, and where completions part."""
-    parted = "" if parts_after is None else f", the others part after {parts_after:g} (median)"
+    parted = "" if diverges_after is None else f", the others part after {diverges_after:g} (median)"
     out.print(
         f"greedy answers: engine {engine_right} of {num_prompts} right, model {model_right}; "
         f"{identical} completions are the same tokens{parted}"
     )
 
 
-def print_third(out: Console, third: ThirdOpinion) -> None:
+def print_third(out: Console, third: TrainerCheck) -> None:
     """What the trainer says, beside engine and model."""
     out.print(
         f"trainer ({third.source}), mean |difference| over {third.num_tokens:,} tokens: "

@@ -1,1 +1,1 @@
-"""Engine logprobs against trainer logprobs, token by token, and the name of the cause of a difference."""
+"""Compare engine and trainer logprobs token by token, and name the cause of a difference."""

@@ -1,4 +1,4 @@
-"""The same tokens scored otherwise: by another checkpoint or parts of it, in another dtype, quantised, with BOS or without."""
+"""Score the same tokens with another checkpoint, dtype, quantisation, BOS or architecture."""
 
 import copy
 import re
@@ -17,34 +17,34 @@ from consistency.tokens import Sequences
 def checkpoint_alternative(
     scorer: Scorer, sequences: Sequences, cause: str, name: str, temperature: float
 ) -> Alternative:
-    """Another model's scores; `cause` is what it means if they are the engine's (R24 stale, R32 adapter, R38 dtype)."""
+    """Score with another model; `cause` is the verdict if its scores are the engine's."""
     return Alternative(cause, name, score(scorer, sequences, temperature=temperature, top_k=1).logprob)
 
 
 def partial_alternatives(
     scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float
 ) -> list[Alternative]:
-    """By the model with one part of its weights, and no other, from the previous checkpoint."""
+    """Score with one module at a time from the previous checkpoint (R25)."""
     names = [name for name, _ in scorer.model.named_parameters()]
     old = dict(previous.model.named_parameters())
     found = []
-    for part in dict.fromkeys(part_of(name) for name in names):
+    for module in dict.fromkeys(module_of(name) for name in names):
         model = copy.deepcopy(scorer.model)
         for name, parameter in model.named_parameters():
-            if part_of(name) == part:
+            if module_of(name) == module:
                 parameter.data = old[name].data.to(parameter.dtype)
-        found.append(checkpoint_alternative(scorer_of(model), sequences, "R25", part, temperature))
+        found.append(checkpoint_alternative(scorer_of(model), sequences, "R25", module, temperature))
     return found
 
 
-def part_of(name: str) -> str:
-    """The part of a model that a parameter belongs to: a layer by its number, or the module outside of layers."""
+def module_of(name: str) -> str:
+    """Return the layer of a parameter, such as `layer 3`, or its module outside of layers."""
     inside = LAYER.search(name)
     return f"layer {inside[1]}" if inside else name.removeprefix("model.").removesuffix(".weight")
 
 
 def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    """By the model with a detail computed as other model families compute it."""
+    """Score with one detail computed as other model families do (R54)."""
     return [
         checkpoint_alternative(changed(scorer, change), sequences, "R54", name, temperature)
         for name, change in DETAILS.items()
@@ -52,7 +52,7 @@ def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature:
 
 
 def changed(scorer: Scorer, change: Callable[[torch.nn.Module], None]) -> Scorer:
-    """A copy of the model, changed in every module."""
+    """Copy the model with `change` applied to every module."""
     model = copy.deepcopy(scorer.model)
     for module in model.modules():
         change(module)
@@ -60,20 +60,20 @@ def changed(scorer: Scorer, change: Callable[[torch.nn.Module], None]) -> Scorer
 
 
 def shift_norm(module: torch.nn.Module, by: float) -> None:
-    """Adds to the weight of a norm: Gemma scales by 1 + weight, most others by the weight."""
+    """Add to the weight of a norm: Gemma scales by 1 + weight, most others by the weight."""
     if is_norm(module):
         module.get_parameter("weight").data += by
 
 
 def set_epsilon(module: torch.nn.Module, epsilon: float) -> None:
-    """Sets what a norm adds to the variance, under either of the names that Transformers gives it."""
+    """Set the epsilon of a norm, under either of its names in Transformers."""
     for name in ("variance_epsilon", "eps"):
         if is_norm(module) and name in vars(module):
             setattr(module, name, epsilon)
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Whether the module is a norm with a weight."""
+    """Return whether the module is a norm with a weight."""
     return type(module).__name__.endswith("Norm") and "weight" in dict(module.named_parameters(recurse=False))
 
 
@@ -87,7 +87,7 @@ DETAILS: dict[str, Callable[[torch.nn.Module], None]] = {
 
 
 def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    """By the model with the weights of its linear layers rounded as an engine's weight-only quantisation rounds them."""
+    """Score with linear layers rounded as by an engine's weight-only quantisation (R44)."""
     return [
         checkpoint_alternative(quantized(scorer, scheme), sequences, "R44", f"weights in {name}", temperature)
         for name, scheme in SCHEMES.items()
@@ -95,7 +95,7 @@ def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: fl
 
 
 def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
-    """A copy of the model whose linear layers, all but the output layer, hold rounded weights."""
+    """Copy the model with the weights of all linear layers but the output layer rounded."""
     model = copy.deepcopy(scorer.model)
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -104,13 +104,13 @@ def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
 
 
 def rounded_to_float8(weight: Tensor) -> Tensor:
-    """float8 e4m3 with one scale an output channel; [out, in] float32 to the same."""
+    """Round [out, in] float32 to float8 e4m3 with one scale per output channel."""
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def rounded_to_integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """Symmetric integers with one scale an output channel, or one a `group` of inputs; [out, in] float32 to the same."""
+    """Round [out, in] float32 to integers with one scale per output channel or input group."""
     groups = weight if group is None or weight.shape[1] % group else weight.reshape(-1, group)
     most = 2 ** (bits - 1) - 1
     scale = groups.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
@@ -127,7 +127,7 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 def bos_alternatives(
     scorer: Scorer, sequences: Sequences, bos_token_id: int, temperature: float
 ) -> list[Alternative]:
-    """With one BOS more; and with one less where every row begins with one."""
+    """Score with one BOS more, and with one less if every row begins with one (R15)."""
     found = [
         (
             "double BOS" if begins_with(sequences, bos_token_id) else "BOS that the record lacks",
@@ -144,12 +144,12 @@ def bos_alternatives(
 
 
 def begins_with(sequences: Sequences, token_id: int) -> bool:
-    """Whether every row begins with the token."""
+    """Return whether every row begins with the token."""
     return bool((sequences.input_ids[sequences.cu_seqlens[:-1]] == token_id).all())
 
 
 def with_first(sequences: Sequences, token_id: int) -> Sequences:
-    """Every row with a token put before it."""
+    """Prepend a token to every row."""
     begins = sequences.cu_seqlens[:-1]
     return Sequences(
         input_ids=np.insert(sequences.input_ids, begins, token_id),
@@ -160,7 +160,7 @@ def with_first(sequences: Sequences, token_id: int) -> Sequences:
 
 
 def without_first(sequences: Sequences) -> Sequences:
-    """Every row without its first token."""
+    """Drop the first token of every row."""
     begins = sequences.cu_seqlens[:-1]
     return Sequences(
         input_ids=np.delete(sequences.input_ids, begins),

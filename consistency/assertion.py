@@ -18,17 +18,17 @@ def assert_consistent(
     gate: str = "",
     **options: Any,
 ) -> Checked:
-    """Fail unless the verdict is healthy and every gate holds.
+    """Raise AssertionError unless the verdict is healthy and every gate holds.
 
     Args:
         record: folder or archive of a record.
-        model: checkpoint that should have sampled the steps; the one that the run started from unless given.
-        steps: the first one unless given.
-        gate: the most that metrics may be, as `mean_abs=0.02,k3=0.002`.
+        model: checkpoint that should have sampled the steps; by default the run's initial one.
+        steps: by default the first one.
+        gate: upper limits of metrics, such as `mean_abs=0.02,k3=0.002`.
         options: further fields of `consistency.request.Request`.
 
     Raises:
-        AssertionError: names the likeliest cause with its evidence and fix, and every gate that does not hold.
+        AssertionError: names the most likely cause with evidence and fix, and every failed gate.
         RecordError, ModelError, ConsistencyError: there is nothing to compare.
     """
     opened = open_record(record)
@@ -46,16 +46,16 @@ def assert_consistent(
         complaints.insert(0, complaint_of(checked))
     if complaints:
         raise AssertionError(
-            "\n".join([*complaints, f"look closer: areal-debug consistency {os.fspath(record)}"])
+            "\n".join([*complaints, f"for the full report run: areal-debug consistency {os.fspath(record)}"])
         )
     return checked
 
 
 def complaint_of(checked: Checked) -> str:
-    """Verdict and likeliest cause in a few lines."""
+    """Describe verdict and most likely cause in a few lines."""
     found = checked.diagnosis
     size = f"mean |D| {found.measurement.metrics['mean_abs']:.3g} over {found.measurement.num_tokens} tokens"
     if not found.causes:
-        return f"{found.verdict}: {size}, and nothing explains it; give {'; '.join(found.missing)}"
+        return f"{found.verdict}: {size}, and no known cause explains it; give {'; '.join(found.missing)}"
     first = found.causes[0]
     return f"{found.verdict}: {first.name} ({first.id}), {size}\n  evidence: {first.evidence}\n  fix: {first.fix}"

@@ -1,4 +1,4 @@
-"""What a cause looks at, and what it says: the facts of one comparison, and a finding."""
+"""The input of every cause, the facts of one comparison, and its output, a finding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,26 @@ from consistency.measure import Measurement
 from consistency.replay import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
 from consistency.rescoring import Rescoring
 from consistency.score import Scores
-from consistency.third import ThirdOpinion
+from consistency.third import TrainerCheck
 from consistency.tokens import Floats, Sequences, TokenTable
 
-# An explanation must leave less than 1 / GAIN of the disagreement; right ones leave a fifth and less.
-GAIN = 1.5
-GAIN_OF_SQUARES = 3.0
-# Among predictions that leave about the same, the first is told: simple laws are tried first.
-ABOUT_THE_SAME = 1.02
+# An explanation must leave less than 1 / MIN_GAIN of the difference; correct ones leave a fifth.
+MIN_GAIN = 1.5
+MIN_GAIN_OF_SQUARES = 3.0
+# Of predictions within this ratio of the best, the first wins: simple transforms come first.
+TIE_RATIO = 1.02
 # Below this mean |D| there is nothing to explain: float32 kernels differ by less.
-NOTHING = 1e-4
-# Nats by which another law must make the sampled tokens likelier. Fitting one number to noise gains about 1.
+NEGLIGIBLE = 1e-4
+# Nats by which another transform must raise the likelihood of the samples. Fitting one number to
+# noise gains about 1.
 LIKELIER_NATS = 20.0
+# A group of tokens is bad when its mean |D| is this many times that of the good ones.
+BAD_RATIO = 3.0
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far two healthy implementations differ at a precision: the upper end of what was published."""
+    """Noise floor of a precision: the largest published healthy difference."""
 
     name: str
     mean_abs: float
@@ -44,7 +47,10 @@ NOISE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause and the reason to believe in it. Where `fault` is false it explains and accuses nobody."""
+    """A cause with its evidence.
+
+    One with `fault` false explains the difference without being a fault.
+    """
 
     id: str
     name: str
@@ -57,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the tokens were sampled according to whoever recorded them, and what is known of both sides."""
+    """Recorded sampling options, and what is known of engine and model."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,7 +81,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The same tokens scored otherwise (another checkpoint, BOS in front, another dtype), float64 [sample]."""
+    """Logprobs of the same tokens under another condition (checkpoint, BOS), float64 [sample]."""
 
     cause: str
     name: str
@@ -84,7 +90,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A prediction, the mean |D| that it leaves, and how many times better that is than the trainer's own logprob."""
+    """A prediction, its residual mean |D|, and the factor by which it beats the trainer's."""
 
     prediction: Prediction
     residual: float
@@ -94,14 +100,15 @@ class Explanation:
 def best_explanation(
     replays: Replays, miss: Callable[[Floats, Floats], float], gain: float, level: float
 ) -> Explanation | None:
-    """The first of the best predictions, if it misses `gain` times less than the trainer's logprob.
+    """Return the first of the best predictions, if it misses `gain` times less than the trainer.
 
-    It must leave noise, mean |D| <= 2 `level`, or a fifth of the disagreement: half an explanation fits many faults.
+    Its residual must be noise, mean |D| <= 2 `level`, or a fifth of the difference: a prediction
+    that explains half of it fits many faults.
     """
     engine, base = replays.engine, replays.base
     misses = [miss(engine, p.logprobs) for p in replays.predictions]
     best, as_is = min(misses), miss(engine, base)
-    first = next(i for i, value in enumerate(misses) if value <= best * ABOUT_THE_SAME)
+    first = next(i for i, value in enumerate(misses) if value <= best * TIE_RATIO)
     prediction = replays.predictions[first]
     left = float(np.minimum(np.abs(engine - prediction.logprobs), RESIDUAL_BOUND).mean())
     if best * gain > as_is or left > max(2 * level, 0.2 * float(np.abs(engine - base).mean())):
@@ -113,8 +120,8 @@ def best_explanation(
 class Case:
     """One comparison.
 
-    `replays` is None where full logits were not looked at, `rescoring` where no live engine was asked again, `third` where nobody
-    knows what the trainer says.
+    `replays` is None without full logits, `rescoring` without a live engine, `trainer_check`
+    without logprobs of the trainer's own path.
     """
 
     sequences: Sequences
@@ -124,11 +131,11 @@ class Case:
     setting: Setting
     replays: Replays | None
     rescoring: Rescoring | None = None
-    third: ThirdOpinion | None = None
+    trainer_check: TrainerCheck | None = None
 
     @property
     def level(self) -> float:
-        """Mean |D| up to which this precision is healthy."""
+        """The largest healthy mean |D| of this precision."""
         return self.setting.noise.mean_abs
 
     @property
@@ -138,30 +145,34 @@ class Case:
 
     @cached_property
     def explanation(self) -> Explanation | None:
-        """What explains the reported logprobs, if anything does: by the typical token, or else by all squares (a fault of few)."""
-        if self.replays is None or np.mean(np.abs(self.replays.engine - self.replays.base)) < NOTHING:
+        """The explanation of the reported logprobs, if there is one.
+
+        It is judged by the typical token, else by all squares, which detects faults of few tokens.
+        """
+        if self.replays is None or np.mean(np.abs(self.replays.engine - self.replays.base)) < NEGLIGIBLE:
             return None
-        by_median = best_explanation(self.replays, residual_size, GAIN, self.level)
-        return by_median or best_explanation(self.replays, mean_square, GAIN_OF_SQUARES, self.level)
+        by_median = best_explanation(self.replays, residual_size, MIN_GAIN, self.level)
+        return by_median or best_explanation(self.replays, mean_square, MIN_GAIN_OF_SQUARES, self.level)
 
     @cached_property
     def drawn_by(self) -> tuple[Prediction, float] | None:
-        """The law under which the tokens are clearly likelier than under the trainer's, and by how many nats."""
+        """The transform that drew the tokens, clearly likelier than the trainer, and its nats."""
         if self.replays is None or self.setting.greedy:
             return None
-        laws = [p for p in self.replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
-        gains = [likelihood(self.replays.base, p.logprobs) for p in laws]
+        # Temperature, truncation, penalties, forbidden EOS.
+        tried = [p for p in self.replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
+        gains = [likelihood(self.replays.base, p.logprobs) for p in tried]
         best = int(np.argmax(gains)) if gains else -1
-        return (laws[best], gains[best]) if gains and gains[best] > LIKELIER_NATS else None
+        return (tried[best], gains[best]) if gains and gains[best] > LIKELIER_NATS else None
 
     @cached_property
     def unexplained(self) -> bool:
-        """Whether the disagreement is beyond the precision's noise, and no replay explains it."""
+        """True if the difference exceeds the noise floor and no replay explains it."""
         return self.mean_abs > self.level and self.explanation is None
 
     @cached_property
     def surprise(self) -> float:
-        """Z: how many standard deviations the tokens' surprisal lies above what the trainer's own law expects; 0 +- 1 when it drew them."""
+        """Z score of the surprisal under the trainer's distribution; 0 +- 1 if it drew them."""
         scores = self.scores
         usable = np.isfinite(scores.logprob) & np.isfinite(scores.entropy)
         expected = (-scores.logprob - scores.entropy)[usable].sum()

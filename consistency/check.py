@@ -1,4 +1,4 @@
-"""One check against a model: score (resuming where it was interrupted), score otherwise, ask live engines again, diagnose."""
+"""Check sampled tokens against a model: score, rescore live, diagnose, probe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,28 +7,28 @@ from functools import partial
 import numpy as np
 
 from consistency.case import Setting
-from consistency.classes import KINDS, added_tokens, kinds_of
+from consistency.classes import KINDS, added_tokens, token_kinds
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.engine.reply import Top
 from consistency.errors import EngineError, OtherTokenizer
 from consistency.groups import Group, group_by
-from consistency.looks import look_further
+from consistency.looks import ProbeInputs, run_probes
 from consistency.noise import noise_of_engine
-from consistency.parts import detail_worst, join_scores, score_part
+from consistency.parts import detail_worst, join_scores, score_chunk
 from consistency.replay import replay, select_rows
 from consistency.request import DTYPES, Request
 from consistency.rescoring import Rescoring
 from consistency.score import Progress, Scorer, Scores, load_scorer
 from consistency.source import Sampled, concatenate, setting_of
-from consistency.third import ThirdOpinion, third_opinion, trainer_logprobs
+from consistency.third import TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.tokens import Sequences
 
-AskAgain = Callable[[Scorer, Sequences, float], Rescoring]
+Rescorer = Callable[[Scorer, Sequences, float], Rescoring]  # (scorer, rows, temperature)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A diagnosis, with what it was made from. `notes` say what could not be asked."""
+    """A diagnosis with its inputs. `notes` list what the engine could not be queried for."""
 
     diagnosis: Diagnosis
     sequences: Sequences
@@ -37,7 +37,7 @@ class Checked:
     dtype: str
     rescoring: Rescoring | None
     tops: tuple[Top, ...] | None
-    third: ThirdOpinion | None
+    trainer_check: TrainerCheck | None
     notes: tuple[str, ...] = ()
 
 
@@ -45,15 +45,17 @@ def check(
     sampled: Sampled,
     request: Request,
     progress: Progress = lambda num_tokens: None,
-    ask_again: AskAgain | None = None,
+    rescorer: Rescorer | None = None,
 ) -> Checked:
     """Compare an engine's logprobs with a model's.
 
     Args:
-        ask_again: has the engines that sampled score some rows once more; None where they are gone. Where they cannot, a note says so.
+        rescorer: makes the engines that sampled score some rows again; None without a live engine.
+            A note of the result reports when they cannot.
 
     Raises:
-        ModelError: a checkpoint cannot be read. ConsistencyError: nothing to compare.
+        ModelError: a checkpoint cannot be read.
+        ConsistencyError: there is nothing to compare.
     """
     sampling = sampled.sampling
     temperature = sampling.temperature if request.temperature is None else request.temperature
@@ -61,40 +63,43 @@ def check(
         temperature = 1.0  # SGLang reports greedy tokens at temperature 1
     dtype = request.dtype or sampling.trainer_dtype
     scorer = load_scorer(request.model, DTYPES[dtype], request.device)
-    for part in sampled.parts.values():
-        refuse_other_vocabulary(part, scorer)
+    for chunk in sampled.chunks.values():
+        refuse_other_vocabulary(chunk, scorer)
     scores = join_scores(
         [
-            score_part(scorer, part, request, temperature, dtype, name, progress)
-            for name, part in sampled.parts.items()
+            score_chunk(scorer, chunk, request, temperature, dtype, name, progress)
+            for name, chunk in sampled.chunks.items()
         ]
     )
-    sequences = concatenate(list(sampled.parts.values()))
+    sequences = concatenate(list(sampled.chunks.values()))
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     setting = replace(setting, added_token_ids=frozenset(added_tokens(request.model)))
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
     rows = select_rows(sequences, replays.rows)
     rescoring: Rescoring | None = None
     notes: tuple[str, ...] = ()
-    if ask_again is not None:
+    if rescorer is not None:
         try:
-            rescoring = ask_again(scorer, rows, temperature)
-        except EngineError as error:  # many engines do not score prompts; the rest can be judged all the same
-            notes = (f"the engine was not asked again: {error}",)
+            rescoring = rescorer(scorer, rows, temperature)
+        except EngineError as error:  # many engines do not score prompts
+            notes = (f"the engine could not be queried again: {error}",)
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
-    third = ask_trainer(sampled, sequences, scores, request, dtype, temperature)
-    judge = partial(diagnose, sequences, scores, replays=replays, rescoring=rescoring, third=third)
-    found, setting = look_further(judge, setting, scorer, rows, replays, request, dtype)
+    trainer_check = check_trainer(sampled, sequences, scores, request, dtype, temperature)
+    diagnose_with = partial(
+        diagnose, sequences, scores, replays=replays, rescoring=rescoring, trainer_check=trainer_check
+    )
+    inputs = ProbeInputs(scorer, rows, request, setting, dtype)
+    found, setting = run_probes(diagnose_with, inputs, replays)
     detail_worst(scorer, sequences, scores, found, temperature)
     found = with_more_groups(found, scores, setting, request.model)
-    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, third, notes)
+    return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
 
 
-def ask_trainer(
+def check_trainer(
     sampled: Sampled, sequences: Sequences, scores: Scores, request: Request, dtype: str, temperature: float
-) -> ThirdOpinion | None:
-    """What the trainer said according to the record, or says now if the request wants to know."""
+) -> TrainerCheck | None:
+    """Compare with the recorded logprobs of the trainer, or with those computed now on request."""
     if sampled.trainer is not None:
         source, trainer = "the record", sampled.trainer
     elif request.trainer:
@@ -102,11 +107,11 @@ def ask_trainer(
         trainer = trainer_logprobs(request.model, dtype, request.device, sequences, temperature)
     else:
         return None
-    return third_opinion(source, sequences.engine_logprobs[sequences.scored], trainer, scores.logprob)
+    return compare_trainer(source, sequences.engine_logprobs[sequences.scored], trainer, scores.logprob)
 
 
 def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:
-    """Raises OtherTokenizer when an id is beyond the model's vocabulary."""
+    """Raise OtherTokenizer when an id is beyond the model's vocabulary."""
     largest = int(sequences.input_ids.max(initial=0))
     if largest >= scorer.head.vocabulary_size:
         raise OtherTokenizer(
@@ -116,15 +121,15 @@ def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:
 
 
 def with_more_groups(found: Diagnosis, scores: Scores, setting: Setting, model: str) -> Diagnosis:
-    """The same numbers by decile of the model's entropy, where it was asked, and by kind of token."""
+    """Add groups by decile of the model's entropy, where it is known, and by kind of token."""
     table, difference = found.table, found.table.difference
     more: dict[str, tuple[Group, ...]] = {}
     entropy = scores.entropy[table.index]
-    asked = np.isfinite(entropy)
-    if asked.any():
-        edges = np.quantile(entropy[asked], np.arange(0.1, 1.0, 0.1))
-        more["entropy_decile"] = group_by(np.searchsorted(edges, entropy[asked]), difference[asked])
-    kinds = kinds_of(table.token_id, model, setting.eos_token_id, setting.bos_token_id)
+    known = np.isfinite(entropy)
+    if known.any():
+        edges = np.quantile(entropy[known], np.arange(0.1, 1.0, 0.1))
+        more["entropy_decile"] = group_by(np.searchsorted(edges, entropy[known]), difference[known])
+    kinds = token_kinds(table.token_id, model, setting.eos_token_id, setting.bos_token_id)
     if kinds is not None:
         groups = group_by(kinds, difference)
         more["kind"] = tuple(replace(group, key=KINDS[int(group.key)]) for group in groups)

@@ -1,4 +1,4 @@
-"""What kind of token an id is: faults of masks, embeddings and templates strike kinds, not single ids."""
+"""Kinds of tokens: faults of masks, embeddings and templates affect kinds, not single ids."""
 
 import functools
 import json
@@ -22,7 +22,10 @@ EOS, BOS, SPECIAL, ADDED, DIGITS, WHITESPACE, BYTES, PUNCTUATION, WORDS = KINDS 
 
 
 def added_tokens(model: str) -> dict[int, bool]:
-    """Ids that were added to the tokenizer's own vocabulary, and whether each is special; none where the folder holds no tokenizer."""
+    """Map ids added to the tokenizer's base vocabulary to whether each is special.
+
+    Empty if the model's folder holds no `tokenizer.json`.
+    """
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
         return {}
@@ -30,8 +33,10 @@ def added_tokens(model: str) -> dict[int, bool]:
     return {entry["id"]: entry["special"] for entry in entries}
 
 
-def kinds_of(token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None) -> Ints | None:
-    """The index into KINDS of each id, int64 [n]; None where the model's folder holds no `tokenizer.json`."""
+def token_kinds(
+    token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None
+) -> Ints | None:
+    """Return the index into KINDS of each id, int64 [n]; None without a `tokenizer.json`."""
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
         return None
@@ -52,7 +57,7 @@ def kinds_of(token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id
 
 
 def kind_of_text(text: str) -> str:
-    """The kind of an ordinary token by its text. A piece of a character decodes to the replacement character."""
+    """Return the kind of an ordinary token; bytes decode to the replacement character."""
     if "\ufffd" in text:
         return BYTES
     if not text.strip():

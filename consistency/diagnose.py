@@ -1,4 +1,4 @@
-"""From two columns of logprobs to a verdict: structure, then what replay explains, then the shape of what is left, then noise."""
+"""Diagnose two columns of logprobs by structure, replayed hypotheses, shape and noise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from consistency.measure import Measurement, measure
 from consistency.replay import Replays
 from consistency.rescoring import Rescoring
 from consistency.score import Scores
-from consistency.third import ThirdOpinion
+from consistency.third import TrainerCheck
 from consistency.tokens import Sequences, TokenTable, compare_tokens
 
 CONFIDENT = 0.5
@@ -27,7 +27,10 @@ CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`verdict` is healthy, mismatch or unknown; `causes` the most likely first; `missing` what would tell more."""
+    """`verdict` is healthy, mismatch or unknown; `causes` come most likely first.
+
+    `missing` lists data that would allow a more specific verdict.
+    """
 
     verdict: str
     causes: tuple[Finding, ...]
@@ -44,16 +47,18 @@ def diagnose(
     replays: Replays | None = None,
     alternatives: Sequence[Alternative] = (),
     rescoring: Rescoring | None = None,
-    third: ThirdOpinion | None = None,
+    trainer_check: TrainerCheck | None = None,
 ) -> Diagnosis:
-    """Judge an engine's logprobs by the trainer's.
+    """Compare an engine's logprobs with the trainer's and name the likely causes.
 
     Args:
         scores: of `sequences` at `setting.temperature`.
-        replays: of the same sequences at the same temperature; without them only structure and shape are judged.
-        alternatives: the tokens of `replays.sample` scored otherwise, which stale weights, BOS and dtypes are recognised by.
-        rescoring: what engine and model said when they were asked again.
-        third: what the trainer's own path says.
+        replays: of the same sequences at the same temperature; without them only structure and
+            shape are examined.
+        alternatives: logprobs of the tokens of `replays.sample` under other conditions, which
+            identify stale weights, BOS and dtypes.
+        rescoring: second logprobs of the same tokens by engine and model.
+        trainer_check: comparison with the trainer's own path.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -65,12 +70,13 @@ def diagnose(
         sequences = replace(sequences, engine_logprobs=in_logprobs(units, sequences.engine_logprobs))
     table = compare_tokens(sequences, scores.logprob)
     if replays is not None:
-        replays = with_derived(replays, sequences, scores, alternatives)
+        replays = with_derived(replays, sequences, alternatives)
     measurement = measure(table)
     assert all(identity.holds for identity in measurement.identities), measurement.identities
-    case = Case(sequences, table, scores, measurement, setting, replays, rescoring, third)
+    case = Case(sequences, table, scores, measurement, setting, replays, rescoring, trainer_check)
     findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
+    # Ordinary noise (R35) and a policy that moved (R57) account for the difference.
     harmless = any(finding.id in ("R35", "R57") for finding in findings)
     verdict = "mismatch" if faults else "healthy" if harmless else "unknown"
     causes = sorted(findings, key=lambda finding: (not is_accusation(finding), -finding.confidence))
@@ -79,12 +85,12 @@ def diagnose(
 
 
 def is_accusation(finding: Finding) -> bool:
-    """Whether a finding alone makes the verdict a mismatch."""
+    """Return whether a finding alone makes the verdict a mismatch."""
     return finding.fault and finding.confidence >= CONFIDENT
 
 
 def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """What was not given and would tell causes apart."""
+    """List missing data that would distinguish the remaining causes."""
     given = {alternative.cause for alternative in alternatives}
     wanted = {
         "full logits: a model to score with (--model)": case.replays is None,

@@ -1,18 +1,18 @@
-"""What can be wrong with a comparison of logprobs that a user can mend.
+"""Errors of a comparison of logprobs that a user can fix.
 
 ConsistencyError (ValueError)
 ├── NothingToCompare   no token was sampled, or none has a usable logprob on both sides
-├── BadColumn          a column has another length than the tokens it speaks of
-├── UnknownGate        a gate names a metric that does not exist, or no number
+├── BadColumn          the length of a column differs from the number of tokens or rows
+├── UnknownGate        a gate names an unknown metric, or its limit is not a number
 ├── StaleScores        saved scores belong to another model, temperature or step
 ├── OtherTokenizer     sampled ids are beyond the model's vocabulary
-├── BadPrompts         a file of prompts cannot be read, or has none
-└── EngineError        an engine cannot be asked, or answers what cannot be used
+├── BadPrompts         a file of prompts cannot be read, or is empty
+└── EngineError        an engine cannot be queried, or its reply is unusable
 """
 
 
 class ConsistencyError(ValueError):
-    """Logprobs cannot be compared as asked."""
+    """Logprobs cannot be compared as requested."""
 
 
 class NothingToCompare(ConsistencyError):
@@ -20,15 +20,15 @@ class NothingToCompare(ConsistencyError):
 
 
 class BadColumn(ConsistencyError):
-    """A column does not have one value per token, or per sequence."""
+    """A column does not have one value per token or per sequence."""
 
 
 class UnknownGate(ConsistencyError):
-    """A gate that cannot be checked."""
+    """A gate cannot be checked."""
 
 
 class StaleScores(ConsistencyError):
-    """Scores on disk that answer another question."""
+    """Scores on disk belong to other inputs."""
 
 
 class OtherTokenizer(ConsistencyError):
@@ -36,8 +36,8 @@ class OtherTokenizer(ConsistencyError):
 
 
 class BadPrompts(ConsistencyError):
-    """Prompts that cannot be read."""
+    """Prompts cannot be read."""
 
 
 class EngineError(ConsistencyError):
-    """An engine that gives no usable answer; names its address."""
+    """An engine gives no usable reply; the message names its address."""

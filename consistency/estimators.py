@@ -1,4 +1,4 @@
-"""Estimators of how far two distributions differ from the log-ratio D = trainer - engine of tokens drawn from one of them."""
+"""Estimators of divergence from D = trainer - engine of sampled tokens."""
 
 import numpy as np
 
@@ -13,19 +13,19 @@ def ratio(difference: Floats) -> Floats:
 
 
 def k3(difference: Floats) -> Floats:
-    """exp(D) - 1 - D per token, never negative; expm1 keeps small ones exact."""
+    """exp(D) - 1 - D per token, never negative; expm1 keeps small values exact."""
     bounded = np.minimum(difference, LARGEST_EXPONENT)
     return np.expm1(bounded) - bounded
 
 
 def effective_share(log_ratio: Floats) -> float:
-    """Effective sample size over the number of samples, (mean rho)^2 / mean rho^2, of raw ratios in log space."""
+    """Effective sample size per sample, (mean rho)^2 / mean rho^2, of log ratios [n]."""
     scaled = np.exp(log_ratio - log_ratio.max())
     return float(scaled.mean() ** 2 / np.mean(scaled**2))
 
 
 def correlation(left: Floats, right: Floats) -> float:
-    """Pearson's correlation; 0 where one side is constant."""
+    """Pearson's correlation; 0 if one side is constant."""
     left, right = left - left.mean(), right - right.mean()
     scale = np.sqrt((left @ left) * (right @ right))
     return float(left @ right / scale) if scale > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The same numbers by position, turn, version, token and every other column: where a disagreement lives."""
+"""Differences by position, turn, version, token and every other column, to locate a mismatch."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ NUM_BINS = 40
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the tokens: how many, and how far apart."""
+    """Size and differences of a group of tokens."""
 
     key: int | str
     num_tokens: int
@@ -24,7 +24,7 @@ class Group:
 
 
 def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
-    """B28: the numbers of each key, ascending."""
+    """Compute the differences of each key, ascending."""
     names, inverse = np.unique(keys, return_inverse=True)
     count = np.bincount(inverse)
     means = [
@@ -32,19 +32,19 @@ def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
         for v in (np.abs(difference), difference, difference**2, k3(difference))
     ]
     return tuple(
-        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(third))
-        for key, num, size, mean, square, third in zip(names, count, *means, strict=True)
+        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(k3_mean))
+        for key, num, size, mean, square, k3_mean in zip(names, count, *means, strict=True)
     )
 
 
 def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:
-    """Each value's bin, named by its first value: one bin a value while there are few, else of equal width."""
+    """Return the first value of each value's bin; bins have equal width, 1 while values are few."""
     width = max(1, -(-int(values.max() + 1) // num_bins))
     return values // width * width
 
 
 def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
-    """B19, B21, B28: curves over position, and groups by every column that was recorded. Of token ids, the 50 with most tokens."""
+    """Group by position, by every recorded column, and by the 50 most frequent token ids."""
     difference = table.difference
     decile = np.searchsorted(np.quantile(-table.trainer, np.arange(0.1, 1.0, 0.1)), -table.trainer)
     columns = {
@@ -65,7 +65,11 @@ def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
 
 
 def histogram(difference: Floats, num_bins: int = 41) -> tuple[tuple[float, int], ...]:
-    """(left edge, tokens) of equal bins around 0 that reach to the 99th percentile of |D|; the ends hold everything beyond."""
+    """Count tokens in equal bins of D up to the 99th percentile of |D|; the outer bins are open.
+
+    Returns:
+        (left edge, number of tokens) of each bin.
+    """
     reach = float(np.quantile(np.abs(difference), 0.99)) or 1.0
     edges = np.linspace(-reach, reach, num_bins + 1)
     counts, _ = np.histogram(np.clip(difference, -reach, reach), edges)

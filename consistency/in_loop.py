@@ -1,7 +1,8 @@
-"""While a run trains: the engine's logprobs against the trainer's proximal ones of the same step, which cost no further forward.
+"""Compare engine logprobs with the proximal ones of the same step during training.
 
-Tokens are told apart by how many versions old they are. Those of the trainer's own version must agree, whatever the policy does; when
-they cease to, the weights that the engine holds are not the ones that it was sent.
+It costs no further forward pass. Tokens are grouped by version lag. Those of the trainer's own
+version must agree whatever the policy does; a difference that appears later means that the engine
+does not hold the weights that it was sent.
 """
 
 import json
@@ -29,7 +30,7 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Sums:
-    """Over some tokens: how many, and sums of |D|, k3 and |D| > ln 2. `not_finite` tokens are in none of them."""
+    """Number of tokens, sums of |D|, k3 and |D| > ln 2; none includes `not_finite` tokens."""
 
     num_tokens: int = 0
     absolute: float = 0.0
@@ -42,13 +43,13 @@ class Sums:
 
     @property
     def mean_abs(self) -> float:
-        """Mean |D|; NaN of no tokens."""
+        """Mean |D|; NaN without tokens."""
         return self.absolute / self.num_tokens if self.num_tokens else math.nan
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One step. `by_lag` counts versions between the weights that sampled a token and those that train on it."""
+    """One step. Keys of `by_lag` are trainer version minus version of the weights that sampled."""
 
     step: int
     version: int
@@ -56,18 +57,18 @@ class Reading:
 
     @property
     def all(self) -> Sums:
-        """Over all tokens."""
+        """Sums over all tokens."""
         return sum(self.by_lag.values(), Sums())
 
     @property
     def freshest(self) -> Sums:
-        """The tokens of the smallest lag."""
+        """Sums over the tokens of the smallest lag."""
         return self.by_lag[min(self.by_lag)]
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What is wrong, why one should think so, and what to do."""
+    """A suspected cause with its evidence and fix."""
 
     id: str
     name: str
@@ -76,7 +77,10 @@ class Suspicion:
 
 
 def read_step(batch: dict[str, Tensor], proximal: Tensor, version: int) -> dict[int, Sums]:
-    """Sums by lag. `batch` is the event's (ARCHITECTURE.md), `proximal` float [B, T] is next-token aligned."""
+    """Sum by lag.
+
+    `batch` is that of the event (ARCHITECTURE.md); `proximal`, float [B, T], is next-token aligned.
+    """
     sampled = to_next_token(batch)
     kept = sampled["loss_mask"].bool()
     engine, trainer = (values[kept].double().cpu().numpy() for values in (sampled["logprobs"], proximal))
@@ -85,7 +89,7 @@ def read_step(batch: dict[str, Tensor], proximal: Tensor, version: int) -> dict[
 
 
 def sums_by_lag(lag: Ints, difference: Floats) -> dict[int, Sums]:
-    """The sums of each lag, ascending."""
+    """Sum the differences of each lag, ascending; both arguments [n]."""
     found = {}
     for value in np.unique(lag):
         group = difference[lag == value]
@@ -100,37 +104,40 @@ def sums_by_lag(lag: Ints, difference: Floats) -> dict[int, Sums]:
     return found
 
 
-def join(parts: Sequence[dict[int, Sums]]) -> dict[int, Sums]:
-    """The sums of all ranks."""
-    lags = sorted({lag for part in parts for lag in part})
-    return {lag: sum((part[lag] for part in parts if lag in part), Sums()) for lag in lags}
+def join(ranks: Sequence[dict[int, Sums]]) -> dict[int, Sums]:
+    """Add the sums of all ranks."""
+    lags = sorted({lag for sums in ranks for lag in sums})
+    return {lag: sum((sums[lag] for sums in ranks if lag in sums), Sums()) for lag in lags}
 
 
-def judge(reading: Reading, before: Sequence[float], noise: Noise) -> Suspicion | None:
-    """What to warn of, from this step and mean |D| of the freshest tokens in steps before, which were in order."""
+def suspicion_of(reading: Reading, healthy: Sequence[float], noise: Noise) -> Suspicion | None:
+    """Return the suspected cause of a step's difference, or None if it is within the noise floor.
+
+    `healthy` holds mean |D| of the freshest tokens in earlier healthy steps.
+    """
     now = reading.freshest.mean_abs
     if reading.all.not_finite:
         return Suspicion(
             "R60",
-            "logprobs that are no numbers",
+            "logprobs that are not finite",
             f"{reading.all.not_finite} tokens of step {reading.step} have a NaN or infinite logprob",
             "look for -inf and NaN in the engine's replies",
         )
     if not now > noise.mean_abs:
         return None
-    usual = float(np.median(before)) if before else math.nan
-    told = f"mean |D| {now:.2g} on tokens of version lag {min(reading.by_lag)} (healthy up to {noise.mean_abs:g})"
-    if before and now > JUMP * usual:
+    usual = float(np.median(healthy)) if healthy else math.nan
+    evidence = f"mean |D| {now:.2g} on tokens of version lag {min(reading.by_lag)} (healthy up to {noise.mean_abs:g})"
+    if healthy and now > JUMP * usual:
         return Suspicion(
             "R24",
             "stale weights in the engine, or a cache kept over the update",
-            f"{told}; it was {usual:.2g} in the {len(before)} checks before",
+            f"{evidence}; it was {usual:.2g} in the {len(healthy)} checks before",
             "check that the last weight update reached every server (rollout.verify_weights_every: 1) and flushed its cache",
         )
     return Suspicion(
         "R01",
-        "engine and trainer disagree from the first check on",
-        told,
+        "engine and trainer disagree since the first check",
+        evidence,
         "record the step (--dump-rollout) and run: areal-debug consistency RECORD",
     )
 
@@ -139,10 +146,11 @@ def judge(reading: Reading, before: Sequence[float], noise: Noise) -> Suspicion 
 class InLoop:
     """An observer of a run that computes proximal logprobs.
 
-    It compares every `every`-th step, appends the numbers to `file` (JSON lines) and logs what is wrong, on rank 0.
+    It compares every `every`-th step; rank 0 appends the numbers to `file` (JSON lines) and logs
+    warnings.
 
     Args:
-        gather: one rank's sums to those of all ranks; a collective.
+        gather: collects the sums of all ranks from one rank's; a collective.
     """
 
     every: int
@@ -152,7 +160,7 @@ class InLoop:
     _noise: Noise | None = None
     _version: int = 0
     _batch: dict[str, Tensor] = field(default_factory=dict)
-    _before: list[float] = field(default_factory=list)
+    _healthy: list[float] = field(default_factory=list)
 
     def __call__(self, event: str, **facts: Any) -> None:
         if event == "start":
@@ -163,15 +171,15 @@ class InLoop:
             self._check(facts["step"], facts["inputs"]["prox_logp"])
 
     def _check(self, step: int, proximal: Tensor) -> None:
-        own = read_step(self._batch, proximal, self._version)
-        reading = Reading(step, self._version, join(self.gather(own)))
+        local = read_step(self._batch, proximal, self._version)
+        reading = Reading(step, self._version, join(self.gather(local)))
         if self.rank != 0 or not reading.by_lag:
             return
-        assert self._noise is not None, "the loop begins with the event `start`"
-        suspicion = judge(reading, self._before, self._noise)
+        assert self._noise is not None, "the loop emits the event `start` first"
+        suspicion = suspicion_of(reading, self._healthy, self._noise)
         self._write(reading, suspicion)
         if suspicion is None:
-            self._before.append(reading.freshest.mean_abs)
+            self._healthy.append(reading.freshest.mean_abs)
             return
         logger.warning(
             "step %d: %s (%s): %s. %s", step, suspicion.name, suspicion.id, suspicion.evidence, suspicion.fix
@@ -196,5 +204,5 @@ class InLoop:
 
 
 def noise_of_run(config: dict[str, Any]) -> Noise:
-    """The published noise of the run's dtypes."""
+    """Return the published noise floor of the run's dtypes."""
     return published_noise((str(config["actor"]["dtype"]), str(config["sglang"]["dtype"])), has_experts=False)

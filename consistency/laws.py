@@ -1,6 +1,7 @@
-"""Distributions an engine may sample from or report, given the trainer's full logits: one function a law, log probabilities out.
+"""Sampling transforms: distributions that an engine may sample from or report, given full logits.
 
-Each takes `Rows` and gives normalised log probabilities [rows, vocab]; minus infinity where the law forbids a token.
+Each takes `Rows` and returns normalised log probabilities [rows, vocab], minus infinity for tokens
+that the transform excludes.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import Tensor
 
 @dataclass
 class Rows:
-    """A few rows of logits. `uncapped` precede the model's own soft cap; float32 [rows, vocab], like `logits`.
+    """Rows of logits, float32 [rows, vocab]; `uncapped` are those before the model's own soft cap.
 
-    `seen` and `seen_output` count how often each token occurs before, in prompt and output, and in the output alone; int64 [rows, vocab].
+    `seen` counts the earlier occurrences of each token in prompt and output, `seen_output` those in
+    the output alone; int64 [rows, vocab].
     """
 
     logits: Tensor
@@ -25,23 +27,23 @@ class Rows:
 
     @cached_property
     def scaled(self) -> Tensor:
-        """Logits over temperature."""
+        """Logits divided by the temperature."""
         return self.logits / self.temperature
 
     @cached_property
     def order(self) -> Tensor:
-        """Token ids, likeliest first."""
+        """Token ids, most likely first."""
         return self.scaled.argsort(dim=1, descending=True, stable=True)
 
     @cached_property
     def rank(self) -> Tensor:
-        """Number of likelier tokens."""
+        """Number of more likely tokens."""
         places = torch.arange(self.order.shape[1], device=self.order.device).expand_as(self.order)
         return torch.empty_like(self.order).scatter_(1, self.order, places)
 
     @cached_property
     def mass_before(self) -> Tensor:
-        """Probability of all likelier tokens."""
+        """Total probability of all more likely tokens."""
         sorted_probs = torch.softmax(self.scaled, 1).gather(1, self.order)
         before = sorted_probs.cumsum(1) - sorted_probs
         return torch.empty_like(before).scatter_(1, self.order, before)
@@ -53,17 +55,17 @@ def normalised(scores: Tensor) -> Tensor:
 
 
 def as_is(rows: Rows) -> Tensor:
-    """What the trainer computes: log_softmax(logits / temperature)."""
+    """The trainer's distribution: log_softmax(logits / temperature)."""
     return normalised(rows.scaled)
 
 
-def likeliest(rows: Rows) -> Tensor:
-    """R09: the largest logprob in place of every token's own."""
+def largest_logprob(rows: Rows) -> Tensor:
+    """The largest logprob in place of every token's own."""
     return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
 
 
 def at_temperature(rows: Rows, temperature: float) -> Tensor:
-    """Another temperature."""
+    """Temperature `temperature` instead of the trainer's."""
     return normalised(rows.logits / temperature)
 
 
@@ -72,48 +74,51 @@ def _only(rows: Rows, kept: Tensor) -> Tensor:
 
 
 def top_p(rows: Rows, top_p: float) -> Tensor:
-    """Nucleus sampling: the fewest tokens that hold `top_p`, renormalised."""
+    """Nucleus sampling: the fewest tokens with total probability `top_p`, renormalised."""
     return _only(rows, rows.mass_before < top_p)
 
 
 def top_k(rows: Rows, top_k: float) -> Tensor:
-    """The `top_k` likeliest tokens, renormalised."""
+    """The `top_k` most likely tokens, renormalised."""
     return _only(rows, rows.rank < round(top_k))
 
 
 def min_p(rows: Rows, min_p: float) -> Tensor:
-    """Tokens at least `min_p` times as likely as the likeliest, renormalised."""
+    """Tokens at least `min_p` times as likely as the most likely one, renormalised."""
     threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
     return _only(rows, rows.scaled >= threshold)
 
 
 def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Logits of tokens seen in prompt or output, divided if positive and multiplied if negative (CTRL, section 4.1); vLLM, Transformers."""
+    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
+
+    So do vLLM and Transformers.
+    """
     return _repetition_penalty(rows, rows.seen > 0, penalty)
 
 
 def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """The same for tokens seen in the output alone; SGLang."""
+    """The same for tokens of the output alone, as in SGLang."""
     return _repetition_penalty(rows, rows.seen_output > 0, penalty)
 
 
 def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
-    punished = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
-    return normalised(torch.where(seen, punished, rows.logits) / rows.temperature)
+    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
 
 
 def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Logits less `penalty` for each time that the token occurs in the output."""
+    """Subtract `penalty` from a token's logit for each occurrence in the output."""
     return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
 
 
 def presence_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Logits less `penalty` if the token occurs in the output."""
+    """Subtract `penalty` from a token's logit if it occurs in the output."""
     return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
 
 
-def without(rows: Rows, token_id: float) -> Tensor:
-    """One token forbidden, as EOS is before `min_new_tokens`."""
+def forbidden_token(rows: Rows, token_id: float) -> Tensor:
+    """One token excluded, as EOS is before `min_new_tokens`."""
     kept = torch.ones_like(rows.scaled, dtype=torch.bool)
     kept[:, round(token_id)] = False
     return _only(rows, kept)
@@ -125,13 +130,13 @@ def bfloat16_logits(rows: Rows) -> Tensor:
 
 
 def soft_cap(rows: Rows, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), whether or not the model has a cap of its own; infinity is none."""
+    """cap * tanh(logits / cap) in place of the model's own cap; no cap if infinity."""
     capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
     return normalised(capped / rows.temperature)
 
 
 def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
-    """So many further tokens of logit 0 that are no tokens; log probabilities of the real ones."""
+    """Log probabilities with `num_padding` more vocabulary entries of logit 0."""
     total = rows.scaled.logsumexp(1, keepdim=True)
     padding = torch.log(torch.tensor(float(num_padding)))
     return rows.scaled - torch.logaddexp(total, padding)

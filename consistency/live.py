@@ -1,4 +1,4 @@
-"""Live engines: sample completions of prompts, then have the same engines score what they sampled."""
+"""Live engines: sample completions of prompts, then rescore them with the same engines."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from consistency.check import AskAgain, Checked, check
+from consistency.check import Checked, Rescorer, check
 from consistency.engine.ask import connect, sample_all, worker_of
-from consistency.engine.reply import Engine, Identity, Law, Reply, Top
+from consistency.engine.reply import Engine, Identity, Reply, SamplingParams, Top
 from consistency.engine.wire import open_session
 from consistency.errors import NothingToCompare
 from consistency.prompts import Prompt
@@ -21,94 +21,98 @@ from consistency.tokens import Completion, Sequences, sequences_from_completions
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """What engines at some addresses answered. `replies[i]` is to `prompts[i]`."""
+class EngineSamples:
+    """Completions sampled by engines; `replies[i]` answers `prompts[i]`."""
 
     addresses: tuple[str, ...]
     identities: tuple[Identity, ...]
     prompts: tuple[Prompt, ...]
     replies: tuple[Reply, ...]
-    law: Law
+    params: SamplingParams
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a tokenizer must tell: how ids become text, and how many there are."""
+class Vocabulary:
+    """Decoding function and size of a tokenizer's vocabulary."""
 
     decode: Callable[[list[int]], str]
-    vocabulary_size: int
+    size: int
 
 
-def words_of(tokenizer: Any) -> Words:
-    """From a Transformers tokenizer."""
-    return Words(lambda ids: tokenizer.decode(ids), len(tokenizer))
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Return the vocabulary of a Transformers tokenizer."""
+    return Vocabulary(lambda ids: tokenizer.decode(ids), len(tokenizer))
 
 
-def ask_engines(
+def query_engines(
     addresses: Sequence[str],
     prompts: Sequence[Prompt],
     num_samples: int,
-    law: Law,
-    words: Words,
+    params: SamplingParams,
+    vocabulary: Vocabulary,
     done: Callable[[int], None] = lambda num_replies: None,
-) -> Conversation:
-    """`num_samples` completions of every prompt, the engines in turn.
+) -> EngineSamples:
+    """Sample `num_samples` completions of every prompt, round robin over the engines.
 
     Raises:
-        EngineError: an address does not answer, or not with logprobs.
+        EngineError: an address does not answer, or without logprobs.
     """
-    asked = tuple(prompt for prompt in prompts for _ in range(num_samples))
+    repeated = tuple(prompt for prompt in prompts for _ in range(num_samples))
 
-    async def ask() -> Conversation:
+    async def query() -> EngineSamples:
         async with open_session() as session:
-            engines = await connect(session, addresses, words.decode, words.vocabulary_size)
-            replies = await sample_all(engines, [prompt.ids for prompt in asked], law, done)
+            engines = await connect(session, addresses, vocabulary.decode, vocabulary.size)
+            replies = await sample_all(engines, [prompt.ids for prompt in repeated], params, done)
             identities = tuple(engine.identity for engine in engines)
-            return Conversation(tuple(addresses), identities, asked, tuple(replies), law)
+            return EngineSamples(tuple(addresses), identities, repeated, tuple(replies), params)
 
-    return asyncio.run(ask())
+    return asyncio.run(query())
 
 
 def check_engines(
-    conversation: Conversation,
+    samples: EngineSamples,
     sampled: Sampled,
     request: Request,
-    words: Words,
+    vocabulary: Vocabulary,
     progress: Progress = lambda num_tokens: None,
 ) -> Checked:
-    """Judge what engines answered by a model. Raises as `check` does."""
-    return check(sampled, request, progress, asking_again(conversation.addresses, words))
+    """Compare the replies of engines with a model. Raises as `check` does."""
+    return check(sampled, request, progress, make_rescorer(samples.addresses, vocabulary))
 
 
-def sampled_of(conversation: Conversation, trainer_dtype: str) -> Sampled:
-    """The columns of what was answered; the model is scored in `trainer_dtype`. Raises NothingToCompare when no reply holds a token."""
-    law, identities = conversation.law, conversation.identities
-    if not any(reply.output_ids for reply in conversation.replies):
+def sampled_of(samples: EngineSamples, trainer_dtype: str) -> Sampled:
+    """Turn replies into columns; the model scores them in `trainer_dtype`.
+
+    Raises:
+        NothingToCompare: no reply holds a token.
+    """
+    params, identities = samples.params, samples.identities
+    if not any(reply.output_ids for reply in samples.replies):
         raise NothingToCompare(
-            f"the engines answered {len(conversation.replies)} prompts without a token: are the prompts too long?"
+            f"{len(samples.replies)} replies of the engines hold no token: are the prompts too long?"
         )
     rows = [
         one_sequence(prompt, reply, number, worker_of(number, len(identities)))
-        for number, (prompt, reply) in enumerate(zip(conversation.prompts, conversation.replies, strict=True))
+        for number, (prompt, reply) in enumerate(zip(samples.prompts, samples.replies, strict=True))
         if reply.output_ids
     ]
     dtypes = {identity.quantization or identity.dtype or trainer_dtype for identity in identities}
     sampling = Sampling(
-        temperature=law.temperature,
-        top_p=law.top_p,
-        top_k=law.top_k,
-        greedy=law.temperature == 0.0,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        greedy=params.temperature == 0.0,
         trainer_dtype=trainer_dtype,
         engine_dtype=min(dtypes),
         kv_cache_dtype=next((i.kv_cache_dtype for i in identities if i.kv_cache_dtype), None),
     )
-    versions = {reply.version for reply in conversation.replies}
+    versions = {reply.version for reply in samples.replies}
     version = versions.pop() if len(versions) == 1 else None
-    return Sampled({"live": concatenate(rows)}, sampling, version, tops_of(conversation.replies))
+    return Sampled({"live": concatenate(rows)}, sampling, version, tops_of(samples.replies))
 
 
 def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
-    """The likeliest tokens of all replies that are compared; None where one engine did not tell."""
+    """Return the top tokens of all compared replies; None if an engine did not report them."""
     compared = [reply for reply in replies if len(reply.logprobs) == len(reply.output_ids)]
     if any(reply.tops is None for reply in compared):
         return None
@@ -116,7 +120,7 @@ def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
 
 
 def one_sequence(prompt: Prompt, reply: Reply, number: int, worker: int) -> Sequences:
-    """One reply as a row, with the columns that the engine told."""
+    """Turn one reply into a row, with the columns that the engine reported."""
     row = sequences_from_completions([Completion(prompt.ids, reply.output_ids, reply.logprobs)])
     num_tokens = len(row.input_ids)
     return Sequences(
@@ -132,15 +136,15 @@ def one_sequence(prompt: Prompt, reply: Reply, number: int, worker: int) -> Sequ
     )
 
 
-def asking_again(addresses: Sequence[str], words: Words) -> AskAgain:
-    """Has the engines at the addresses score rows that they sampled."""
+def make_rescorer(addresses: Sequence[str], vocabulary: Vocabulary) -> Rescorer:
+    """Return a function that makes the engines at the addresses score rows that they sampled."""
 
-    def ask(scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
+    def rescore_rows(scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
         async def exchange() -> Rescoring:
             async with open_session() as session:
-                engines: list[Engine] = await connect(session, addresses, words.decode, words.vocabulary_size)
+                engines: list[Engine] = await connect(session, addresses, vocabulary.decode, vocabulary.size)
                 return await rescore(engines, scorer, rows, temperature)
 
         return asyncio.run(exchange())
 
-    return ask
+    return rescore_rows

@@ -1,7 +1,10 @@
-"""Further looks at the same tokens, each of some passes over the sample, taken only while the verdict is in doubt."""
+"""Probes: score the sampled tokens again under alternative settings while the verdict is in doubt.
+
+Each probe costs some forward passes over the sample, so probing stops at the first settled verdict.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from consistency.alternatives import (
     architecture_alternatives,
@@ -18,91 +21,107 @@ from consistency.request import DTYPES, Request
 from consistency.score import Scorer, load_scorer
 from consistency.tokens import Sequences
 
-SURE = 0.85
-Judge = Callable[..., Diagnosis]  # judge(setting, alternatives=...)
+SETTLED_CONFIDENCE = 0.85
+Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
 
 
-def look_further(
-    judge: Judge,
-    setting: Setting,
-    scorer: Scorer,
-    rows: Sequences,
-    replays: Replays,
-    request: Request,
-    dtype: str,
-) -> tuple[Diagnosis, Setting]:
-    """The diagnosis when no doubt is left or nothing is left to look at, and the setting with the model's own noise."""
-    found = judge(setting)
-    given: list[Alternative] = []
-    for look in LOOKS:
-        if settled(found):
+@dataclass(frozen=True)
+class ProbeInputs:
+    """The sampled rows, the model that scores them in `dtype`, and how they were sampled."""
+
+    scorer: Scorer
+    rows: Sequences
+    request: Request
+    setting: Setting
+    dtype: str
+
+
+Probe = Callable[[ProbeInputs], list[Alternative]]
+
+
+def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tuple[Diagnosis, Setting]:
+    """Probe until the verdict is settled or no probe is left.
+
+    Returns:
+        The last diagnosis, and the setting with the noise floor of this model.
+    """
+    setting = inputs.setting
+    found = diagnose(setting)
+    alternatives: list[Alternative] = []
+    for probe in PROBES:
+        if is_settled(found):
             break
-        given += look(scorer, rows, request, setting, dtype)
-        if look is other_dtype:
-            setting = replace(setting, noise=noise_of_model(setting.noise, given[0], replays))
-        found = judge(setting, alternatives=given)
+        alternatives += probe(inputs)
+        if probe is probe_dtype:
+            setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))
+        found = diagnose(setting, alternatives=alternatives)
     return found, setting
 
 
-def settled(found: Diagnosis) -> bool:
-    """Whether another look could hardly change the verdict."""
-    return found.verdict == "healthy" or any(is_accusation(c) and c.confidence > SURE for c in found.causes)
+def is_settled(found: Diagnosis) -> bool:
+    """Return whether another probe could hardly change the verdict."""
+    return found.verdict == "healthy" or any(
+        is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes
+    )
 
 
-def other_dtype(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """The same model in the other dtype."""
-    other = "bfloat16" if dtype == "float32" else "float32"
-    model = load_scorer(request.model, DTYPES[other], request.device)
-    return [checkpoint_alternative(model, rows, "R38", f"scoring in {other}", setting.temperature)]
+def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
+    """Score in the other dtype."""
+    other = "bfloat16" if inputs.dtype == "float32" else "float32"
+    model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
+    temperature = inputs.setting.temperature
+    return [checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)]
 
 
-def other_prompts(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """With and without BOS."""
-    if setting.bos_token_id is None:
+def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with one BOS more and one less."""
+    bos_token_id = inputs.setting.bos_token_id
+    if bos_token_id is None:
         return []
-    return bos_alternatives(scorer, rows, setting.bos_token_id, setting.temperature)
+    return bos_alternatives(inputs.scorer, inputs.rows, bos_token_id, inputs.setting.temperature)
 
 
-def quantised_weights(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """As weight-only quantisation would leave the model."""
-    return quantized_alternatives(scorer, rows, setting.temperature)
+def probe_quantization(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with the weights rounded as weight-only quantisation rounds them."""
+    return quantized_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
-def other_checkpoints(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """By the checkpoints that were given."""
+def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with the request's other checkpoints: stale weights (R24), missing adapter (R32)."""
+    request = inputs.request
     wanted = (("R24", "the previous checkpoint", request.previous), ("R32", "the base model", request.base))
     return [
         checkpoint_alternative(
-            load_scorer(path, DTYPES[dtype], request.device), rows, cause, name, setting.temperature
+            load_scorer(path, DTYPES[inputs.dtype], request.device),
+            inputs.rows,
+            cause,
+            name,
+            inputs.setting.temperature,
         )
         for cause, name, path in wanted
         if path is not None
     ]
 
 
-def partly_stale(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """By parts of the previous checkpoint, if it was given."""
+def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with one module at a time from the previous checkpoint, if the request names one."""
+    request = inputs.request
     if request.previous is None:
         return []
-    previous = load_scorer(request.previous, DTYPES[dtype], request.device)
-    return partial_alternatives(scorer, previous, rows, setting.temperature)
+    previous = load_scorer(request.previous, DTYPES[inputs.dtype], request.device)
+    return partial_alternatives(inputs.scorer, previous, inputs.rows, inputs.setting.temperature)
 
 
-def other_details(
-    scorer: Scorer, rows: Sequences, request: Request, setting: Setting, dtype: str
-) -> list[Alternative]:
-    """As other model families would compute it."""
-    return architecture_alternatives(scorer, rows, setting.temperature)
+def probe_architecture(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with a detail of the architecture computed as other model families do."""
+    return architecture_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
-LOOKS = (other_dtype, other_prompts, other_checkpoints, quantised_weights, other_details, partly_stale)
+PROBES: tuple[Probe, ...] = (
+    probe_dtype,
+    probe_bos,
+    probe_checkpoints,
+    probe_quantization,
+    probe_architecture,
+    probe_partial_update,
+)

@@ -1,7 +1,8 @@
-"""Every number that tells how far trainer and engine disagree: float64, over compared tokens only, none of them averaged over padding.
+"""Metrics of the mismatch of trainer and engine: float64, over compared tokens only, no padding.
 
-One sign throughout: D = trainer - engine, rho = exp(D). The numbers are those of the field (k1, k2, k3: J. Schulman, "Approximating KL
-divergence", 2020; effective sample size: Kong, 1992); `ALIASES` maps them to the names under which training frameworks log them.
+The sign is always D = trainer - engine, rho = exp(D). The metrics are those of the field (k1, k2,
+k3: J. Schulman, "Approximating KL divergence", 2020; effective sample size: Kong, 1992); `ALIASES`
+maps them to the names under which training frameworks log them.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from consistency.estimators import LARGEST_EXPONENT, correlation, effective_shar
 from consistency.groups import Group, all_groups, histogram
 from consistency.tokens import Excluded, Floats, Ints, TokenTable
 
-# A sequence's ratio is bounded as in verl's rollout correction, whose chi2 ours can then be compared with.
+# A sequence's ratio is bounded as in verl's rollout correction, so that both chi2 are comparable.
 SEQUENCE_BOUND = 20.0
 IDENTITY_TOLERANCE = 1e-9
-# Below what float32 resolves of a logprob, a median is 0 as far as ratios to it go.
+# Below the float32 resolution of a logprob, a median counts as 0 in ratios.
 SMALLEST_SIZE = 1e-12
 
 ALIASES = {
@@ -52,7 +53,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Two ways to the same number. They must agree, or the report itself is wrong."""
+    """Two computations of the same number; if they differ, the report itself is wrong."""
 
     name: str
     left: float
@@ -60,14 +61,17 @@ class Identity:
 
     @property
     def holds(self) -> bool:
-        """Equal up to rounding in float64."""
+        """True if both are equal up to float64 rounding."""
         scale = max(1.0, abs(self.left), abs(self.right))
         return not np.isfinite(scale) or abs(self.left - self.right) <= IDENTITY_TOLERANCE * scale
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """All numbers of one comparison. `by` holds groups per column; curves are `Group`s whose key is the first place of their bin."""
+    """All metrics of one comparison.
+
+    `by` holds groups per column; in curves, the key of a `Group` is the first position of its bin.
+    """
 
     num_tokens: int
     num_sequences: int
@@ -79,7 +83,7 @@ class Measurement:
 
 
 def measure(table: TokenTable) -> Measurement:
-    """Measure a comparison; about 2 s for a million tokens."""
+    """Compute all metrics; takes about 2 s for a million tokens."""
     difference = table.difference
     sequence = Sums.of(table)
     metrics = {
@@ -92,7 +96,7 @@ def measure(table: TokenTable) -> Measurement:
         **tail(difference),
         **against_surprisal(table),
     }
-    # from a dot product, so that the identity does not repeat the sums it checks
+    # A dot product, so that the identity does not repeat the sums it checks.
     mean_ratio = float(ratio(difference) @ np.full(len(difference), 1 / len(difference)))
     identities = (
         Identity("k3 = k1 + mean(rho) - 1", metrics["k3"], metrics["k1"] + mean_ratio - 1),
@@ -121,7 +125,7 @@ def measure(table: TokenTable) -> Measurement:
 
 @dataclass(frozen=True)
 class Sums:
-    """Per sequence: tokens, and sums of D, |D|'s maximum and both sides' logprobs, each [sequences]."""
+    """Per sequence, [n]: number of tokens, sum of D, maximum of |D|, sums of both logprobs."""
 
     count: Floats
     total: Floats
@@ -131,7 +135,7 @@ class Sums:
 
     @classmethod
     def of(cls, table: TokenTable) -> "Sums":
-        """Of the sequences that have compared tokens."""
+        """Sum over the sequences that have compared tokens."""
         difference = table.difference
         _, inverse = np.unique(table.sequence, return_inverse=True)
         count = np.bincount(inverse).astype(np.float64)
@@ -147,7 +151,7 @@ class Sums:
 
 
 def sizes(difference: Floats) -> dict[str, float]:
-    """B1, B3: quantiles of |D|, root mean square, shares of signs."""
+    """Quantiles of |D|, root mean square, shares of signs."""
     size = np.abs(difference)
     p50, p95, p99 = np.quantile(size, [0.5, 0.95, 0.99])
     return {
@@ -163,7 +167,7 @@ def sizes(difference: Floats) -> dict[str, float]:
 
 
 def bias(difference: Floats, sequence: Sums) -> dict[str, float]:
-    """B2: mean of D, and its t-statistic with errors clustered by sequence (tokens of one sequence are not independent)."""
+    """Mean of D and its t-statistic, clustered by sequence (its tokens are not independent)."""
     mean = float(difference.mean())
     residual = sequence.total - mean * sequence.count
     clusters = len(residual)
@@ -176,7 +180,7 @@ def bias(difference: Floats, sequence: Sums) -> dict[str, float]:
 
 
 def divergences(table: TokenTable) -> dict[str, float]:
-    """B4, B5, B15: KL(engine || trainer) three ways, the other direction, and the two-point Jensen-Shannon divergence."""
+    """Three estimators of KL(engine || trainer), the reverse KL, two-point JS divergence."""
     difference = table.difference
     middle = np.logaddexp(table.trainer, table.engine) - np.log(2.0)
     return {
@@ -189,7 +193,7 @@ def divergences(table: TokenTable) -> dict[str, float]:
 
 
 def ratios(difference: Floats) -> dict[str, float]:
-    """B7, B9 to B13, B18: importance ratios as they are, before any cap."""
+    """Importance ratios without any cap."""
     rho, size = ratio(difference), np.abs(difference)
     multiple = ratio(size)
     p01, p99 = np.quantile(rho, [0.01, 0.99])
@@ -213,7 +217,7 @@ def ratios(difference: Floats) -> dict[str, float]:
 
 
 def probabilities(table: TokenTable) -> dict[str, float]:
-    """B14, B16: differences of probabilities (blind to unlikely tokens), correlations, perplexities."""
+    """Differences of probabilities (insensitive to unlikely tokens), correlations, perplexities."""
     trainer, engine = np.exp(table.trainer), np.exp(table.engine)
     size = np.abs(trainer - engine)
     return {
@@ -228,7 +232,7 @@ def probabilities(table: TokenTable) -> dict[str, float]:
 
 
 def sequence_ratios(sequence: Sums) -> dict[str, float]:
-    """B8, B9, B16, B17: what the token ratios multiply to, and whether that follows from length."""
+    """Sequence ratios, the products of token ratios, and their correlation with length."""
     total, mean = sequence.total, sequence.total / sequence.count
     bounded = np.clip(total, -SEQUENCE_BOUND, SEQUENCE_BOUND)
     return {
@@ -244,7 +248,7 @@ def sequence_ratios(sequence: Sums) -> dict[str, float]:
 
 
 def tail(difference: Floats) -> dict[str, float]:
-    """B30: kurtosis (3 for a normal distribution), p99 over median, and the part of sum |D| that 1 % of the tokens make."""
+    """Kurtosis (3 if normal), p99 over median, and the share of sum |D| in 1 % of the tokens."""
     size = np.sort(np.abs(difference))
     centred = difference - difference.mean()
     variance, median, total = float(np.mean(centred**2)), float(np.median(size)), float(size.sum())
@@ -259,7 +263,7 @@ def tail(difference: Floats) -> dict[str, float]:
 
 
 def against_surprisal(table: TokenTable) -> dict[str, float]:
-    """B20: whether D, and its size, grow with surprisal (a temperature does that; kernels' noise hardly)."""
+    """Correlation of D and |D| with surprisal: large for a temperature, small for kernel noise."""
     surprisal = -table.trainer
     return {
         "surprisal_correlation": correlation(table.difference, surprisal),
@@ -268,5 +272,5 @@ def against_surprisal(table: TokenTable) -> dict[str, float]:
 
 
 def worst_tokens(table: TokenTable, count: int = 10) -> Ints:
-    """Rows of the table with the largest |D|, largest first; int64 [count]."""
+    """Return the rows of the table with the largest |D|, largest first; int64 [count]."""
     return np.argsort(-np.abs(table.difference), kind="stable")[:count]

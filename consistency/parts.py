@@ -1,4 +1,7 @@
-"""Scores of the parts of a check: logprobs of all tokens, kept on disk if wanted, and details of a sample and of the worst tokens."""
+"""Score a check in chunks: logprobs of all tokens, details of a sample and of the worst tokens.
+
+Finished chunks are kept on disk if the request names a folder.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,18 +12,18 @@ from consistency.diagnose import Diagnosis
 from consistency.measure import worst_tokens
 from consistency.replay import select_rows, spread_rows
 from consistency.request import Request
-from consistency.score import Progress, Question, Scorer, Scores, load_scores, save_scores, score
+from consistency.score import Progress, Scorer, Scores, ScoringKey, load_scores, save_scores, score
 from consistency.tokens import Sequences
 from recorder.environment import folder_identity
 from recorder.sealed import checksum
 
 TOP_K = 5
-# Entropy, rank and the likeliest tokens are asked of so many tokens a part, and of the worst ones.
-TOKENS_IN_DETAIL = 20_000
-MOST_WORST = 30
+# Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.
+DETAILED_TOKENS = 20_000
+NUM_WORST = 30
 
 
-def score_part(
+def score_chunk(
     scorer: Scorer,
     sequences: Sequences,
     request: Request,
@@ -29,18 +32,18 @@ def score_part(
     name: str,
     progress: Progress,
 ) -> Scores:
-    """Scores of one part, from disk where an earlier attempt finished them."""
+    """Score one chunk, or load its scores if an earlier attempt finished it."""
 
-    def scored() -> Scores:
-        rows = spread_rows(sequences, TOKENS_IN_DETAIL)
+    def compute() -> Scores:
+        rows = spread_rows(sequences, DETAILED_TOKENS)
         return score(
             scorer, sequences, temperature=temperature, top_k=TOP_K, detailed_rows=rows, progress=progress
         )
 
     if request.scores_folder is None:
-        return scored()
+        return compute()
     file = request.scores_folder / f"{name}.npz"
-    question = Question(
+    key = ScoringKey(
         model=checksum(json.dumps(folder_identity(request.model), sort_keys=True).encode()),
         dtype=dtype,
         temperature=temperature,
@@ -50,16 +53,16 @@ def score_part(
         ),
     )
     if not file.exists():
-        save_scores(file, question, scored())
-    return load_scores(file, question)
+        save_scores(file, key, compute())
+    return load_scores(file, key)
 
 
 def detail_worst(
     scorer: Scorer, sequences: Sequences, scores: Scores, found: Diagnosis, temperature: float
 ) -> None:
-    """Ask in detail about the rows of the worst tokens, where it was not done, and write it into `scores`."""
+    """Compute the details of the rows of the worst tokens and write them into `scores`."""
     row_of_place = sequences.row_of_token[sequences.scored]
-    worst = found.table.index[worst_tokens(found.table, MOST_WORST)]
+    worst = found.table.index[worst_tokens(found.table, NUM_WORST)]
     rows = np.unique(row_of_place[worst[scores.rank[worst] < 0]])
     if len(rows):
         places = np.flatnonzero(np.isin(row_of_place, rows))
@@ -69,8 +72,8 @@ def detail_worst(
                 getattr(scores, name)[places] = values
 
 
-def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Scores of several parts, one after another."""
+def join_scores(chunks: Sequence[Scores]) -> Scores:
+    """Concatenate the scores of several chunks."""
     return Scores(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])}
     )

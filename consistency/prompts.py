@@ -1,4 +1,4 @@
-"""Prompts as token ids: rows of text, chats or ids, through the model's own tokenizer and chat template."""
+"""Prompts as token ids: rows of text, chats or ids, by the model's tokenizer and chat template."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import Any
 from areal_core.dataset.sources import read_rows, rl_row
 from consistency.errors import BadPrompts
 
-KINDS = "input_ids (numbers), messages (a chat), text (passed as it is), question or prompt"
+KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is), question or prompt"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and the row that it came from."""
+    """Token ids of a prompt, and the row that it comes from."""
 
     ids: tuple[int, ...]
     row: dict[str, Any]
@@ -22,11 +22,11 @@ class Prompt:
 def read_prompts(
     source: str, split: str | None, tokenizer: Any, count: int | None = None
 ) -> tuple[Prompt, ...]:
-    """The first `count` prompts of a JSONL file, a text file with one a line, or a Hugging Face dataset.
+    """Read the first `count` prompts of a JSONL file, a text file (one per line) or a dataset.
 
     Raises:
-        DatasetError: it cannot be read.
-        BadPrompts: it has no rows, or one holds nothing to ask.
+        DatasetError: the source cannot be read.
+        BadPrompts: it has no rows, or a row holds no prompt.
     """
     if source.endswith(".txt"):
         lines = Path(source).read_text(encoding="utf-8").splitlines()
@@ -38,15 +38,15 @@ def read_prompts(
         for number, row in enumerate(itertools.islice(rows, count))
     )
     if not prompts:
-        raise BadPrompts(f"{source} holds no prompt: write one JSON object a line with {KINDS}")
+        raise BadPrompts(f"{source} holds no prompt: write one JSON object per line with {KINDS}")
     return prompts
 
 
 def parse_prompt(row: dict[str, Any], tokenizer: Any, where: str) -> Prompt:
-    """One row's ids; a chat goes through the chat template, `text` through the tokenizer as it is.
+    """Tokenise one row: a chat by the chat template, `text` as it is.
 
     Raises:
-        BadPrompts: there is nothing to ask, or no template to ask a chat with.
+        BadPrompts: the row holds no prompt, or the tokenizer has no chat template.
     """
     if "input_ids" in row:
         return Prompt(tuple(int(token) for token in row["input_ids"]), row)
@@ -57,6 +57,6 @@ def parse_prompt(row: dict[str, Any], tokenizer: Any, where: str) -> Prompt:
         ids = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, return_dict=False)
     except ValueError as error:
         raise BadPrompts(
-            f"{where} is a chat, and the model's tokenizer has no template: give text instead"
+            f"{where} is a chat, and the model's tokenizer has no chat template: give text instead"
         ) from error
     return Prompt(tuple(ids), chat)

@@ -1,4 +1,4 @@
-"""How both sides rank tokens: disagreement on which token is likeliest, where it was close and where it was not."""
+"""Compare token ranks: how often both sides differ on the most likely token, near ties or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,19 @@ import numpy as np
 from consistency.engine.reply import Top
 from consistency.score import Scores
 
-# Nats between the model's first and second token from which another first token in the engine is no near tie.
+# Nats between the model's first and second token above which another first token is not a near tie.
 CLEAR_NATS = 0.5
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Over the `num_tokens` that the model was asked about in detail.
+    """Ranks over the `num_tokens` tokens that the model scored in detail.
 
-    `argmax_share` is the part of sampled tokens that are the model's likeliest; `highest_rank`, `most_mass_before` and
-    `least_relative` (probability over that of the likeliest) are the fingerprints of top-k, top-p and min-p. The rest compares with
-    the engine's likeliest tokens and is None where it did not tell them: the part whose first token differs, the same where the model's
-    choice is clear, and the mean Jaccard index of both sides' tokens.
+    `argmax_share` is the share of sampled tokens that are the model's most likely; `highest_rank`,
+    `most_mass_before` and `least_relative` (probability relative to the most likely token) identify
+    top-k, top-p and min-p. The rest is None unless the engine reported its most likely tokens: the
+    share of tokens whose first choice differs, the same where the model's choice is clear, and the
+    mean Jaccard index of both sides' tokens.
     """
 
     num_tokens: int
@@ -33,27 +34,27 @@ class Ranking:
 
 
 def rank_tokens(scores: Scores, tops: Sequence[Top] | None) -> Ranking | None:
-    """The ranking of scored tokens; None where the model was asked about none in detail."""
-    asked = np.flatnonzero((scores.rank >= 0) & np.isfinite(scores.logprob))
-    if not len(asked):
+    """Compute the ranking; None if no token was scored in detail."""
+    detailed = np.flatnonzero((scores.rank >= 0) & np.isfinite(scores.logprob))
+    if not len(detailed):
         return None
-    told = {} if tops is None else against(scores, asked.tolist(), tops)
+    comparison = {} if tops is None else compare_tops(scores, detailed.tolist(), tops)
     return Ranking(
-        num_tokens=len(asked),
-        argmax_share=float((scores.rank[asked] == 0).mean()),
-        highest_rank=int(scores.rank[asked].max()),
-        most_mass_before=float(scores.mass_before[asked].max()),
-        least_relative=float(np.exp((scores.logprob - scores.largest)[asked].min())),
-        **told,
+        num_tokens=len(detailed),
+        argmax_share=float((scores.rank[detailed] == 0).mean()),
+        highest_rank=int(scores.rank[detailed].max()),
+        most_mass_before=float(scores.mass_before[detailed].max()),
+        least_relative=float(np.exp((scores.logprob - scores.largest)[detailed].min())),
+        **comparison,
     )
 
 
-def against(scores: Scores, asked: Sequence[int], tops: Sequence[Top]) -> dict[str, float]:
-    """The comparison with the engine's likeliest tokens."""
-    compared = [index for index in asked if tops[index]]
+def compare_tops(scores: Scores, detailed: Sequence[int], tops: Sequence[Top]) -> dict[str, float]:
+    """Compare with the engine's most likely tokens."""
+    compared = [index for index in detailed if tops[index]]
     if not compared:
         return {}
-    differs = np.array([likeliest(tops[index]) != scores.top_ids[index, 0] for index in compared])
+    differs = np.array([most_likely(tops[index]) != scores.top_ids[index, 0] for index in compared])
     gap = scores.top_logprobs[compared, 0] - scores.top_logprobs[compared, 1]
     clear = gap > CLEAR_NATS
     return {
@@ -65,11 +66,11 @@ def against(scores: Scores, asked: Sequence[int], tops: Sequence[Top]) -> dict[s
     }
 
 
-def likeliest(top: Top) -> int:
-    """The id of the largest logprob."""
+def most_likely(top: Top) -> int:
+    """Return the id of the largest logprob."""
     return max(top, key=lambda pair: pair[1])[0]
 
 
 def overlap(left: set[int], right: set[int]) -> float:
-    """Jaccard index of as many of either as both have."""
+    """Return the Jaccard index of two sets."""
     return len(left & right) / len(left | right)

@@ -1,7 +1,8 @@
-"""Hypothesis replay: what the engine would have reported under each law, against what it did report; and which law drew the tokens.
+"""Hypothesis replay: compare the reported logprobs with those of each sampling transform.
 
-Two judgements over the same laws. The *residual* asks which law explains the reported logprobs. The *likelihood* asks under which law the
-sampled tokens are likeliest, and so finds a truncated nucleus even where the reported logprobs agree with the trainer to the last digit.
+Two criteria over the same transforms: the *residual* finds the transform that explains the reported
+logprobs; the *likelihood* finds the one under which the sampled tokens are most likely, which
+detects a truncated nucleus even if the reported logprobs equal the trainer's to the last digit.
 """
 
 import itertools
@@ -17,35 +18,36 @@ from consistency.laws import Rows
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
 from consistency.tokens import ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
 
-# Numbers in the full logits that one law is tried on: 1,365 tokens of a vocabulary of 49 k, of which the first look takes 341.
+# Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
+# which the screening takes 341.
 LOGITS_TO_REPLAY = 1 << 26
 LOGITS_TO_SCREEN = 1 << 24
 FEWEST_TOKENS = 256
 MOST_TOKENS = 4096
 ZOOMS = 2
 ZOOM_POINTS = 9
-# A residual beyond this is as wrong as it gets; one token must not decide.
+# Residuals are bounded, so that one token cannot decide.
 RESIDUAL_BOUND = 5.0
-# A token that a law forbids costs so many nats: noise at the edge of a nucleus is no proof against it.
+# Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
 FORBIDDEN_COST = 8.0
-# A law that makes the tokens of the first look so much likelier is tried on all.
+# A transform that gains so many nats in the screening is tested on all tokens.
 LIKELIER_NATS = 2.0
 
 
 @dataclass(frozen=True)
 class Family:
-    """Laws that differ in one number. Between grid points that fit best, the grid is refined."""
+    """Transforms that differ in one number; the grid is refined around the points that fit best."""
 
     cause: str
     name: str
-    law: Callable[[Rows, float], Tensor]
+    transform: Callable[[Rows, float], Tensor]
     grid: tuple[float, ...]
     refine: bool = True
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the engine would have reported, float64 [sample], under one hypothesis."""
+    """Logprobs that the engine would have reported under one hypothesis, float64 [sample]."""
 
     cause: str
     name: str
@@ -55,7 +57,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sample:
-    """Whole rows, few enough for full logits. `places` index the scored tokens; `hidden` [sample, dim] predicts them."""
+    """Complete rows, few enough for full logits.
+
+    `places` index the scored tokens; `hidden` [sample, dim] predicts them.
+    """
 
     rows: Ints
     places: Ints
@@ -64,8 +69,8 @@ class Sample:
     labels: Tensor
 
 
-def families(eos_token_id: int | None) -> list[Family]:
-    """The laws to try, simple ones first."""
+def transform_families(eos_token_id: int | None) -> list[Family]:
+    """List the transforms to test, simple ones first."""
     repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
     found = [
@@ -84,19 +89,21 @@ def families(eos_token_id: int | None) -> list[Family]:
         Family("R53", "vocabulary padding rows", laws.padded_vocabulary, tuple(4.0**k for k in range(10))),
     ]
     if eos_token_id is not None:
-        found.append(Family("R06", "EOS forbidden", laws.without, (float(eos_token_id),), refine=False))
+        found.append(
+            Family("R06", "EOS forbidden", laws.forbidden_token, (float(eos_token_id),), refine=False)
+        )
     return found
 
 
 def take_sample(scorer: Scorer, sequences: Sequences) -> Sample:
-    """The tokens of some rows, with what predicts them."""
+    """Select rows of the batch and compute the hidden states that predict their tokens."""
     limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
     row_of_place = sequences.row_of_token[sequences.scored]
     rows = spread_rows(sequences, limit)
     places = np.flatnonzero(np.isin(row_of_place, rows))
-    part = select_rows(sequences, rows)
+    selected = select_rows(sequences, rows)
     hidden = torch.empty(0)
-    for at, states, _, _ in predictors(scorer, part, TOKENS_PER_PASS):
+    for at, states, _, _ in predictors(scorer, selected, TOKENS_PER_PASS):
         if not len(hidden):
             hidden = states.new_empty(len(places), states.shape[1])
         hidden[torch.as_tensor(at, device=states.device)] = states
@@ -107,7 +114,7 @@ def take_sample(scorer: Scorer, sequences: Sequences) -> Sample:
 
 
 def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
-    """Rows evenly spread over the batch, until they hold so many scored tokens; ascending."""
+    """Pick evenly spread rows until they hold `num_tokens` scored tokens; ascending."""
     row_of_place = sequences.row_of_token[sequences.scored]
     counts = np.bincount(row_of_place, minlength=sequences.num_rows)
     spread = np.argsort((np.arange(sequences.num_rows) * 0.618034) % 1.0, kind="stable")
@@ -115,12 +122,12 @@ def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
 
 
 def tokens_within(logits: int, vocabulary_size: int) -> int:
-    """Tokens whose full logits are so many numbers, but enough to judge by."""
+    """Return the number of tokens whose full logits have `logits` entries, within fixed bounds."""
     return min(MOST_TOKENS, max(FEWEST_TOKENS, logits // vocabulary_size))
 
 
-def thinned(sample: Sample, stride: int) -> Sample:
-    """Every `stride`-th token."""
+def subsampled(sample: Sample, stride: int) -> Sample:
+    """Keep every `stride`-th token."""
     return Sample(
         sample.rows,
         sample.places[::stride],
@@ -131,7 +138,7 @@ def thinned(sample: Sample, stride: int) -> Sample:
 
 
 def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
-    """Some rows, in the given order, with the columns that scoring reads."""
+    """Select rows in the given order, with the columns that scoring reads."""
     tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
     bounds = np.concatenate([[0], np.cumsum(np.diff(sequences.cu_seqlens)[rows])])
     return Sequences(
@@ -143,28 +150,30 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
     )
 
 
-Law = Callable[[Rows], Tensor]
+Transform = Callable[[Rows], Tensor]
 
 
 def evaluate(
-    scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, candidates: Sequence[Law]
+    scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, candidates: Sequence[Transform]
 ) -> Floats:
-    """Logprobs of the sampled tokens under each law, float64 [laws, sample]."""
+    """Compute logprobs of the sample under each transform, float64 [transforms, sample]."""
     result = np.empty((len(candidates), len(sample.places)))
     size = scorer.head.rows_at_a_time(scorer.device)
     for begin in range(0, len(sample.places), size):
-        part = slice(begin, begin + size)
-        rows = rows_of(scorer, sequences, sample, temperature, part)
-        for index, law in enumerate(candidates):
-            at_label = law(rows).gather(1, sample.labels[part, None])[:, 0]
-            result[index, part] = at_label.double().cpu().numpy()
+        chunk = slice(begin, begin + size)
+        rows = logit_rows(scorer, sequences, sample, temperature, chunk)
+        for index, transform in enumerate(candidates):
+            at_label = transform(rows).gather(1, sample.labels[chunk, None])[:, 0]
+            result[index, chunk] = at_label.double().cpu().numpy()
     return result
 
 
-def rows_of(scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, part: slice) -> Rows:
-    """Full logits of some of the sample, with what came before each token."""
-    uncapped = scorer.head.uncapped(sample.hidden[part])
-    seen, seen_output = counts_before(sequences, sample.tokens[part], uncapped.shape[1])
+def logit_rows(
+    scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, chunk: slice
+) -> Rows:
+    """Compute the full logits of a chunk of the sample, with the counts of preceding tokens."""
+    uncapped = scorer.head.uncapped(sample.hidden[chunk])
+    seen, seen_output = preceding_counts(sequences, sample.tokens[chunk], uncapped.shape[1])
     return Rows(
         scorer.head.cap(uncapped),
         uncapped,
@@ -174,8 +183,12 @@ def rows_of(scorer: Scorer, sequences: Sequences, sample: Sample, temperature: f
     )
 
 
-def counts_before(sequences: Sequences, tokens: Ints, vocabulary_size: int) -> tuple[Tensor, Tensor]:
-    """How often each id occurs in its row before each token: everywhere, and among sampled tokens; int64 [tokens, vocab]."""
+def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -> tuple[Tensor, Tensor]:
+    """Count each id in the row before each token.
+
+    Returns:
+        Counts over all tokens, and over sampled tokens alone; int64 [tokens, vocab].
+    """
     seen = np.zeros((2, len(tokens), vocabulary_size), np.int64)
     begin = sequences.cu_seqlens[:-1][sequences.row_of_token[tokens]]
     for index, (start, token) in enumerate(zip(begin, tokens, strict=True)):
@@ -186,27 +199,27 @@ def counts_before(sequences: Sequences, tokens: Ints, vocabulary_size: int) -> t
 
 
 def residual_size(engine: Floats, predicted: Floats) -> float:
-    """How badly a prediction misses: the median, and a little of the bounded mean so that tails count."""
+    """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
     size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
     return float(np.median(size) + 0.05 * size.mean())
 
 
 def mean_square(engine: Floats, predicted: Floats) -> float:
-    """How badly a prediction misses, by the tokens that it misses most."""
+    """Bounded mean square of a prediction's difference, which the worst tokens dominate."""
     return float((np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND) ** 2).mean())
 
 
 def likelihood(base: Floats, predicted: Floats) -> float:
-    """Nats by which a law makes the sampled tokens likelier than the trainer does."""
+    """Return the log-likelihood gain over the trainer's distribution, in nats."""
     return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
 
 
 @dataclass(frozen=True)
 class Replays:
-    """Every prediction tried; float64 [sample].
+    """Every tested prediction; float64 [sample].
 
-    `base` is the trainer's own logprob, which also stands in `engine` where that had no usable one; `rounding` is what bfloat16 logits
-    would change; `largest` the logprob of the likeliest token.
+    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`; `rounding`
+    is the effect of bfloat16 logits; `largest` is the logprob of the most likely token.
     """
 
     rows: Ints
@@ -219,42 +232,48 @@ class Replays:
 
 
 def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
-    """Try every law on a part of the sample, those that do any good on all of it, and finer steps around what fits best."""
+    """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
     sample = take_sample(scorer, sequences)
-    own = [laws.as_is, laws.bfloat16_logits, laws.likeliest]
-    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, own)
+    references = [laws.as_is, laws.bfloat16_logits, laws.largest_logprob]
+    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
     def predict(
-        part: Sample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
+        tokens: Sample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
     ) -> list[Prediction]:
         points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
-        candidates: list[Law] = [lambda rows, f=f, v=v: f.law(rows, v) for f, v in points]  # type: ignore[misc]
-        values = evaluate(scorer, sequences, part, temperature, candidates)
+        candidates: list[Transform] = [
+            lambda rows, f=f, v=v: f.transform(rows, v)  # type: ignore[misc]
+            for f, v in points
+        ]
+        values = evaluate(scorer, sequences, tokens, temperature, candidates)
         return [Prediction(f.cause, f.name, v, row) for (f, v), row in zip(points, values, strict=True)]
 
     stride = -(-len(sample.places) // tokens_within(LOGITS_TO_SCREEN, scorer.head.vocabulary_size))
-    every = families(eos_token_id)
-    screened = predict(thinned(sample, stride), every, [family.grid for family in every])
-    tried = [family for family in every if does_good(family, screened, engine[::stride], base[::stride])]
+    every = transform_families(eos_token_id)
+    screened = predict(subsampled(sample, stride), every, [family.grid for family in every])
+    tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
         predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
     return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
 
 
-def does_good(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
-    """Whether a law of the family looks better than the trainer's own, by either judgement: far less is asked than of an explanation."""
-    if family.cause == "R06":  # forbidden for the first tokens alone, it does harm to the others
+def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
+    """Return whether a transform of the family beats the trainer's distribution by any criterion.
+
+    The bar is far lower than that of an explanation.
+    """
+    if family.cause == "R06":  # EOS forbidden for the first tokens alone fits the others worse
         return True
-    own = [p.logprobs for p in screened if p.name == family.name]
-    explains = min(residual_size(engine, p) for p in own) < 0.95 * residual_size(engine, base)
-    squares = min(mean_square(engine, p) for p in own) < 0.9 * mean_square(engine, base)
-    return explains or squares or max(likelihood(base, p) for p in own) > LIKELIER_NATS
+    members = [p.logprobs for p in screened if p.name == family.name]
+    explains = min(residual_size(engine, p) for p in members) < 0.95 * residual_size(engine, base)
+    squares = min(mean_square(engine, p) for p in members) < 0.9 * mean_square(engine, base)
+    return explains or squares or max(likelihood(base, p) for p in members) > LIKELIER_NATS
 
 
 def usable_or(engine: Floats, base: Floats) -> Floats:
-    """The engine's logprobs; the trainer's where it gave none that can be compared."""
+    """Return the engine's logprobs, with the trainer's in place of unusable ones."""
     return np.where(
         np.isfinite(engine) & (engine <= ROUNDING_ABOVE_ZERO) & ~is_minus_infinity(engine), engine, base
     )
@@ -263,21 +282,24 @@ def usable_or(engine: Floats, base: Floats) -> Floats:
 def finer_grid(
     family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats
 ) -> tuple[float, ...]:
-    """Points around the family's best by residual and by likelihood, between their neighbours; none where it is not refined."""
+    """Return points between the best grid points and their neighbours.
+
+    Both the best by residual and the best by likelihood; empty for a family that is not refined.
+    """
     if not family.refine:
         return ()
-    own = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
+    members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
     judged = (
-        min(range(len(own)), key=lambda i: residual_size(engine, own[i].logprobs)),
-        max(range(len(own)), key=lambda i: likelihood(base, own[i].logprobs)),
+        min(range(len(members)), key=lambda i: residual_size(engine, members[i].logprobs)),
+        max(range(len(members)), key=lambda i: likelihood(base, members[i].logprobs)),
     )
-    known = {p.parameter for p in own}
+    known = {p.parameter for p in members}
     points: set[float] = set()
     for best in judged:
         ends = (
-            own[max(best - 1, 0)].parameter,
-            own[best].parameter,
-            own[min(best + 1, len(own) - 1)].parameter,
+            members[max(best - 1, 0)].parameter,
+            members[best].parameter,
+            members[min(best + 1, len(members) - 1)].parameter,
         )
         for low, high in itertools.pairwise(ends):
             points |= set(np.linspace(low, high, ZOOM_POINTS // 2 + 2).tolist())

@@ -1,4 +1,4 @@
-"""The facts of a check as one document, and gates on its numbers."""
+"""The report of a check as one JSON document, and gates on its metrics."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
 
 @dataclass(frozen=True)
 class Gate:
-    """A metric, and the most that its absolute value may be."""
+    """A metric and the upper limit of its absolute value."""
 
     metric: str
     limit: float
@@ -24,42 +24,43 @@ class Gate:
 
     @property
     def holds(self) -> bool:
-        """Whether the value is within the limit; one that is no number is not."""
+        """True if the value is within the limit; NaN never is."""
         return abs(self.value) <= self.limit
 
 
 def check_gates(text: str, metrics: dict[str, float]) -> tuple[Gate, ...]:
-    """Gates from `mean_abs=0.02,k3=0.002`.
+    """Parse gates such as `mean_abs=0.02,k3=0.002` and evaluate them.
 
     Raises:
-        UnknownGate: an entry names no metric, or no number.
+        UnknownGate: an entry names an unknown metric, or its limit is not a number.
     """
     return tuple(parse_gate(entry, metrics) for entry in text.split(",") if entry.strip())
 
 
 def parse_gate(entry: str, metrics: dict[str, float]) -> Gate:
-    """One gate from `k3=0.002`."""
+    """Parse one gate such as `k3=0.002`."""
     name, _, limit = (part.strip() for part in entry.partition("="))
     if name not in metrics:
         raise UnknownGate(
-            f"gate {entry.strip()!r}: no metric is called {name!r}; there are {', '.join(sorted(metrics))}"
+            f"gate {entry.strip()!r}: there is no metric {name!r}; the metrics are {', '.join(sorted(metrics))}"
         )
     try:
         return Gate(name, float(limit), metrics[name])
     except ValueError as error:
-        raise UnknownGate(f"gate {entry.strip()!r}: {limit!r} is no number; write {name}=0.02") from error
+        raise UnknownGate(f"gate {entry.strip()!r}: {limit!r} is not a number; write {name}=0.02") from error
 
 
 def exit_code(checked: Checked, gates: tuple[Gate, ...]) -> int:
-    """0 healthy, 1 mismatch or a gate that does not hold, 2 cannot tell."""
+    """Return 0 if healthy, 1 for a mismatch or a failed gate, 2 if inconclusive."""
     return 1 if any(not gate.holds for gate in gates) else EXIT_CODES[checked.diagnosis.verdict]
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token that the two sides disagree about. `before` are the ids in front of it.
+    """A token with a large |D|. `before` are the preceding ids.
 
-    `top` and `engine_top` are either side's likeliest tokens (id, logprob), the engine's empty where it did not tell.
+    `top` and `engine_top` are the most likely tokens (id, logprob) of model and engine; the latter
+    is empty if the engine did not report them.
     """
 
     sequence: int
@@ -74,7 +75,7 @@ class WorstToken:
 
 
 def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> tuple[WorstToken, ...]:
-    """The tokens with the largest |D|, in their context."""
+    """Return the tokens with the largest |D| in their context."""
     table: TokenTable = checked.diagnosis.table
     found = []
     for row in worst_tokens(table, count):
@@ -100,7 +101,7 @@ def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> t
 
 
 def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
-    """Everything as JSON-ready values; non-finite numbers are left to the writer."""
+    """Return the complete report as JSON-ready values; the writer handles non-finite numbers."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
     ranking = rank_tokens(checked.scores, checked.tops)
     return {
@@ -123,7 +124,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
         "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
         "ranking": None if ranking is None else asdict(ranking),
-        "third": None if checked.third is None else asdict(checked.third),
+        "trainer_check": None if checked.trainer_check is None else asdict(checked.trainer_check),
         "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
         "histogram": [list(bar) for bar in measured.histogram],
         "worst": [asdict(token) for token in describe_worst(checked)],

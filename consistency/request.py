@@ -1,4 +1,4 @@
-"""What a comparison is made with: the model that should have sampled, and what else was given."""
+"""Options of a comparison: the model that should have sampled, and further checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare with. Checkpoints are folders in Hugging Face format; None where not given.
+    """Options of a comparison. Checkpoints are folders in Hugging Face format; None if not given.
 
-    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for the next attempt; `trainer` asks the
-    trainer's own packed path too, where the record does not hold what it said.
+    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for
+    the next attempt; `trainer` computes the trainer check if the record does not hold its logprobs.
     """
 
     model: str

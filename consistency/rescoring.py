@@ -1,7 +1,9 @@
-"""The same tokens asked twice: A as the engine told them when it sampled, B as it scores them now, C as the model does, each repeated.
+"""Score tokens again: A by the engine sampling, B by its prefill, C by the model.
 
-Where A and B differ, decoding in the engine is to blame; where B and C differ, its weights, law or numerics; what differs from B to
-B again is the engine's own noise, and no comparison can be finer (the experiment is that of miles, docs/en/advanced, 2026).
+A difference of A and B is a fault of decoding in the engine; one of B and C is a fault of its
+weights, sampling transform or numerics. B and C are repeated: the difference of two Bs is the
+engine's run-to-run variation, the noise floor of any comparison (the experiment of miles,
+docs/en/advanced, 2026).
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,16 @@ from consistency.engine.reply import Engine
 from consistency.score import Scorer, score
 from consistency.tokens import Floats, Sequences
 
-# Rows are scored alone as well as packed, which shows whether the model's numbers depend on their neighbours.
+# Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
 ALONE = 1
 
 
 @dataclass(frozen=True)
 class Rescoring:
-    """Mean |difference| over the same tokens. `decode` (A - B) is None where A is under another temperature than B's, which is 1."""
+    """Mean |difference| over the same tokens.
+
+    `decode` (A - B) is None unless A was sampled at temperature 1, which is that of B.
+    """
 
     num_tokens: int
     decode: float | None
@@ -33,7 +38,7 @@ class Rescoring:
 async def rescore(
     engines: Sequence[Engine], scorer: Scorer, rows: Sequences, temperature: float
 ) -> Rescoring:
-    """Ask the engines and the model twice each about rows that the engines sampled (`rows.worker` tells which).
+    """Score rows twice by the engines that sampled them (`rows.worker`) and twice by the model.
 
     Raises:
         EngineError: an engine does not score prompts.
@@ -49,10 +54,10 @@ async def rescore(
     model = score(scorer, rows, top_k=1).logprob
     again = score(scorer, rows, top_k=1).logprob
     alone = score(scorer, rows, top_k=1, tokens_per_pass=ALONE).logprob
-    told = rows.engine_logprobs[rows.scored]
+    sampled = rows.engine_logprobs[rows.scored]
     return Rescoring(
         num_tokens=len(model),
-        decode=mean_distance(told, first) if temperature == 1.0 else None,
+        decode=mean_distance(sampled, first) if temperature == 1.0 else None,
         prefill=mean_distance(first, model),
         engine_repeat=mean_distance(first, second),
         model_repeat=mean_distance(model, again),
@@ -61,6 +66,6 @@ async def rescore(
 
 
 def mean_distance(left: Floats, right: Floats) -> float:
-    """Mean |left - right| of what is finite on both sides; NaN when nothing is."""
+    """Return mean |left - right| of values finite on both sides; NaN if there is none."""
     both = np.isfinite(left) & np.isfinite(right)
     return float(np.abs(left[both] - right[both]).mean()) if both.any() else float("nan")

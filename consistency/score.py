@@ -1,6 +1,7 @@
-"""What the Hugging Face model says of every sampled token: logprob, entropy, rank and the likeliest tokens, at a temperature.
+"""Score sampled tokens with a Hugging Face model: logprob, entropy, rank and top tokens.
 
-Rows are packed by length without padding, and logits exist for a few tokens at a time: `[tokens, vocab]` is never held in float32.
+Rows are packed by length without padding, and logits are computed for a few tokens at a time:
+float32 `[tokens, vocab]` never exists.
 """
 
 import json
@@ -29,11 +30,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Scores:
-    """One value a scored token, [n], in the order of `Sequences.scored`, all under softmax(logits / temperature).
+    """One value per scored token, [n], in the order of `Sequences.scored`.
 
-    Tokens of rows that were not asked about in detail have a `logprob` alone: the rest is NaN there, and `rank` -1.
-    `logprob`; `entropy` and `variance` of the logprob of a token drawn from the distribution; `rank`, the number of likelier tokens, and
-    `mass_before`, their probability; `largest`, the logprob of the likeliest token; `top_ids` and `top_logprobs` [n, k].
+    All are under softmax(logits / temperature): `logprob`; `entropy` and `variance` of the logprob
+    of a token drawn from the distribution; `rank`, the number of more likely tokens, and
+    `mass_before`, their total probability; `largest`, the logprob of the most likely token;
+    `top_ids` and `top_logprobs` [n, k]. Tokens of rows not scored in detail have a `logprob` alone:
+    the rest is NaN, and `rank` is -1.
     """
 
     logprob: Floats
@@ -47,7 +50,7 @@ class Scores:
 
     @classmethod
     def empty(cls, num_tokens: int, top_k: int) -> Self:
-        """Room for so many tokens."""
+        """Allocate unset scores of `num_tokens` tokens."""
         column = [np.full(num_tokens, np.nan) for _ in range(5)]
         logprob, entropy, variance, mass_before, largest = column
         rank, top_ids = np.full(num_tokens, -1), np.zeros((num_tokens, top_k), np.int64)
@@ -57,7 +60,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer, and what the model does to its logits: times `factor`, then capped (Gemma 2, section 2)."""
+    """The output layer; its logits are multiplied by `factor`, then capped (Gemma 2, section 2)."""
 
     layer: torch.nn.Module
     factor: float
@@ -65,21 +68,21 @@ class Head:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the output layer."""
+        """Number of rows of the output layer."""
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return weight.shape[0]
 
     def uncapped(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, dim] -> float32 logits [rows, vocab] before the cap."""
+        """Map hidden [rows, dim] to float32 logits [rows, vocab] before the cap."""
         logits: Tensor = self.layer(hidden).float()
         return logits if self.factor == 1.0 else logits * self.factor
 
     def cap(self, logits: Tensor) -> Tensor:
-        """The model's own soft cap, if it has one."""
+        """Apply the model's soft cap, if it has one."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def rows_at_a_time(self, device: torch.device) -> int:
-        """Rows of logits that are held at once."""
+        """Number of rows of logits to hold at once."""
         return max(1, LOGITS_AT_A_TIME[device.type] // self.vocabulary_size)
 
 
@@ -92,19 +95,23 @@ class Scorer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return torch.device(self.model.device)
 
 
 def load_scorer(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Scorer:
-    """Load a checkpoint in Hugging Face format. Raises `areal_core.engine.errors.ModelError` when it cannot be read."""
+    """Load a checkpoint in Hugging Face format.
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+    """
     refuse_lone_vision_model(Path(path))
     model: Any = load_model(path, dtype=dtype)
     return scorer_of(model.to(device))
 
 
 def refuse_lone_vision_model(folder: Path) -> None:
-    """Raises ModelError for an image-text model without its processor: prompts with images could not be made again."""
+    """Raise ModelError for an image-text model without its processor."""
     config = folder / "config.json"
     if not config.is_file() or "vision_config" not in json.loads(config.read_text(encoding="utf-8")):
         return
@@ -116,9 +123,9 @@ def refuse_lone_vision_model(folder: Path) -> None:
 
 
 def scorer_of(model: Any) -> Scorer:
-    """A scorer of a loaded model, made read-only: no gradients, and no dropout, under which no score repeats."""
+    """Make a read-only scorer of a loaded model: no gradients, no dropout."""
     config = model.config.get_text_config()
-    # Granite divides its logits, Cohere multiplies them; Transformers names each in its own way.
+    # Granite divides its logits, Cohere multiplies them; Transformers names each differently.
     factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
     return Scorer(model.eval().requires_grad_(False), Head(model.get_output_embeddings(), factor, softcap))
@@ -134,15 +141,14 @@ def score(
     detailed_rows: Ints | None = None,
     progress: Progress = lambda num_tokens: None,
 ) -> Scores:
-    """Score every token that was sampled.
+    """Score every sampled token.
 
     Args:
         temperature: divides the logits.
-        top_k: the likeliest tokens to keep, at most the vocabulary.
-        tokens_per_pass: tokens of one forward pass, and at least the longest row.
-        detailed_rows: the rows of whose tokens more than the logprob is wanted, which costs as much again as the
-            logprob; all unless given.
-        progress: is told the tokens of each finished pass.
+        top_k: number of most likely tokens to keep, at most the vocabulary size.
+        tokens_per_pass: tokens of one forward pass, at least the longest row.
+        detailed_rows: rows to score in detail, which doubles the cost; all by default.
+        progress: called with the number of tokens of each finished pass.
     """
     top_k = min(top_k, scorer.head.vocabulary_size)
     result = Scores.empty(len(sequences.scored), top_k)
@@ -157,8 +163,8 @@ def score(
             for begin in range(0, len(wanted), size):
                 rows = torch.as_tensor(wanted[begin : begin + size], device=hidden.device)
                 logits = scorer.head.cap(scorer.head.uncapped(hidden[rows]))
-                told = score_logits(logits, labels[rows], temperature, top_k if in_detail else None)
-                for name, values in told.items():
+                columns = score_logits(logits, labels[rows], temperature, top_k if in_detail else None)
+                for name, values in columns.items():
                     getattr(result, name)[places[wanted[begin : begin + size]]] = values.cpu().numpy()
         progress(num_tokens)
     return result
@@ -167,7 +173,12 @@ def score(
 def predictors(
     scorer: Scorer, sequences: Sequences, tokens_per_pass: int
 ) -> Iterator[tuple[Ints, Tensor, Tensor, int]]:
-    """One forward pass after another: places among scored tokens [m], hidden states that predict them [m, dim], labels, tokens passed."""
+    """Run forward passes over the rows with scored tokens.
+
+    Yields:
+        Indices among the scored tokens [m], hidden states that predict them [m, dim], labels [m],
+        and the number of tokens of the pass.
+    """
     lengths = np.diff(sequences.cu_seqlens).tolist()
     rows_with_scores = set(np.unique(sequences.row_of_token[sequences.scored]).tolist())
     place_of_token = np.full(len(sequences.input_ids), -1)
@@ -185,7 +196,7 @@ def predictors(
 
 
 def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Tensor:
-    """Last hidden states [tokens, dim] of packed sequences, each attending to itself alone."""
+    """Compute the last hidden states [tokens, dim] of packed, isolated sequences."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     output = scorer.model.base_model(
         input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None],
@@ -199,7 +210,10 @@ def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Te
 
 
 def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int | None) -> dict[str, Tensor]:
-    """The fields of `Scores` for a few rows, `logprob` alone where `top_k` is None; `logits` float32 [rows, vocab] is overwritten."""
+    """Compute the fields of `Scores` for some rows, `logprob` alone if `top_k` is None.
+
+    `logits`, float32 [rows, vocab], is overwritten.
+    """
     if temperature != 1.0:
         logits = logits.div_(temperature)
     shifted = logits.sub_(logits.amax(1, keepdim=True))
@@ -228,8 +242,8 @@ def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int 
 
 
 @dataclass(frozen=True)
-class Question:
-    """What saved scores are the answer to; another question must not get them. `model` identifies the weights."""
+class ScoringKey:
+    """The inputs that saved scores belong to; `model` identifies the weights."""
 
     model: str
     dtype: str
@@ -238,32 +252,32 @@ class Question:
     tokens: str
 
 
-def question_text(question: Question) -> npt.NDArray[np.str_]:
-    """As an array of text, which NumPy stores without pickle."""
-    return np.array([f"{field.name}={getattr(question, field.name)}" for field in fields(question)])
+def key_text(key: ScoringKey) -> npt.NDArray[np.str_]:
+    """Return the key as an array of text, which NumPy stores without pickle."""
+    return np.array([f"{field.name}={getattr(key, field.name)}" for field in fields(key)])
 
 
-def save_scores(file: Path, question: Question, scores: Scores) -> None:
-    """Write scores so that the file is whole or absent."""
+def save_scores(file: Path, key: ScoringKey, scores: Scores) -> None:
+    """Write scores atomically: the file is complete or absent."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("wb") as out:
-        np.savez(out, question=question_text(question), **vars(scores))
+        np.savez(out, question=key_text(key), **vars(scores))
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(file)
 
 
-def load_scores(file: Path, question: Question) -> Scores:
-    """Scores that were saved for the same question.
+def load_scores(file: Path, key: ScoringKey) -> Scores:
+    """Load scores that were saved under the same key.
 
     Raises:
-        StaleScores: the file answers another one.
+        StaleScores: the file was saved under another one.
     """
     with np.load(file, allow_pickle=False) as saved:
-        asked, answered = question_text(question).tolist(), saved["question"].tolist()
-        if asked != answered:
-            differing = [f"{b} (now {a})" for a, b in zip(asked, answered, strict=True) if a != b]
+        now, stored = key_text(key).tolist(), saved["question"].tolist()
+        if now != stored:
+            differing = [f"{b} (now {a})" for a, b in zip(now, stored, strict=True) if a != b]
             raise StaleScores(
                 f"{file} holds scores of {', '.join(differing)}: delete it, or name another folder"
             )

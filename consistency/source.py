@@ -1,4 +1,4 @@
-"""From a record to columns: what was sampled in a step, what the engine said of it, and how it was told to sample."""
+"""Read a record into columns: sampled tokens, the engine's logprobs, and the sampling options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
 
 COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
-EVERY_TOKEN = 100_000_000  # AReaL's top_k for "all of them"
+EVERY_TOKEN = 100_000_000  # AReaL's top_k for "no limit"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a run sampled and computed, from its resolved config."""
+    """Sampling options and dtypes of a run, from its resolved config."""
 
     temperature: float
     top_p: float
@@ -34,12 +34,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What to judge: parts by name (`step-000004`), how they were sampled, and the weights' version where it is one.
+    """Sampled tokens to check, as scoring chunks by name (`step-000004`).
 
-    One entry a scored token: `tops` holds the engine's likeliest tokens, `trainer` the trainer's logprobs; None where they were not told.
+    `version` is that of the weights, None if there are several. One entry per scored token: `tops`
+    holds the engine's most likely tokens, `trainer` the trainer's logprobs; None if not available.
     """
 
-    parts: Mapping[str, Sequences]
+    chunks: Mapping[str, Sequences]
     sampling: Sampling
     version: int | None = None
     tops: tuple[Top, ...] | None = None
@@ -47,25 +48,29 @@ class Sampled:
 
 
 def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:
-    """Some steps of a record.
+    """Read some steps of a record.
 
     Args:
-        assumed: how they were sampled, where the record does not say it, as one that was imported.
+        assumed: sampling options of a record that has none, such as an imported one.
 
     Raises:
-        RecordError: a step cannot be read. NothingToCompare: the run sampled nothing.
+        RecordError: a step cannot be read.
+        NothingToCompare: the run sampled nothing.
     """
-    says_nothing = not record.header.config
-    sampling = assumed if says_nothing and assumed is not None else parse_sampling(record)
-    parts = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
+    has_config = bool(record.header.config)
+    sampling = assumed if not has_config and assumed is not None else parse_sampling(record)
+    chunks = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
     has_plan = record.header.recording.scope != "rollout"
     versions = {record.step(number).plan(0).version for number in steps} if has_plan else set()
     version = versions.pop() if len(versions) == 1 else None
-    return Sampled(parts, sampling, version, trainer=read_trainer(record, steps))
+    return Sampled(chunks, sampling, version, trainer=read_trainer(record, steps))
 
 
 def read_trainer(record: Record, steps: Sequence[int]) -> Floats | None:
-    """The proximal logprobs that the trainer computed of the scored tokens; None where the scope of the record is less than "full"."""
+    """Return the trainer's recorded proximal logprobs of the scored tokens, float64 [scored].
+
+    None unless the recording scope is "full".
+    """
     columns = []
     for number in steps:
         step = record.step(number)
@@ -83,7 +88,7 @@ def read_trainer(record: Record, steps: Sequence[int]) -> Floats | None:
 
 
 def parse_sampling(record: Record) -> Sampling:
-    """The sampling options in a record's config.
+    """Parse the sampling options of a record's config.
 
     Raises:
         NothingToCompare: the config has none: the run sampled nothing.
@@ -91,23 +96,28 @@ def parse_sampling(record: Record) -> Sampling:
     config: dict[str, Any] = record.header.config
     try:
         sampled, actor = config["gconfig"], config["actor"]
-        engine_is_apart = (record.header.allocation or "").startswith("sglang")
+        has_server = (record.header.allocation or "").startswith("sglang")
         return Sampling(
             temperature=float(sampled["temperature"]),
             top_p=float(sampled["top_p"]),
             top_k=None if sampled["top_k"] >= EVERY_TOKEN else int(sampled["top_k"]),
             greedy=bool(sampled["greedy"]),
             trainer_dtype=str(actor["dtype"]),
-            engine_dtype=str(config["sglang"]["dtype"] if engine_is_apart else actor["dtype"]),
+            engine_dtype=str(config["sglang"]["dtype"] if has_server else actor["dtype"]),
         )
     except KeyError as error:
         raise NothingToCompare(
-            f"{record.path}: its config has no {error.args[0]!r}, so it is not of a run that sampled; give a record of RL"
+            f"{record.path}: its config has no {error.args[0]!r}, so the run did not sample; give a record of an RL run"
         ) from error
 
 
 def read_step(step: RecordedStep) -> Sequences:
-    """All ranks of a step, one after another. Raises StepNotRecorded when a column is missing, DamagedRecord for wrong bytes."""
+    """Concatenate the rows of all ranks of a step.
+
+    Raises:
+        StepNotRecorded: a column is missing.
+        DamagedRecord: bytes differ from their checksum.
+    """
     ranks = [step.batch(rank, COLUMNS) for rank in range(step.manifest.num_ranks)]
     return concatenate(
         [
@@ -124,13 +134,13 @@ def read_step(step: RecordedStep) -> Sequences:
     )
 
 
-def concatenate(parts: Sequence[Sequences]) -> Sequences:
-    """The rows of several batches, one after another."""
-    ends = np.cumsum([0, *(int(part.cu_seqlens[-1]) for part in parts)])
-    bounds = [part.cu_seqlens[:-1] + begin for part, begin in zip(parts, ends[:-1], strict=True)]
+def concatenate(batches: Sequence[Sequences]) -> Sequences:
+    """Concatenate the rows of several batches."""
+    ends = np.cumsum([0, *(int(batch.cu_seqlens[-1]) for batch in batches)])
+    bounds = [batch.cu_seqlens[:-1] + begin for batch, begin in zip(batches, ends[:-1], strict=True)]
 
     def joined(name: str) -> Any:
-        columns = [getattr(part, name) for part in parts]
+        columns = [getattr(batch, name) for batch in batches]
         return None if any(column is None for column in columns) else np.concatenate(columns)
 
     return Sequences(
@@ -142,12 +152,12 @@ def concatenate(parts: Sequence[Sequences]) -> Sequences:
         joined("prompt_id"),
         joined("worker"),
         joined("cached_tokens"),
-        tuple(difference for part in parts for difference in part.length_differences),
+        tuple(difference for batch in batches for difference in batch.length_differences),
     )
 
 
 def model_dtype(path: str) -> str:
-    """The dtype in which a checkpoint is stored, if it is one to score in; else float32. Raises ModelError."""
+    """Return the dtype of a checkpoint if scoring supports it, else float32. Raises ModelError."""
     try:
         stored = str(AutoConfig.from_pretrained(path).get_text_config().dtype).removeprefix("torch.")
     except (OSError, ValueError) as error:
@@ -155,9 +165,9 @@ def model_dtype(path: str) -> str:
     return stored if stored in ("float32", "bfloat16") else "float32"
 
 
-def published_noise(dtypes: Sequence[str], has_experts: bool, quantization: str | None = None) -> Noise:
-    """The noise of the coarser of both sides' dtypes."""
-    if quantization is not None or any("8" in dtype and "float8" in dtype for dtype in dtypes):
+def published_noise(dtypes: Sequence[str], has_experts: bool) -> Noise:
+    """Return the noise floor of the coarser of both sides' dtypes."""
+    if any("float8" in dtype for dtype in dtypes):
         return NOISE["float8"]
     if all(dtype == "float32" for dtype in dtypes):
         return NOISE["float32"]
@@ -167,7 +177,7 @@ def published_noise(dtypes: Sequence[str], has_experts: bool, quantization: str 
 def setting_of(
     sampling: Sampling, model_config: Any, temperature: float, dtype: str, version: int | None
 ) -> Setting:
-    """How tokens were sampled, beside what the model's config says. `model_config` is Transformers'."""
+    """Combine the sampling options with the facts of the model's config (Transformers)."""
     text = model_config.get_text_config()
     eos = text.eos_token_id
     has_experts = any(

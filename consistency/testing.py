@@ -1,4 +1,7 @@
-"""An engine with one planted fault: a Hugging Face model that samples from one law and reports another, for our tests and users' own."""
+"""An engine with one planted fault, for tests of this package and of users.
+
+A Hugging Face model samples from one distribution and reports the logprobs of another.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -10,21 +13,22 @@ from torch import Tensor
 
 from consistency import laws
 from consistency.laws import Rows
-from consistency.replay import Law, counts_before
+from consistency.replay import Transform, preceding_counts
 from consistency.score import Scorer, predictors
 from consistency.tokens import Sequences
 
 
 @dataclass(frozen=True)
 class FaultyEngine:
-    """`draws` is the law that tokens are sampled from, `reports` the one whose logprobs are told.
+    """Tokens are sampled from the transform `draws`; logprobs are those of the transform `reports`.
 
-    `noise` is the standard deviation of Gaussian noise on every logit, which stands for kernels that round differently.
+    `noise` is the standard deviation of Gaussian noise on every logit; it models kernels that round
+    differently.
     """
 
     scorer: Scorer
-    draws: Law = laws.as_is
-    reports: Law = laws.as_is
+    draws: Transform = laws.as_is
+    reports: Transform = laws.as_is
     temperature: float = 1.0
     noise: float = 0.01
 
@@ -32,21 +36,21 @@ class FaultyEngine:
 def sample_rows(
     engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int, context: Tensor | None = None
 ) -> Sequences:
-    """Sample a completion of `num_tokens` for every prompt, int64 [rows, prompt length], and report its logprobs.
+    """Sample a completion of `num_tokens` for every prompt, int64 [rows, prompt length].
 
-    `context` [length] is put before every prompt by the engine, and nobody is told.
+    The engine silently prepends `context` [length] to every prompt.
     """
     hidden = torch.empty(0, dtype=torch.int64) if context is None else context
     full = torch.cat([hidden.expand(len(prompts), -1), prompts], 1)
     drawn = draw(engine, full, num_tokens, seed)
-    told = sequences_of(drawn[:, len(hidden) :], prompts.shape[1])
+    reported = sequences_of(drawn[:, len(hidden) :], prompts.shape[1])
     true = sequences_of(drawn, full.shape[1])
-    told.engine_logprobs[told.scored] = report(engine, true, seed)
-    return told
+    reported.engine_logprobs[reported.scored] = report(engine, true, seed)
+    return reported
 
 
 def sequences_of(tokens: Tensor, prompt_length: int) -> Sequences:
-    """Rows of equal length, sampled after the prompt."""
+    """Turn tokens [rows, length] into sequences, sampled after the prompt."""
     num_rows, length = tokens.shape
     return Sequences(
         input_ids=tokens.reshape(-1).numpy(),
@@ -58,7 +62,7 @@ def sequences_of(tokens: Tensor, prompt_length: int) -> Sequences:
 
 
 def draw(engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int) -> Tensor:
-    """Ancestral sampling with a key-value cache; int64 [rows, prompt length + num_tokens]."""
+    """Sample with a key-value cache; returns int64 [rows, prompt length + num_tokens]."""
     model: Any = copy.deepcopy(engine.scorer.model)
     model.set_attn_implementation("sdpa")
     generator = torch.Generator().manual_seed(seed)
@@ -77,13 +81,13 @@ def draw(engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int) -> T
 
 
 def report(engine: FaultyEngine, sequences: Sequences, seed: int) -> np.ndarray[Any, Any]:
-    """The logprobs that the engine tells of the scored tokens, float64 [n], with its noise."""
+    """Compute the logprobs that the engine reports, with noise; float64 [scored]."""
     generator = torch.Generator().manual_seed(1_000_003 + seed)
     result = np.empty(len(sequences.scored))
     for places, hidden, labels, _ in predictors(engine.scorer, sequences, 4096):
         logits = engine.scorer.head.uncapped(hidden)
         logits = logits + engine.noise * torch.randn(logits.shape, generator=generator)
-        seen, seen_output = counts_before(sequences, sequences.scored[places], logits.shape[1])
+        seen, seen_output = preceding_counts(sequences, sequences.scored[places], logits.shape[1])
         rows = Rows(engine.scorer.head.cap(logits), logits, engine.temperature, seen, seen_output)
         result[places] = engine.reports(rows).gather(1, labels[:, None])[:, 0].double().numpy()
     return result

@@ -1,7 +1,8 @@
-"""A third opinion on the same tokens: the trainer's own path, which packs and shards, as a record kept it or as it computes now.
+"""The trainer check: logprobs of the same tokens by the trainer's own packed and sharded path.
 
-Engine against Hugging Face names the engine's faults only as long as the trainer agrees with Hugging Face; where it does not, the
-fault is at home.
+They come from the record, or are computed now. Comparing the engine with Hugging Face blames the
+engine rightly only while the trainer agrees with Hugging Face; otherwise the fault is the
+trainer's.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ TOKENS_PER_MICRO_BATCH = 4096
 
 
 @dataclass(frozen=True)
-class ThirdOpinion:
-    """Mean |difference| and k3 over `num_tokens`. `source` says where the trainer's logprobs are from."""
+class TrainerCheck:
+    """Mean |difference| and k3 over `num_tokens`; `source` names the origin of the trainer's."""
 
     source: str
     num_tokens: int
@@ -33,8 +34,8 @@ class ThirdOpinion:
     trainer_model_k3: float
 
 
-def third_opinion(source: str, engine: Floats, trainer: Floats, model: Floats) -> ThirdOpinion | None:
-    """Compare three columns where all are finite; None where none is."""
+def compare_trainer(source: str, engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:
+    """Compare three columns of logprobs, float64 [n], where all are finite; None if none is."""
     usable = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(model) & (engine <= 0)
     if not usable.any():
         return None
@@ -43,7 +44,7 @@ def third_opinion(source: str, engine: Floats, trainer: Floats, model: Floats) -
     def distance(left: Floats, right: Floats) -> float:
         return float(np.abs(left - right).mean())
 
-    return ThirdOpinion(
+    return TrainerCheck(
         source=source,
         num_tokens=len(engine),
         engine_trainer=distance(engine, trainer),
@@ -54,7 +55,7 @@ def third_opinion(source: str, engine: Floats, trainer: Floats, model: Floats) -
 
 
 def trainer_logprobs(path: str, dtype: str, device: str, sequences: Sequences, temperature: float) -> Floats:
-    """Logprobs of the scored tokens by the FSDP engine on one rank, its micro-batches packed; float64 [scored].
+    """Return logprobs of the scored tokens by the packed FSDP engine on one rank, float64 [scored].
 
     Raises:
         ModelError: the checkpoint cannot be read.
@@ -78,12 +79,16 @@ def trainer_logprobs(path: str, dtype: str, device: str, sequences: Sequences, t
 
 
 def shifted_right(values: torch.Tensor) -> torch.Tensor:
-    """[B, T] -> [B, T]: what spoke of the next token speaks of the token itself; the first column is 0."""
+    """Align next-token values [B, T] with the tokens themselves; the first column is 0."""
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
 
 
 def padded_batch(sequences: Sequences) -> tuple[Batch, Bools]:
-    """`input_ids`, `attention_mask` and the next-token aligned `loss_mask` [B, T]; and where in [B, T] the tokens are."""
+    """Pad to `input_ids`, `attention_mask` and next-token aligned `loss_mask` [B, T].
+
+    Returns:
+        The batch, and a mask bool [B, T] that is true at tokens and false at padding.
+    """
     lengths = np.diff(sequences.cu_seqlens)
     kept = np.arange(lengths.max())[None, :] < lengths[:, None]
     ids, mask = np.zeros(kept.shape, np.int64), np.zeros(kept.shape, np.int64)

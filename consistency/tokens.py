@@ -1,6 +1,6 @@
-"""The tokens to compare: what was sampled, what the engine said of it, and which of it cannot be used and why.
+"""The tokens to compare: sampled ids, engine logprobs, counts of unusable values by reason.
 
-Nothing here averages. A logprob that is not a finite number at most 0 is counted under its own name and leaves the comparison.
+Nothing is averaged here. A logprob that is not a finite number <= 0 is counted and excluded.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,17 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# SGLang clamps -inf to the smallest float of the dtype, SkyRL and OpenAI write -9999: no vocabulary gives such a logprob.
+# SGLang clamps -inf to the smallest float of the dtype, SkyRL and OpenAI write -9999: no vocabulary
+# yields such a logprob.
 LOWEST_LOGPROB = -9998.0
-# Sums in float32 leave a certain token at up to a few 1e-6 above 0.
+# With float32 sums, the logprob of a certain token exceeds 0 by up to a few 1e-6.
 ROUNDING_ABOVE_ZERO = 1e-5
 PER_ROW = frozenset({"prompt_id", "worker", "cached_tokens"})
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One reply of an engine. `logprobs` should be as many as `output_ids`; replies where they are not are counted and left out."""
+    """One reply; excluded and counted if `logprobs` and `output_ids` differ in length."""
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
@@ -33,11 +34,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Rows of a batch, one after another without padding.
+    """Rows of a batch, packed without padding.
 
-    Per token [tokens]: `input_ids` int64, `sampled` bool (the model chose it), `engine_logprobs` float64 (read where sampled), `versions`
-    int64. Per row [rows]: `prompt_id`, `worker`, `cached_tokens` int64. Columns that were not recorded are None.
-    `length_differences` holds logprobs minus ids for each reply left out because the two numbers differ.
+    Per token [tokens]: `input_ids` int64, `sampled` bool (the model chose it), `engine_logprobs`
+    float64 (read if sampled), `versions` int64. Per row [rows]: `prompt_id`, `worker`,
+    `cached_tokens` int64. Columns that were not recorded are None. `length_differences` holds
+    logprobs minus ids of each excluded reply.
     """
 
     input_ids: Ints
@@ -58,17 +60,15 @@ class Sequences:
                 continue
             count = num_rows if field.name in PER_ROW else num_tokens
             if len(column) != count:
-                raise BadColumn(
-                    f"{field.name} has {len(column)} values, and there must be {count}: give all of them"
-                )
+                raise BadColumn(f"{field.name} has {len(column)} values, expected {count}: give all of them")
 
     @property
     def num_rows(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.cu_seqlens) - 1
 
     def row(self, row: int) -> slice:
-        """Where the tokens of a row lie."""
+        """Return the slice of a row's tokens."""
         return slice(int(self.cu_seqlens[row]), int(self.cu_seqlens[row + 1]))
 
     @property
@@ -85,21 +85,21 @@ class Sequences:
 
 
 def sequences_from_completions(completions: Sequence[Completion]) -> Sequences:
-    """Rows from an engine's replies; those whose ids and logprobs differ in number are left out and counted."""
+    """Pack replies; exclude and count those with unequal numbers of ids and logprobs."""
     differences = tuple(
         len(c.logprobs) - len(c.output_ids) for c in completions if len(c.logprobs) != len(c.output_ids)
     )
-    whole = [c for c in completions if len(c.logprobs) == len(c.output_ids)]
-    lengths = [len(c.prompt_ids) + len(c.output_ids) for c in whole]
-    ids = [token for c in whole for token in (*c.prompt_ids, *c.output_ids)]
+    usable = [c for c in completions if len(c.logprobs) == len(c.output_ids)]
+    lengths = [len(c.prompt_ids) + len(c.output_ids) for c in usable]
+    ids = [token for c in usable for token in (*c.prompt_ids, *c.output_ids)]
     return Sequences(
         input_ids=np.array(ids, np.int64),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         sampled=np.array(
-            [i >= len(c.prompt_ids) for c, n in zip(whole, lengths, strict=True) for i in range(n)], bool
+            [i >= len(c.prompt_ids) for c, n in zip(usable, lengths, strict=True) for i in range(n)], bool
         ),
         engine_logprobs=np.array(
-            [lp for c in whole for lp in (*[0.0] * len(c.prompt_ids), *c.logprobs)], np.float64
+            [lp for c in usable for lp in (*[0.0] * len(c.prompt_ids), *c.logprobs)], np.float64
         ),
         length_differences=differences,
     )
@@ -107,7 +107,7 @@ def sequences_from_completions(completions: Sequence[Completion]) -> Sequences:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Tokens (replies for `length_differs`) that were left out, by reason."""
+    """Number of excluded tokens (replies for `length_differs`) by reason."""
 
     engine_nan: int = 0
     engine_minus_infinity: int = 0
@@ -118,17 +118,18 @@ class Excluded:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens left out."""
+        """Number of all excluded tokens."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "length_differs")
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """One row a compared token, all [n]; logprobs float64, the rest int64.
+    """One row per compared token, all [n]; logprobs float64, the rest int64.
 
-    `position` counts from the start of the sequence, `response_position` the sampled tokens before it, `turn` the spans of sampled
-    tokens before it, `turn_position` the tokens of its own span before it. `length` is the number of sampled tokens of its sequence.
-    `index` is its place among all scored tokens.
+    `position` counts from the start of the sequence; `response_position` counts the earlier sampled
+    tokens, `turn` the earlier spans of sampled tokens, `turn_position` the earlier tokens of its
+    own span. `length` is the number of sampled tokens of its sequence, `index` the index among all
+    scored tokens.
     """
 
     engine: Floats
@@ -153,19 +154,19 @@ class TokenTable:
 
 
 def is_minus_infinity(logprobs: Floats) -> Bools:
-    """True where a logprob is minus infinity, or a number that stands for it."""
+    """Return a mask of logprobs that are minus infinity or a placeholder for it."""
     return logprobs <= LOWEST_LOGPROB
 
 
 def compare_tokens(sequences: Sequences, trainer_logprobs: Floats) -> TokenTable:
-    """Both sides of every sampled token that has them.
+    """Tabulate the sampled tokens with a usable logprob on both sides.
 
     Args:
-        trainer_logprobs: float [n], one for each of `sequences.scored`.
+        trainer_logprobs: float [n], one per index of `sequences.scored`.
 
     Raises:
-        BadColumn: the number of logprobs is another.
-        NothingToCompare: nothing is left; says what was left out.
+        BadColumn: the number of logprobs differs.
+        NothingToCompare: no token is left; the message counts the excluded ones.
     """
     scored = sequences.scored
     if len(trainer_logprobs) != len(scored):
@@ -185,14 +186,14 @@ def compare_tokens(sequences: Sequences, trainer_logprobs: Floats) -> TokenTable
     )
     kept = np.flatnonzero(~(nan | minus | above | trainer_bad))
     if not len(kept):
-        raise NothingToCompare(f"no token has a logprob on both sides; left out: {excluded}")
+        raise NothingToCompare(f"no token has a usable logprob on both sides; excluded: {excluded}")
     return build_table(sequences, scored[kept], kept, engine[kept], trainer[kept], excluded)
 
 
 def build_table(
     sequences: Sequences, tokens: Ints, index: Ints, engine: Floats, trainer: Floats, excluded: Excluded
 ) -> TokenTable:
-    """The columns of the kept tokens."""
+    """Compute the columns of the kept tokens."""
     row = sequences.row_of_token
     begin = sequences.cu_seqlens[:-1][row]
     sampled = sequences.sampled.astype(np.int64)

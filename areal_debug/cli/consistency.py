@@ -154,7 +154,7 @@ def check_recorded(
         fail(f"{path} does not say which model sampled it: give --model PATH")
     request = request_of(model, options)
     sampled = read_record(record, steps, None if record.header.config else assumed_sampling(model, options))
-    total = sum(len(part.input_ids) for part in sampled.parts.values())
+    total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
     with progress_bar("scoring", total) as advance:
         return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
 
@@ -179,22 +179,22 @@ def check_live(
 
     from areal_core.reward import load_reward_fn
     from consistency.answers import compare_answers, load_generating
-    from consistency.engine.reply import Law
-    from consistency.live import ask_engines, check_engines, sampled_of, words_of
+    from consistency.engine.reply import SamplingParams
+    from consistency.live import check_engines, query_engines, sampled_of, vocabulary_of
     from consistency.prompts import read_prompts
     from consistency.source import model_dtype
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = words_of(tokenizer)
+    vocabulary = vocabulary_of(tokenizer)
     prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"])
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
-    law = Law(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
+    law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
     request = request_of(model, options)
     with progress_bar("asking", len(prompts) * options["num_samples"]) as advance:
-        conversation = ask_engines(engines, prompts, options["num_samples"], law, words, advance)
+        conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, advance)
     sampled = sampled_of(conversation, options["dtype"] or model_dtype(model))
-    with progress_bar("scoring", sum(len(part.input_ids) for part in sampled.parts.values())) as advance:
-        checked = check_engines(conversation, sampled, request, words, advance)
+    with progress_bar("scoring", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())) as advance:
+        checked = check_engines(conversation, sampled, request, vocabulary, advance)
     told: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
     if options["answers"]:
         told["answers"] = asdict(
@@ -202,7 +202,7 @@ def check_live(
                 engines,
                 prompts,
                 replace(law, temperature=0.0, top_p=1.0, top_k=None),
-                words,
+                vocabulary,
                 load_generating(model, checked.dtype, request.device),
                 load_reward_fn(options["reward"]),
             )

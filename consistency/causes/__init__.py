@@ -1,1 +1,5 @@
-"""Causes of disagreement, one file a family and one function a cause; ids are those of the catalogue R01 to R60."""
+"""Causes of a mismatch: one file per family, one function per cause.
+
+Each function returns a finding, or None; its docstring begins with the id, R01 to R60, that reports
+show.
+"""

@@ -1,13 +1,12 @@
-"""Right numbers beside the wrong tokens: places, rows, spans, contexts."""
+"""Correct logprobs attributed to the wrong tokens: positions, rows, spans, contexts."""
 
 import numpy as np
 
-from consistency.case import Case, Finding
-from consistency.causes.definition import confidence, explained, replayed
+from consistency.case import BAD_RATIO, Case, Finding
+from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, means_by, run_lengths, trend
 
-LONG_ENOUGH = 3  # tokens in a run that chance does not make
-MUCH = 3.0  # times as bad
+MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
 def duplicate_samples(case: Case) -> Finding | None:
@@ -21,20 +20,20 @@ def duplicate_samples(case: Case) -> Finding | None:
         weights=-np.nan_to_num(case.scores.logprob),
         minlength=sequences.num_rows,
     )
-    for row in np.flatnonzero(surprisal > 10.0):  # likely answers may well be given twice
-        part = sequences.row(int(row))
-        answer = sequences.input_ids[part][sequences.sampled[part]].tobytes()
-        groups.setdefault(int(sequences.prompt_id[row]), []).append(answer)
-    several = [answers for answers in groups.values() if len(answers) > 1]
-    copies = sum(len(set(answers)) < len(answers) for answers in several)
-    if not several or copies < 0.1 * len(several):
+    for row in np.flatnonzero(surprisal > 10.0):  # likely completions can occur twice by chance
+        tokens = sequences.row(int(row))
+        completion = sequences.input_ids[tokens][sequences.sampled[tokens]].tobytes()
+        groups.setdefault(int(sequences.prompt_id[row]), []).append(completion)
+    repeated = [completions for completions in groups.values() if len(completions) > 1]
+    copies = sum(len(set(completions)) < len(completions) for completions in repeated)
+    if not repeated or copies < 0.1 * len(repeated):
         return None
     return Finding(
         "R10",
         "samples of a prompt are copies",
         0.95,
-        f"{copies} of {len(several)} groups hold identical answers of more than 10 nats, which chance does not give",
-        "ask twice with different seeds: the answers must differ",
+        f"{copies} of {len(repeated)} groups hold identical completions of more than 10 nats, which is no coincidence",
+        "sample twice with different seeds: the completions must differ",
         "a seed per sample (SGLang sampling_params.sampling_seed; on-policy and deterministic modes use 42 for all)",
     )
 
@@ -48,14 +47,14 @@ def shifted_logprobs(case: Case) -> Finding | None:
         "R11",
         "logprobs shifted against their tokens",
         confidence(found),
-        f"the engine's logprob at a token is the trainer's {found.prediction.parameter:+.0f} places on; {replayed(found)}",
+        f"the engine's logprob at a token is the trainer's at offset {found.prediction.parameter:+.0f}; {replay_evidence(found)}",
         "shift back: the difference must fall to noise",
-        "position t of the logits speaks of token t + 1: logits[:-1] with ids[1:]; roll mask, logprobs and versions together",
+        "logits at position t predict token t + 1: logits[:-1] with ids[1:]; roll mask, logprobs and versions together",
     )
 
 
 def rows_mixed_up(case: Case) -> Finding | None:
-    """R12: whole rows carry the logprobs of other rows."""
+    """R12: rows carry the logprobs of other rows."""
     found = explained(case, "R12")
     if found is None:
         return None
@@ -63,19 +62,19 @@ def rows_mixed_up(case: Case) -> Finding | None:
         "R12",
         "rows paired with other rows' logprobs",
         confidence(found),
-        f"{found.prediction.parameter:.0%} of the rows fit another row's scores; {replayed(found)}",
-        "pair by what fits: the difference must fall to noise",
+        f"{found.prediction.parameter:.0%} of the rows fit another row's scores; {replay_evidence(found)}",
+        "pair each row with the best fit: the difference must fall to noise",
         "carry an id with each request through dispatch, sorting and splitting over ranks",
     )
 
 
 def context_rewritten_at_a_turn(case: Case) -> Finding | None:
-    """R14: from some turn on the engine saw another history than the recorded one."""
+    """R14: from some turn on, the engine saw another history than the recorded one."""
     turn, size = case.table.turn, np.abs(case.table.difference)
     if not case.unexplained or turn.max() == 0:
         return None
     names, means, _ = means_by(turn, size)
-    bad = means > MUCH * max(means[0], case.level / 2)
+    bad = means > BAD_RATIO * max(means[0], case.level / 2)
     if bad[0] or not bad[1:].any():
         return None
     first = int(names[np.argmax(bad)])
@@ -84,13 +83,13 @@ def context_rewritten_at_a_turn(case: Case) -> Finding | None:
         "history rewritten between turns",
         0.85,
         f"mean |D| by turn: {', '.join(f'{m:.2g}' for m in means[:6])}; it jumps at turn {first}",
-        "the prompt of each turn must begin with the tokens of the turn before",
-        "append tokens instead of rendering the conversation anew; keep reasoning in the history (chat templates strip it)",
+        "the prompt of each turn must begin with the tokens of the previous turn",
+        "append tokens instead of rendering the conversation again; keep reasoning in the history (chat templates strip it)",
     )
 
 
 def retokenised(case: Case) -> Finding | None:
-    """R13: from a different place in each sequence on the ids are not those that the engine sampled."""
+    """R13: from some position on, the ids are not those that the engine sampled."""
     if not case.unexplained or case.table.turn.max() > 0:
         return None
     found = breaks(case.table)
@@ -99,19 +98,19 @@ def retokenised(case: Case) -> Finding | None:
         bad
         & (found.before < 2 * case.level)
         & (found.after_median > case.level)
-        & (found.after > MUCH * np.maximum(found.before, case.level / 2))
+        & (found.after > BAD_RATIO * np.maximum(found.before, case.level / 2))
     )
     if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum() or np.ptp(found.place[broken]) < 8:
         return None
     if case.table.version is not None and len(np.unique(case.table.version)) > 1:
-        return None  # an update in flight does the same, and says so
+        return None  # an update in flight looks the same
     return Finding(
         "R13",
-        "completions tokenised anew",
+        "completions re-tokenised",
         0.7,
-        f"{broken.sum()} of {bad.sum()} bad sequences are clean up to a place of their own ({found.before[broken].mean():.2g}) and bad "
-        f"after it ({found.after[broken].mean():.2g})",
-        "decode and encode the ids: they must come back the same; compare them with the ids that the engine returned",
+        f"{broken.sum()} of {bad.sum()} bad sequences are clean up to some position, different in each "
+        f"({found.before[broken].mean():.2g}), and bad after it ({found.after[broken].mean():.2g})",
+        "decode and encode the ids: the result must be equal; compare it with the ids that the engine returned",
         "keep the engine's ids (SGLang output_ids, vLLM return_token_ids); never encode decoded text",
     )
 
@@ -125,18 +124,23 @@ def bos(case: Case) -> Finding | None:
         "R15",
         found.prediction.name,
         confidence(found),
-        f"scoring with that prompt explains the engine's logprobs: {replayed(found)}",
+        f"scoring with that prompt explains the engine's logprobs: {replay_evidence(found)}",
         "the engine's prompt_tokens must equal the number of ids in the record",
         "send input_ids instead of text, or add_special_tokens false where the template already holds BOS",
     )
 
 
 def other_context(case: Case) -> Finding | None:
-    """R16: the prompt that the engine saw differs (chat template, system prompt): worst at first, then forgotten."""
+    """R16: the engine saw another prompt (such as chat template); |D| fades with position."""
     if not case.unexplained:
         return None
     shape = trend(case.table.turn_position, np.minimum(np.abs(case.table.difference), 5.0))
-    if shape is None or shape.line < 0.5 or shape.first < 1.5 * shape.last or shape.first < MUCH * case.level:
+    if (
+        shape is None
+        or shape.line < 0.5
+        or shape.first < 1.5 * shape.last
+        or shape.first < BAD_RATIO * case.level
+    ):
         return None
     return Finding(
         "R16",
@@ -156,30 +160,30 @@ def lengths_differ(case: Case) -> Finding | None:
     at_the_end = all(abs(d) == 1 for d in differences)
     return Finding(
         "R17",
-        "EOS without its logprob, or the other way round"
+        "EOS without its logprob, or a logprob without its token"
         if at_the_end
         else "logprobs and ids differ in number",
         0.9,
-        f"{len(differences)} replies were left out: logprobs minus ids are {sorted(set(differences))[:5]}",
-        "count both lists of one reply",
+        f"{len(differences)} replies were excluded: logprobs minus ids are {sorted(set(differences))[:5]}",
+        "compare the lengths of both lists of one reply",
         "SGLang: no_stop_trim true, and both from output_token_logprobs; on chat routes logprobs cover reasoning as well",
     )
 
 
 def foreign_tokens(case: Case) -> Finding | None:
-    """R18: spans that the model did not sample (tool output, environment) are inside the mask."""
+    """R18: spans that the model did not sample (tool output, environment) are in the loss mask."""
     table = case.table
     zero = (table.engine == 0.0) & (table.trainer < -0.05)
     runs = run_lengths(zero, table.sequence)
-    long = runs[runs >= LONG_ENOUGH]
+    long = runs[runs >= MIN_RUN]
     if not len(long):
         return None
     return Finding(
         "R18",
-        "tokens in the mask that the model did not sample",
+        "tokens in the loss mask that the model did not sample",
         0.95,
-        f"{len(long)} spans of up to {long.max()} tokens have logprob exactly 0, in the trainer {table.trainer[zero].mean():.2g}",
-        "look at the spans: they must be the model's own words",
+        f"{len(long)} spans of up to {long.max()} tokens have logprob exactly 0, the trainer's mean is {table.trainer[zero].mean():.2g}",
+        "inspect the spans: they must be generated by the model",
         "set loss_mask 0 on tool output and environment text",
     )
 

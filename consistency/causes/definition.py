@@ -1,15 +1,16 @@
-"""Both sides are right and speak of different distributions: temperature, truncation, penalties, units."""
+"""Both sides are correct for different distributions: temperature, truncation, penalties, units."""
 
 import numpy as np
 
 from consistency.case import Case, Explanation, Finding
+from consistency.replay import Prediction
 from consistency.tokens import Floats
 
 T_TOLERANCE = 0.02
 
 
 def explained(case: Case, cause: str, *names: str) -> Explanation | None:
-    """The accepted explanation, if it is of this cause (and has one of these names)."""
+    """Return the accepted explanation if it has this cause (and one of these names)."""
     found = case.explanation
     if found is None or found.prediction.cause != cause or (names and found.prediction.name not in names):
         return None
@@ -17,12 +18,12 @@ def explained(case: Case, cause: str, *names: str) -> Explanation | None:
 
 
 def confidence(found: Explanation) -> float:
-    """From how many times smaller the residual became: 0.6 at the least gain that is accepted, 0.99 from 20 on."""
+    """Map the gain, residual before over after, to 0.6 (least accepted gain) to 0.99 (from 20)."""
     return float(np.clip(0.6 + 0.39 * np.log(found.gain / 1.5) / np.log(20 / 1.5), 0.6, 0.99))
 
 
-def replayed(found: Explanation) -> str:
-    """The evidence of a replay in words."""
+def replay_evidence(found: Explanation) -> str:
+    """Describe the evidence of a replay."""
     p = found.prediction
     value = f" {p.parameter:g}" if p.parameter else ""
     return (
@@ -46,7 +47,7 @@ def temperature_differs(case: Case) -> Finding | None:
         "R01",
         "temperature differs",
         confidence(found),
-        f"{replayed(found)}: {what}, the trainer's of {trainer:g}",
+        f"{replay_evidence(found)}: {what}, the trainer's of {trainer:g}",
         "score again at that temperature: the difference must fall to the noise of the precision",
         "one temperature on both sides; vLLM: --logprobs-mode processed_logprobs; SGLang: unset SGLANG_RETURN_ORIGINAL_LOGPROB; "
         "trainer: actor.temperature equal to gconfig.temperature",
@@ -54,7 +55,7 @@ def temperature_differs(case: Case) -> Finding | None:
 
 
 def applied_twice(case: Case, engine: float) -> bool:
-    """Whether a fitted temperature is the recorded one squared, or its inverse."""
+    """Return whether a fitted temperature is the square or the inverse of the recorded one."""
     recorded = case.setting.temperature
     return (
         abs(recorded - 1.0) > T_TOLERANCE
@@ -71,14 +72,15 @@ def temperature_twice(case: Case) -> Finding | None:
         "R02",
         "temperature applied twice or inverted",
         confidence(found),
-        f"{replayed(found)}; the recorded temperature is {case.setting.temperature:g}, whose square is {case.setting.temperature**2:.3g}",
+        f"{replay_evidence(found)}; the recorded temperature is {case.setting.temperature:g}, "
+        f"whose square is {case.setting.temperature**2:.3g}",
         "sample at temperature 1: the difference must vanish",
         "divide logits by the temperature in one place only, on each side",
     )
 
 
 def truncation_renormalised(case: Case) -> Finding | None:
-    """R03: the engine reports logprobs renormalised over the tokens that top-p, top-k or min-p kept."""
+    """R03: the engine's logprobs are renormalised over the tokens kept by top-p, top-k or min-p."""
     found = explained(case, "R03")
     if found is None:
         return None
@@ -87,50 +89,49 @@ def truncation_renormalised(case: Case) -> Finding | None:
         "R03",
         f"{p.name} renormalises the engine's logprobs",
         confidence(found),
-        f"{replayed(found)}; {metrics['share_positive']:.1%} of D above 0; mean ratio {metrics['ratio_mean']:.3f}, the mass kept",
+        f"{replay_evidence(found)}; {metrics['share_positive']:.1%} of D above 0; mean ratio {metrics['ratio_mean']:.3f} (the mass kept)",
         f"sample without {p.name}: D must become two-sided",
         "sample with top_p 1, top_k -1, min_p 0 (SGLang: sampling_params; vLLM: also --generation-config vllm), or let the trainer "
         "renormalise over the kept tokens",
     )
 
 
-def drawn_from_truncation(case: Case) -> Finding | None:
-    """R04: the tokens were drawn from a truncated distribution, while the reported logprobs are of the whole one."""
-    if (
-        case.drawn_by is None
-        or case.drawn_by[0].cause != "R03"
-        or case.explanation is not None
-        or case.unexplained
-    ):
+def hidden_transform(case: Case, cause: str) -> tuple[Prediction, float] | None:
+    """Return a transform of `cause` that drew the tokens while the logprobs agree, and its nats."""
+    if case.drawn_by is None or case.explanation is not None or case.unexplained:
         return None
-    law, nats = case.drawn_by
+    return case.drawn_by if case.drawn_by[0].cause == cause else None
+
+
+def drawn_from_truncation(case: Case) -> Finding | None:
+    """R04: tokens drawn from a truncated distribution, logprobs reported of the full one."""
+    hidden = hidden_transform(case, "R03")
+    if hidden is None:
+        return None
+    transform, nats = hidden
     return Finding(
         "R04",
-        f"tokens drawn with {law.name}, logprobs of the full distribution",
+        f"tokens drawn with {transform.name}, logprobs of the full distribution",
         0.95,
-        f"the tokens are {nats:.0f} nats likelier under {law.name} {law.parameter:g} than under the trainer (Z = {case.surprise:+.1f}), "
-        f"though the logprobs agree (mean |D| {case.mean_abs:.2g}); highest rank {case.scores.rank.max()}, "
+        f"the tokens are {nats:.0f} nats likelier under {transform.name} {transform.parameter:g} than under the trainer "
+        f"(Z = {case.surprise:+.1f}), though the logprobs agree (mean |D| {case.mean_abs:.2g}); highest rank {case.scores.rank.max()}, "
         f"most mass before a token {np.nanmax(case.scores.mass_before):.3f}",
-        f"sample without {law.name}: Z must come within +-3",
+        f"sample without {transform.name}: Z must come within +-3",
         "sample with top_p 1, top_k -1, min_p 0, or weigh the loss by the mass that was kept; metrics of logprobs cannot see this",
     )
 
 
 def drawn_at_another_temperature(case: Case) -> Finding | None:
-    """R01, reported raw: logprobs agree, and the tokens were drawn at another temperature."""
-    if (
-        case.drawn_by is None
-        or case.drawn_by[0].cause != "R01"
-        or case.explanation is not None
-        or case.unexplained
-    ):
+    """R01: tokens drawn at another temperature, raw logprobs that agree with the trainer's."""
+    hidden = hidden_transform(case, "R01")
+    if hidden is None:
         return None
-    law, nats = case.drawn_by
+    transform, nats = hidden
     return Finding(
         "R01",
         "tokens drawn at another temperature than their logprobs",
         0.9,
-        f"the tokens are {nats:.0f} nats likelier at temperature {law.parameter:.3g} than at {case.setting.temperature:g} "
+        f"the tokens are {nats:.0f} nats likelier at temperature {transform.parameter:.3g} than at {case.setting.temperature:g} "
         f"(Z = {case.surprise:+.1f}), though the logprobs agree (mean |D| {case.mean_abs:.2g})",
         "sample at the trainer's temperature: Z must come within +-3",
         "vLLM: --logprobs-mode processed_logprobs; SGLang: unset SGLANG_RETURN_ORIGINAL_LOGPROB; record the temperature that was used",
@@ -140,30 +141,31 @@ def drawn_at_another_temperature(case: Case) -> Finding | None:
 def penalty(case: Case) -> Finding | None:
     """R05: a repetition, frequency or presence penalty on the engine's side alone."""
     found = explained(case, "R05")
-    hidden = case.drawn_by if case.explanation is None and not case.unexplained else None
-    if found is None and (hidden is None or hidden[0].cause != "R05"):
-        return None
+    hidden = hidden_transform(case, "R05")
     if found is not None:
-        law, evidence, sure = found.prediction, replayed(found), confidence(found)
-    else:
-        law, nats = hidden  # type: ignore[misc]
+        transform, evidence, sure = found.prediction, replay_evidence(found), confidence(found)
+    elif hidden is not None:
+        transform, nats = hidden
         evidence, sure = (
-            f"the tokens are {nats:.0f} nats likelier under {law.name} {law.parameter:.3g}, though the logprobs agree",
+            f"the tokens are {nats:.0f} nats likelier under {transform.name} {transform.parameter:.3g}, "
+            "though the logprobs agree",
             0.85,
         )
+    else:
+        return None
     return Finding(
         "R05",
-        f"{law.name} in the engine",
+        f"{transform.name} in the engine",
         sure,
-        f"{evidence}; tokens that did not occur before are hardly touched",
+        f"{evidence}; tokens that did not occur before hardly change",
         "compare tokens that occur for the first time: they must agree",
-        f"send {law.name.split()[0]} explicitly ({'1.0' if 'repetition' in law.name else '0.0'}); generation_config.json may set it: "
-        "vLLM --generation-config vllm, SGLang --sampling-defaults openai",
+        f"send {transform.name.split()[0]} explicitly ({'1.0' if 'repetition' in transform.name else '0.0'}); "
+        "generation_config.json may set it: vLLM --generation-config vllm, SGLang --sampling-defaults openai",
     )
 
 
 def forbidden_eos(case: Case) -> Finding | None:
-    """R06: EOS was forbidden for the first tokens, and its probability went to the others."""
+    """R06: EOS was forbidden for the first tokens, so other tokens got its probability."""
     found = explained(case, "R06")
     if found is None:
         return None
@@ -173,7 +175,7 @@ def forbidden_eos(case: Case) -> Finding | None:
         "R06",
         f"EOS forbidden {where}",
         confidence(found),
-        f"D is log(1 - p(EOS)) {where}: {replayed(found)}",
+        f"D is log(1 - p(EOS)) {where}: {replay_evidence(found)}",
         "sample with min_new_tokens 0 and ignore_eos false: the difference must vanish",
         "gconfig.min_new_tokens 0 and ignore_eos false, or forbid the same token in the trainer; likewise logit_bias and grammars",
     )
@@ -188,9 +190,9 @@ def constant_offset(case: Case) -> Finding | None:
         "R07",
         "constant offset",
         confidence(found),
-        f"engine = trainer {found.prediction.parameter:+.4g} for every token; {replayed(found)}",
-        "the spread of D must be that of noise once the constant is taken off",
-        "look for bookkeeping that adds to logprobs where they are recorded",
+        f"engine = trainer {found.prediction.parameter:+.4g} for every token; {replay_evidence(found)}",
+        "without the constant, the spread of D must be that of noise",
+        "look for code that adds a constant to logprobs where they are recorded",
     )
 
 
@@ -203,14 +205,14 @@ def other_units(case: Case) -> Finding | None:
         "R08",
         found.prediction.name,
         confidence(found),
-        f"engine = {found.prediction.parameter:.4g} x trainer; {replayed(found)}",
+        f"engine = {found.prediction.parameter:.4g} x trainer; {replay_evidence(found)}",
         "convert to natural logarithms: the difference must fall to noise",
         "convert where the engine's reply is read",
     )
 
 
 def wrong_token(case: Case) -> Finding | None:
-    """R09: the reported logprob is that of the likeliest token, not of the sampled one."""
+    """R09: the reported logprob is that of the most likely token, not of the sampled one."""
     found = explained(case, "R09")
     if found is None:
         return None
@@ -218,25 +220,30 @@ def wrong_token(case: Case) -> Finding | None:
     argmax = float(np.mean(rank[rank >= 0] == 0))
     return Finding(
         "R09",
-        "logprob of the likeliest token",
+        "logprob of the most likely token",
         confidence(found),
-        f"the engine tells the distribution's largest logprob, and only {argmax:.0%} of the tokens are the likeliest; {replayed(found)}",
-        "look at a token whose rank is above 0: its logprob must be below the largest",
+        f"the engine reports the largest logprob, but only {argmax:.0%} of the tokens are the most likely; {replay_evidence(found)}",
+        "inspect a token with a rank above 0: its logprob must be below the largest",
         "read the sampled token's row: SGLang output_token_logprobs, vLLM logprobs=0",
     )
 
 
 def log_units(engine: Floats, trainer: Floats) -> Finding | None:
-    """R08: numbers above 0, which are probabilities, or negative logprobs of the wrong sign. Looks before anything is averaged."""
+    """R08: values above 0 are probabilities or negative log-likelihoods.
+
+    Runs before anything is averaged.
+    """
     finite = np.isfinite(engine)
     if finite.sum() < 2 or np.mean(engine[finite] > 0) < 0.5:
         return None
-    values, own = engine[finite], trainer[finite]
+    values, expected = engine[finite], trainer[finite]
     with np.errstate(divide="ignore", invalid="ignore"):
         as_probability = (
-            np.median(np.abs(np.log(values) - own)) if (values <= 1).all() and (values > 0).all() else np.inf
+            np.median(np.abs(np.log(values) - expected))
+            if (values <= 1).all() and (values > 0).all()
+            else np.inf
         )
-    as_negative = np.median(np.abs(-values - own))
+    as_negative = np.median(np.abs(-values - expected))
     name = (
         "probabilities instead of logprobs"
         if as_probability < as_negative
@@ -246,15 +253,15 @@ def log_units(engine: Floats, trainer: Floats) -> Finding | None:
         "R08",
         name,
         0.97,
-        f"{np.mean(values > 0):.0%} of the engine's numbers are above 0; read as such they differ from the trainer by "
+        f"{np.mean(values > 0):.0%} of the engine's numbers are above 0; after converting, they differ from the trainer by "
         f"{min(as_probability, as_negative):.2g} in the median",
         "no logprob can be above 0",
-        "convert where the engine's reply is read; the numbers below are after converting",
+        "convert where the engine's reply is read; the metrics below are after converting",
     )
 
 
 def in_logprobs(finding: Finding, engine: Floats) -> Floats:
-    """The engine's numbers converted as `log_units` found."""
+    """Convert the engine's numbers as `log_units` found."""
     if "negative" in finding.name:
         return -engine
     with np.errstate(divide="ignore"):

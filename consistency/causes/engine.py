@@ -1,33 +1,33 @@
-"""What asking engine, model and trainer again tells: who disagrees with itself, and who with the two others."""
+"""Causes found by rescoring: engine, model or trainer differs from itself or from the other two."""
 
 from consistency.case import Case, Finding, Setting
 
-# Both sides of a comparison round, so noise reaches twice a side's own before it is anything else.
-MUCH = 2.0
+# Both sides of a comparison round, so up to twice one side's noise is still noise.
+NOISE_FACTOR = 2.0
 
 
 def decoding_differs(case: Case) -> Finding | None:
-    """R40, R43, R48: the engine's decoding disagrees with its own prefill, which agrees with the model."""
+    """R40, R43, R48: the engine's decoding differs from its prefill, which matches the model."""
     rescoring = case.rescoring
     if rescoring is None or rescoring.decode is None:
         return None
-    floor = MUCH * max(case.level, rescoring.engine_repeat)
-    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / MUCH:
+    floor = NOISE_FACTOR * max(case.level, rescoring.engine_repeat)
+    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / NOISE_FACTOR:
         return None
     cause, why, fix = decoding_fault(case.setting)
     return Finding(
         cause,
         f"the engine's decoding differs from its own prefill{why}",
         0.9,
-        f"told when sampled against scored again: mean |A - B| {rescoring.decode:.2g}; scored again against the model: "
-        f"|B - C| {rescoring.prefill:.2g}; the engine's repeat: {rescoring.engine_repeat:.2g}",
+        f"engine sampling against engine rescoring: mean |A - B| {rescoring.decode:.2g}; engine rescoring against "
+        f"the model: |B - C| {rescoring.prefill:.2g}; the engine's run-to-run variation: {rescoring.engine_repeat:.2g}",
         "start the engine without CUDA graphs and with a bf16 KV cache: |A - B| must fall",
         fix,
     )
 
 
 def decoding_fault(setting: Setting) -> tuple[str, str, str]:
-    """Cause, what there is to suspect, and fix, by what is known of engine and model."""
+    """Return cause, suspected reason and fix by KV cache dtype and model architecture."""
     if setting.kv_cache_dtype is not None and "8" in setting.kv_cache_dtype:
         return (
             "R43",
@@ -43,18 +43,18 @@ def decoding_fault(setting: Setting) -> tuple[str, str, str]:
     return (
         "R40",
         "",
-        "look at the decode path: SGLang --disable-cuda-graph, --kv-cache-dtype auto; vLLM --enforce-eager",
+        "check the decode path: SGLang --disable-cuda-graph, --kv-cache-dtype auto; vLLM --enforce-eager",
     )
 
 
 def model_not_repeatable(case: Case) -> Finding | None:
-    """R47: the model gives other logprobs for the same batch."""
+    """R47: the model computes different logprobs for the same batch."""
     rescoring = case.rescoring
     if rescoring is None or rescoring.model_repeat <= 1e-7:
         return None
     return Finding(
         "R47",
-        "the model does not repeat its own logprobs",
+        "the model's logprobs are not reproducible",
         0.8,
         f"the same batch scored twice differs by {rescoring.model_repeat:.2g} on average",
         "score twice in evaluation mode with deterministic kernels: the difference must be 0",
@@ -64,36 +64,36 @@ def model_not_repeatable(case: Case) -> Finding | None:
 
 
 def batch_variant(case: Case) -> Finding | None:
-    """R39: the model's logprobs depend on what else is in the batch, by more than its dtype allows."""
+    """R39: the model's logprobs depend on the batch by more than its dtype allows."""
     rescoring = case.rescoring
-    if rescoring is None or rescoring.model_alone <= MUCH * case.level:
+    if rescoring is None or rescoring.model_alone <= NOISE_FACTOR * case.level:
         return None
     return Finding(
         "R39",
-        "the model's logprobs depend on their neighbours in the batch",
+        "the model's logprobs depend on the other rows of the batch",
         0.8,
         f"rows scored alone and packed differ by {rescoring.model_alone:.2g} on average, the same batch by {rescoring.model_repeat:.2g}",
-        "score with one row a pass: the difference to the engine must fall",
+        "score one row per pass: the difference to the engine must fall",
         "pass sequence boundaries (cu_seqlens) to every attention and convolution; batch-invariant kernels",
     )
 
 
 def trainer_differs(case: Case) -> Finding | None:
-    """R20: the trainer's packed path says something else than the model, so the fault is on the trainer's side."""
-    third = case.third
+    """R20: the trainer's packed path differs from the model, so the fault is the trainer's."""
+    check = case.trainer_check
     if (
-        third is None
-        or third.trainer_model <= MUCH * case.level
-        or third.engine_model > third.trainer_model / MUCH
+        check is None
+        or check.trainer_model <= NOISE_FACTOR * case.level
+        or check.engine_model > check.trainer_model / NOISE_FACTOR
     ):
         return None
     return Finding(
         "R20",
         "the trainer's own path differs from the model",
         0.9,
-        f"trainer (from {third.source}) against model: mean |difference| {third.trainer_model:.2g} over {third.num_tokens} tokens; "
-        f"engine against model: {third.engine_model:.2g}",
-        "give the trainer one sequence a micro-batch: the difference must vanish",
+        f"trainer (from {check.source}) against model: mean |difference| {check.trainer_model:.2g} over "
+        f"{check.num_tokens} tokens; engine against model: {check.engine_model:.2g}",
+        "give the trainer one sequence per micro-batch: the difference must vanish",
         "pass the boundaries of packed sequences to every layer (cu_seqlens); compare the trainer's temperature and dtype",
     )
 

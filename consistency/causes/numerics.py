@@ -1,18 +1,17 @@
-"""The same weights and the same distribution, computed in other numbers."""
+"""The same weights and distribution, computed at different precision."""
 
 import numpy as np
 
-from consistency.case import Case, Finding
-from consistency.causes.definition import confidence, explained, replayed
+from consistency.case import BAD_RATIO, Case, Finding
+from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.estimators import correlation
 from consistency.shape import means_by
 
-MUCH = 3.0
 PERIODS = range(2, 9)
 
 
 def rounded_logprobs(case: Case) -> Finding | None:
-    """R36: the reported logprobs have passed through bfloat16 or float16."""
+    """R36: the reported logprobs were rounded to bfloat16 or float16."""
     values = case.table.engine[case.table.engine != 0].astype(np.float32)
     if len(values) < 50:
         return None
@@ -28,7 +27,7 @@ def rounded_logprobs(case: Case) -> Finding | None:
         f"logprobs rounded to {name}",
         0.97,
         f"{on_grid[name]:.1%} of the engine's logprobs are {name} numbers; of float32 ones fewer than 5 % are",
-        "one logprob that is no such number",
+        "one logprob that is not such a number",
         "log_softmax and transport in float32",
     )
 
@@ -38,14 +37,14 @@ def rounded_logits(case: Case) -> Finding | None:
     if case.replays is None or not case.replays.rounding.std() > 1e-5 or case.explanation is not None:
         return None
     residual = np.clip(case.replays.engine - case.replays.base, -0.5, 0.5)
-    together = correlation(residual, case.replays.rounding)
-    if together < 0.15 or together * np.sqrt(len(residual)) < 8:
+    shared = correlation(residual, case.replays.rounding)
+    if shared < 0.15 or shared * np.sqrt(len(residual)) < 8:
         return None
     return Finding(
         "R37",
         "logits in bfloat16 in the engine",
         0.85,
-        f"D follows what rounding the logits to bfloat16 changes: correlation {together:.2f} over {len(residual)} tokens",
+        f"D correlates with the effect of rounding logits to bfloat16: correlation {shared:.2f} over {len(residual)} tokens",
         "float32 logits in the engine: the correlation must vanish",
         "SGLang --enable-fp32-lm-head; or the same dtype in the trainer's output layer",
     )
@@ -60,7 +59,7 @@ def other_dtype(case: Case) -> Finding | None:
         "R38",
         "engine and trainer compute in different dtypes",
         confidence(found),
-        f"{found.prediction.name} explains the engine's logprobs: {replayed(found)}",
+        f"{found.prediction.name} explains the engine's logprobs: {replay_evidence(found)}",
         "run both sides in one dtype: the difference must fall",
         "the same dtype on both sides (SGLang --dtype, trainer dtype)",
     )
@@ -75,14 +74,14 @@ def quantised_engine(case: Case) -> Finding | None:
         "R44",
         f"the engine's {found.prediction.name}",
         confidence(found),
-        f"{found.prediction.name} explain the engine's logprobs: {replayed(found)}",
+        f"{found.prediction.name} explain the engine's logprobs: {replay_evidence(found)}",
         "serve the unquantised checkpoint: the difference must fall to the noise of its dtype",
         "serve without --quantization, train with quantised weights in the forward pass, or correct with truncated importance weights",
     )
 
 
 def heavy_tail(case: Case) -> Finding | None:
-    """R42: most tokens agree and few are far off, anywhere: experts chosen differently."""
+    """R42: most tokens agree and a few differ widely: experts chosen differently."""
     metrics = case.measurement.metrics
     if (
         case.explanation is not None
@@ -94,17 +93,17 @@ def heavy_tail(case: Case) -> Finding | None:
         return None
     return Finding(
         "R42",
-        "few tokens far off (as from experts chosen differently)",
+        "a few tokens differ widely (as from different expert routing)",
         0.7,
         f"kurtosis {metrics['kurtosis']:.0f}, p99 over median {metrics['p99_over_p50']:.0f}, "
         f"{metrics['top_percent_share']:.0%} of |D| in 1 % of the tokens",
-        "ask again: routing flips fall on other tokens; compare routed_experts (SGLang return_routed_experts)",
+        "sample again: routing flips affect other tokens; compare routed_experts (SGLang return_routed_experts)",
         "replay the routing in the trainer, or a float32 router and deterministic kernels (SGLang --enable-deterministic-inference)",
     )
 
 
 def periodic(case: Case) -> Finding | None:
-    """R45: every k-th token is wrong: logprobs of accepted draft tokens."""
+    """R45: every k-th token is bad: logprobs of accepted draft tokens."""
     if not case.unexplained:
         return None
     size = np.minimum(np.abs(case.table.difference), 5.0)
@@ -113,20 +112,20 @@ def periodic(case: Case) -> Finding | None:
         clean = means < 1.5 * case.level
         if len(means) < period or count.min() < 20 or not clean.any() or clean.all():
             continue
-        if means[~clean].min() > MUCH * max(float(means[clean].max()), case.level / 2):
+        if means[~clean].min() > BAD_RATIO * max(float(means[clean].max()), case.level / 2):
             return Finding(
                 "R45",
-                "wrong at every few tokens (as from speculative decoding)",
+                "wrong logprobs at a fixed period (as from speculative decoding)",
                 0.85,
-                f"with period {period}, mean |D| by place is {', '.join(f'{m:.2g}' for m in means)}",
-                "switch speculation off and ask again",
+                f"with period {period}, mean |D| by phase is {', '.join(f'{m:.2g}' for m in means)}",
+                "sample without speculative decoding: the period must vanish",
                 "no speculative decoding in rollouts, or an engine version that reports the target model's logprobs",
             )
     return None
 
 
 def ordinary_noise(case: Case) -> Finding | None:
-    """R35: what kernels that round differently do; not a fault."""
+    """R35: differences of kernels that round differently; not a fault."""
     metrics, noise = case.measurement.metrics, case.setting.noise
     if case.mean_abs > noise.mean_abs or metrics["k3"] > noise.k3:
         return None
@@ -135,20 +134,20 @@ def ordinary_noise(case: Case) -> Finding | None:
         f"ordinary noise of {noise.name}",
         0.9,
         f"mean |D| {case.mean_abs:.2g} (healthy up to {noise.mean_abs:g}), k3 {metrics['k3']:.2g} (up to {noise.k3:g}): {noise.source}",
-        "score the same tokens twice in the engine: its own repeats must differ as much",
-        "none needed; truncated importance weights take care of it",
+        "score the same tokens twice in the engine: its repeats must differ as much",
+        "none needed; truncated importance weights correct for it",
         fault=False,
     )
 
 
 def unusable_logprobs(case: Case) -> Finding | None:
     """R60: NaN, minus infinity or numbers above 0 among the logprobs."""
-    left_out = case.table.excluded
+    excluded = case.table.excluded
     bad = (
-        left_out.engine_nan
-        + left_out.engine_minus_infinity
-        + left_out.engine_above_zero
-        + left_out.trainer_not_finite
+        excluded.engine_nan
+        + excluded.engine_minus_infinity
+        + excluded.engine_above_zero
+        + excluded.trainer_not_finite
     )
     if not bad:
         return None
@@ -157,11 +156,11 @@ def unusable_logprobs(case: Case) -> Finding | None:
         "R60",
         "unusable logprobs",
         0.8,
-        f"{bad} of {bad + len(case.table.engine)} tokens were left out: {left_out.engine_nan} NaN, "
-        f"{left_out.engine_minus_infinity} minus infinity, "
-        f"{left_out.engine_above_zero} above 0 in the engine, {left_out.trainer_not_finite} not finite in the trainer",
-        "none may be left out",
-        "look at these tokens: a forbidden token (minus infinity) was sampled under another law; NaN comes from the kernels",
+        f"{bad} of {bad + len(case.table.engine)} tokens were excluded: {excluded.engine_nan} NaN, "
+        f"{excluded.engine_minus_infinity} minus infinity, "
+        f"{excluded.engine_above_zero} above 0 in the engine, {excluded.trainer_not_finite} not finite in the trainer",
+        "none may be excluded",
+        "inspect these tokens: a token with minus infinity was sampled from another distribution; NaN comes from the kernels",
         fault=share > 0.001,
     )
 

@@ -1,12 +1,10 @@
-"""The engine computes rightly, with other weights than the trainer thinks."""
+"""The engine computes correctly, with other weights than the trainer's."""
 
 import numpy as np
 
-from consistency.case import Case, Finding
-from consistency.causes.definition import confidence, explained, replayed
+from consistency.case import BAD_RATIO, Case, Finding
+from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, explained_by_key, means_by
-
-MUCH = 3.0
 
 
 def stale_weights(case: Case) -> Finding | None:
@@ -18,14 +16,15 @@ def stale_weights(case: Case) -> Finding | None:
         "R24",
         "stale weights in the engine",
         confidence(found),
-        f"the previous checkpoint explains the engine's logprobs: {replayed(found)}",
+        f"the previous checkpoint explains the engine's logprobs: {replay_evidence(found)}",
         "compare a checksum of the engine's weights with the trainer's",
-        "wait for the push before sampling; check the reply of /update_weights_from_distributed and the weight_version of each reply",
+        "wait for the weight update before sampling; "
+        "check the reply of /update_weights_from_distributed and the weight_version of each reply",
     )
 
 
 def partly_stale(case: Case) -> Finding | None:
-    """R25: one part of the engine's weights is still that of the previous checkpoint."""
+    """R25: one module of the engine still holds weights of the previous checkpoint."""
     found = explained(case, "R25")
     if found is None:
         return None
@@ -33,14 +32,14 @@ def partly_stale(case: Case) -> Finding | None:
         "R25",
         f"{found.prediction.name} was not updated in the engine",
         confidence(found),
-        f"the model with {found.prediction.name} of the previous checkpoint explains the engine's logprobs: {replayed(found)}",
-        "compare checksums tensor by tensor (rollout.verify_weights_every: 1): those of this part must differ",
-        "look for names that the engine's loader skips; load strictly and count the tensors that arrived",
+        f"the model with {found.prediction.name} of the previous checkpoint explains the engine's logprobs: {replay_evidence(found)}",
+        "compare checksums tensor by tensor (rollout.verify_weights_every: 1): those of this module must differ",
+        "look for names that the engine's loader skips; load strictly and count the loaded tensors",
     )
 
 
 def adapter_not_loaded(case: Case) -> Finding | None:
-    """R32: the engine answers with the base model."""
+    """R32: the engine samples from the base model."""
     found = explained(case, "R32")
     if found is None:
         return None
@@ -48,14 +47,14 @@ def adapter_not_loaded(case: Case) -> Finding | None:
         "R32",
         "adapter not loaded in the engine",
         confidence(found),
-        f"the base model explains the engine's logprobs: {replayed(found)}",
-        "ask the engine with and without the adapter: the answers must differ",
-        "send lora_path, or merge in float32 with alpha / r (alpha / sqrt(r) for rsLoRA) before the push",
+        f"the base model explains the engine's logprobs: {replay_evidence(found)}",
+        "query the engine with and without the adapter: the logprobs must differ",
+        "send lora_path, or merge in float32 with alpha / r (alpha / sqrt(r) for rsLoRA) before the weight update",
     )
 
 
 def token_bias(case: Case) -> Finding | None:
-    """R26, R27: D is a number of the token's own, so an output bias or rows of the output layer differ."""
+    """R26, R27, R55: D depends on the token id: output bias or rows of the output layer differ."""
     if not case.unexplained:
         return None
     difference = np.clip(case.table.difference, -5.0, 5.0)
@@ -63,9 +62,9 @@ def token_bias(case: Case) -> Finding | None:
     if explains < 0.6:
         return None
     names, means, count = means_by(case.table.token_id, np.abs(difference))
-    bad = names[(means > MUCH * max(float(np.median(means)), case.level)) & (count >= 2)]
-    in_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
-    few = 0 < len(bad) <= 0.1 * len(names) and in_bad > 0.6
+    bad = names[(means > BAD_RATIO * max(float(np.median(means)), case.level)) & (count >= 2)]
+    share_of_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
+    few = 0 < len(bad) <= 0.1 * len(names) and share_of_bad > 0.6
     listed = ", ".join(map(str, bad[:8].tolist()))
     added = few and set(bad.tolist()) <= case.setting.added_token_ids
     return Finding(
@@ -79,31 +78,31 @@ def token_bias(case: Case) -> Finding | None:
         f"the token id alone explains {explains:.0%} of the variance of D"
         + (f"; {len(bad)} ids stand out: {listed}" if few else ""),
         "compare norms of the rows of lm_head on both sides",
-        "tie or push lm_head again, resize embeddings equally" if few else "load lm_head.bias on both sides",
+        "tie or sync lm_head again, resize embeddings equally" if few else "load lm_head.bias on both sides",
     )
 
 
 def cache_kept_over_update(case: Case) -> Finding | None:
-    """R29: requests that reused cached keys and values are wrong, fresh ones right."""
+    """R29: requests that reused cached keys and values are bad, fresh ones are not."""
     cached = case.table.cached_tokens
     if not case.unexplained or cached is None or len(np.unique(cached > 0)) < 2:
         return None
     size = np.abs(case.table.difference)
     fresh, reused = float(size[cached == 0].mean()), float(size[cached > 0].mean())
-    if reused < MUCH * max(fresh, case.level / 2):
+    if reused < BAD_RATIO * max(fresh, case.level / 2):
         return None
     return Finding(
         "R29",
         "prefix cache kept over a weight update",
         0.9,
-        f"mean |D| {reused:.2g} where a prefix came from the cache, {fresh:.2g} where none did",
-        "flush the cache and ask again: the difference must vanish",
-        "SGLang /flush_cache after each push (it refuses while requests run) or extra_key per version; vLLM reset_prefix_cache",
+        f"mean |D| {reused:.2g} with a prefix from the cache, {fresh:.2g} without",
+        "flush the cache and sample again: the difference must vanish",
+        "SGLang /flush_cache after each weight update (it refuses while requests run) or extra_key per version; vLLM reset_prefix_cache",
     )
 
 
 def update_in_flight(case: Case) -> Finding | None:
-    """R30: samples that span a weight update disagree on one side of it."""
+    """R30: samples that span a weight update differ before or after it."""
     version = case.table.version
     if not case.unexplained or version is None or len(np.unique(version)) < 2:
         return None
@@ -114,7 +113,7 @@ def update_in_flight(case: Case) -> Finding | None:
     if not mixed.any():
         return None
     names, means, _ = means_by(version[mixed], np.abs(case.table.difference[mixed]))
-    if means.max() < MUCH * max(float(means.min()), case.level / 2):
+    if means.max() < BAD_RATIO * max(float(means.min()), case.level / 2):
         return None
     listed = ", ".join(f"{name}: {mean:.2g}" for name, mean in zip(names, means, strict=True))
     return Finding(
@@ -128,7 +127,7 @@ def update_in_flight(case: Case) -> Finding | None:
 
 
 def other_checkpoint(case: Case) -> Finding | None:
-    """R33: engine and trainer are different models."""
+    """R33: engine and trainer hold different checkpoints."""
     metrics = case.measurement.metrics
     if not case.unexplained or metrics["mean_abs"] < 1.0 or metrics["logprob_pearson"] > 0.35:
         return None
@@ -137,21 +136,21 @@ def other_checkpoint(case: Case) -> Finding | None:
         "R33",
         "another checkpoint",
         0.7,
-        f"logprobs correlate at {metrics['logprob_pearson']:.2f} only; the trainer gives the engine's tokens "
+        f"logprobs correlate at only {metrics['logprob_pearson']:.2f}; the trainer assigns the engine's tokens "
         f"{case.table.trainer.mean():.2g} nats on average (a uniform distribution {-uniform:.2g})",
         "compare checksums of the weight files on both sides",
-        "name the same folder on both sides; check that every shard of the index was loaded",
+        "use the same folder on both sides; check that every shard of the index was loaded",
     )
 
 
 def one_worker_differs(case: Case) -> Finding | None:
-    """R34: some engines are wrong and others right."""
+    """R34: some engines or sequences are bad and the others are not."""
     if not case.unexplained:
         return None
     size = np.abs(case.table.difference)
     if case.table.worker is not None:
         names, means, _ = means_by(case.table.worker, size)
-        bad = means > MUCH * max(float(means.min()), case.level / 2)
+        bad = means > BAD_RATIO * max(float(means.min()), case.level / 2)
         if not bad.any() or bad.all():
             return None
         return Finding(
@@ -159,26 +158,26 @@ def one_worker_differs(case: Case) -> Finding | None:
             "some engines hold other weights",
             0.9,
             f"mean |D| is {means[bad].mean():.2g} on engines {names[bad].tolist()}, {means[~bad].mean():.2g} on the others",
-            "ask one of them and a good one for the same tokens",
-            "restart these engines, and let each confirm the version after a push",
+            "score the same tokens with one of them and a good one",
+            "restart these engines, and let each confirm the version after a weight update",
         )
     found = breaks(case.table)
-    bad = found.mean > MUCH * case.level
+    bad = found.mean > BAD_RATIO * case.level
     clean = found.mean < 1.5 * case.level
     if bad.sum() < 2 or clean.sum() < 2 or (bad | clean).mean() < 0.9:
         return None
     return Finding(
         "R34",
-        "some sequences are wrong from end to end",
+        "some sequences are bad from start to end",
         0.45,
         f"{bad.sum()} of {len(bad)} sequences have mean |D| {found.mean[bad].mean():.2g}, the others {found.mean[clean].mean():.2g}",
-        "group by engine, cache and image: the wrong ones must share something",
-        "record the engine of each sequence (worker) and its cached_tokens, which tell a stale engine from a stale cache",
+        "group by engine, cache and image: the bad ones must have something in common",
+        "record the engine of each sequence (worker) and its cached_tokens, to distinguish a stale engine from a stale cache",
     )
 
 
 def policy_moved(case: Case) -> Finding | None:
-    """R57: tokens of older versions differ because the policy has moved; not a fault."""
+    """R57: tokens of older versions differ because the policy moved; not a fault."""
     version, now = case.table.version, case.setting.model_version
     if version is None or now is None or len(np.unique(version)) < 2 or case.mean_abs <= case.level / 2:
         return None
@@ -191,7 +190,7 @@ def policy_moved(case: Case) -> Finding | None:
         0.8,
         f"mean |D| by version lag: {', '.join(f'{k}: {m:.2g}' for k, m in zip(lag, means, strict=True))}",
         "tokens of the trainer's own version must agree",
-        "importance weights correct for it; a smaller max_head_offpolicyness makes it smaller",
+        "importance weights correct for it; a smaller max_head_offpolicyness reduces it",
         fault=False,
     )
 

@@ -1,1 +1,1 @@
-"""Inference engines over HTTP, asked for completions and for a second look at them: one file a dialect."""
+"""Clients of inference engines over HTTP that sample and rescore completions: one file per API."""

@@ -1,6 +1,6 @@
-"""Who answers at an address, and many questions at once.
+"""Identify the engine at an address, and send many requests concurrently.
 
-prompts x samples ──> one task each, LIMIT a server at a time ──> engine i, in turn ──> Reply
+prompts x samples ──> one task each, MAX_CONCURRENT per server ──> engine i, round robin ──> Reply
                       the first EngineError cancels the rest
 """
 
@@ -10,30 +10,32 @@ from functools import partial
 from typing import Any, TypeVar
 
 from consistency.engine import openai, sglang, vllm
-from consistency.engine.reply import Engine, Identity, Law, Reply
-from consistency.engine.wire import Wire, base_url
+from consistency.engine.reply import Engine, Identity, Reply, SamplingParams
+from consistency.engine.wire import HttpClient, base_url
 from consistency.errors import EngineError
 
-AT_A_TIME = 64
+MAX_CONCURRENT = 64
 T = TypeVar("T")
 Decode = Callable[[list[int]], str]
 
 
-async def identify(wire: Wire, decode: Decode, vocabulary_size: int) -> Engine:
-    """The engine behind an address, by the routes that it has. Raises EngineError."""
-    info = await wire.get("/server_info")
+async def identify(client: HttpClient, decode: Decode, vocabulary_size: int) -> Engine:
+    """Identify the engine at an address by its routes. Raises EngineError."""
+    info = await client.get("/server_info")
     if info is not None:
-        return sglang.SGLang(wire, sglang.parse_identity(wire.address, info, await wire.get("/model_info")))
-    version, models = await wire.get("/version"), await wire.get("/v1/models")
+        return sglang.SGLang(
+            client, sglang.parse_identity(client.address, info, await client.get("/model_info"))
+        )
+    version, models = await client.get("/version"), await client.get("/v1/models")
     if models is None:
         raise EngineError(
-            f"{wire.address} answers neither /server_info (SGLang) nor /v1/models (vLLM, OpenAI): is it an inference server?"
+            f"{client.address} answers neither /server_info (SGLang) nor /v1/models (vLLM, OpenAI): is it an inference server?"
         )
     if version is not None:
-        return vllm.VLLM(wire, *vllm.parse_identity(wire.address, version, models))
-    name = parse_model_name(wire.address, models)
+        return vllm.VLLM(client, *vllm.parse_identity(client.address, version, models))
+    name = parse_model_name(client.address, models)
     return openai.OpenAI(
-        wire,
+        client,
         Identity("an OpenAI-compatible server", name),
         name,
         openai.ids_of_texts(decode, vocabulary_size),
@@ -41,7 +43,7 @@ async def identify(wire: Wire, decode: Decode, vocabulary_size: int) -> Engine:
 
 
 def parse_model_name(address: str, models: Any) -> str:
-    """The first name in `/v1/models`. Raises EngineError."""
+    """Return the first model name of `/v1/models`. Raises EngineError."""
     try:
         return str(models["data"][0]["id"])
     except (IndexError, KeyError, TypeError) as error:
@@ -51,19 +53,22 @@ def parse_model_name(address: str, models: Any) -> str:
 async def connect(
     session: Any, addresses: Sequence[str], decode: Decode, vocabulary_size: int
 ) -> list[Engine]:
-    """Engines at all addresses. Raises EngineError for the first that is none."""
-    wires = [Wire(base_url(address), session) for address in addresses]
-    return list(await asyncio.gather(*(identify(wire, decode, vocabulary_size) for wire in wires)))
+    """Identify the engines at all addresses. Raises EngineError if one is not an engine."""
+    clients = [HttpClient(base_url(address), session) for address in addresses]
+    return list(await asyncio.gather(*(identify(client, decode, vocabulary_size) for client in clients)))
 
 
 async def gather_limited(
     calls: Sequence[Callable[[], Awaitable[T]]], limit: int, done: Callable[[int], None]
 ) -> list[T]:
-    """All results in order, `limit` calls at a time; the first exception cancels the others and is raised."""
-    room = asyncio.Semaphore(limit)
+    """Run `limit` calls at a time and return all results in order.
+
+    The first exception cancels the other calls and is raised.
+    """
+    semaphore = asyncio.Semaphore(limit)
 
     async def one(call: Callable[[], Awaitable[T]]) -> T:
-        async with room:
+        async with semaphore:
             result = await call()
         done(1)
         return result
@@ -77,13 +82,17 @@ async def gather_limited(
 
 
 async def sample_all(
-    engines: Sequence[Engine], prompts: Sequence[Sequence[int]], law: Law, done: Callable[[int], None]
+    engines: Sequence[Engine],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    done: Callable[[int], None],
 ) -> list[Reply]:
-    """One reply a prompt; prompt i goes to engine i modulo their number."""
+    """Sample one reply per prompt; prompt i goes to engine i modulo their number."""
     calls = [
-        partial(engines[worker_of(i, len(engines))].sample, prompt, law) for i, prompt in enumerate(prompts)
+        partial(engines[worker_of(i, len(engines))].sample, prompt, params)
+        for i, prompt in enumerate(prompts)
     ]
-    return await gather_limited(calls, AT_A_TIME * len(engines), done)
+    return await gather_limited(calls, MAX_CONCURRENT * len(engines), done)
 
 
 async def rescore_all(
@@ -92,14 +101,14 @@ async def rescore_all(
     num_prompts: Sequence[int],
     workers: Sequence[int],
 ) -> list[tuple[float, ...]]:
-    """Prefill logprobs of each row after its prompt, by the engine that sampled it."""
+    """Compute prefill logprobs of each row after its prompt, by the engine that sampled it."""
     calls = [
         partial(engines[worker].rescore, row, num_prompt)
         for row, num_prompt, worker in zip(rows, num_prompts, workers, strict=True)
     ]
-    return await gather_limited(calls, AT_A_TIME * len(engines), lambda num_calls: None)
+    return await gather_limited(calls, MAX_CONCURRENT * len(engines), lambda num_calls: None)
 
 
 def worker_of(prompt: int, num_engines: int) -> int:
-    """The engine that answers a prompt: all in turn."""
+    """Return the index of the engine that answers a prompt: round robin."""
     return prompt % num_engines

@@ -1,16 +1,16 @@
-"""What an engine is asked and what it answers, in no dialect: ids and logprobs, one a token."""
+"""Requests to and replies of an engine, independent of its API: ids with one logprob per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Top = tuple[tuple[int, float], ...]  # (id, logprob), the likeliest first
+Top = tuple[tuple[int, float], ...]  # (id, logprob), most likely first
 NUM_TOPS = 5
 
 
 @dataclass(frozen=True)
-class Law:
-    """How the engine is told to sample. `top_k` is None for all tokens."""
+class SamplingParams:
+    """Sampling options of a request; `top_k` None is no limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -20,7 +20,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Reply:
-    """One completion. `logprobs` are those of `output_ids`, `tops` the likeliest tokens there; what the engine did not say is None."""
+    """One completion.
+
+    `logprobs` belong to `output_ids`, `tops` are the most likely tokens at each position. Fields
+    that the engine did not report are None.
+    """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -31,38 +35,37 @@ class Reply:
 
 @dataclass(frozen=True)
 class Identity:
-    """What an engine says of itself; `dtype` and `quantization` are None where it does not say."""
+    """Identity that an engine reports; unknown fields are None."""
 
     software: str
     model: str
     dtype: str | None = None
     quantization: str | None = None
-    has_adapter: bool = False
     kv_cache_dtype: str | None = None
 
     def describe(self) -> str:
-        """One line."""
-        precision = ", ".join(word for word in (self.dtype, self.quantization) if word)
+        """Return one line."""
+        precision = ", ".join(name for name in (self.dtype, self.quantization) if name)
         return f"{self.software} with {self.model}" + (f" ({precision})" if precision else "")
 
 
 class Engine(Protocol):
-    """One server. Every call raises `EngineError` with its address when there is no usable answer."""
+    """One server. Every call raises `EngineError` with its address without a usable reply."""
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """Base URL."""
         ...
 
     @property
     def identity(self) -> Identity:
-        """What it says of itself."""
+        """Identity that the server reports."""
         ...
 
-    async def sample(self, prompt_ids: Sequence[int], law: Law) -> Reply:
-        """One completion of a prompt, with the logprob of every token under the law's temperature."""
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+        """Sample one completion, with the logprob of every token at the temperature of `params`."""
         ...
 
     async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
-        """Logprobs at temperature 1 of the tokens after the first `num_prompt`, computed at once, as a prompt is."""
+        """Compute prefill logprobs at temperature 1 of the tokens after the prompt."""
         ...

@@ -1,11 +1,14 @@
-"""SGLang's native routes: `/generate` with ids both ways. Logprobs of sampled tokens are under softmax(logits / temperature)."""
+"""SGLang's native API: `/generate` with ids in both directions.
+
+Logprobs of sampled tokens are under softmax(logits / temperature).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.reply import NUM_TOPS, Identity, Law, Reply
-from consistency.engine.wire import Wire
+from consistency.engine.reply import NUM_TOPS, Identity, Reply, SamplingParams
+from consistency.engine.wire import HttpClient
 from consistency.errors import EngineError
 
 
@@ -13,49 +16,48 @@ from consistency.errors import EngineError
 class SGLang:
     """An SGLang server."""
 
-    wire: Wire
+    client: HttpClient
     identity: Identity
 
     @property
     def address(self) -> str:
-        """Where it is."""
-        return self.wire.address
+        """Base URL."""
+        return self.client.address
 
-    async def sample(self, prompt_ids: Sequence[int], law: Law) -> Reply:
-        """One completion."""
-        params = {
-            "temperature": law.temperature,
-            "top_p": law.top_p,
-            "top_k": -1 if law.top_k is None else law.top_k,
-            "max_new_tokens": law.max_new_tokens,
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+        """Sample one completion."""
+        sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": -1 if params.top_k is None else params.top_k,
+            "max_new_tokens": params.max_new_tokens,
             "skip_special_tokens": False,
         }
-        payload = {"input_ids": list(prompt_ids), "sampling_params": params, "return_logprob": True}
+        payload = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
         payload["top_logprobs_num"] = NUM_TOPS
-        return parse_reply(self.address, await self.wire.post("/generate", payload))
+        return parse_reply(self.address, await self.client.post("/generate", payload))
 
     async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
-        """Prefill logprobs, which SGLang never scales by a temperature."""
+        """Compute prefill logprobs, which SGLang never scales by a temperature."""
         payload = {
             "input_ids": list(input_ids),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
             "return_logprob": True,
-            # The first row of the answer has no predecessor in the slice and is null.
+            # The first row of the reply has no predecessor in the slice and is null.
             "logprob_start_len": num_prompt - 1,
         }
-        answer = await self.wire.post("/generate", payload)
+        answer = await self.client.post("/generate", payload)
         return parse_rescored(self.address, answer, list(input_ids[num_prompt:]))
 
 
 def parse_identity(address: str, info: Any, model: Any) -> Identity:
-    """From `/server_info` and `/model_info`. Raises EngineError."""
+    """Parse `/server_info` and `/model_info`. Raises EngineError."""
     try:
         return Identity(
             software=f"SGLang {info['version']}",
             model=str(model["model_path"]),
             dtype=None if info["dtype"] == "auto" else str(info["dtype"]),
             quantization=info["quantization"],
-            has_adapter=bool(info["enable_lora"]),
             kv_cache_dtype=None if info["kv_cache_dtype"] == "auto" else str(info["kv_cache_dtype"]),
         )
     except (KeyError, TypeError) as error:
@@ -65,7 +67,7 @@ def parse_identity(address: str, info: Any, model: Any) -> Identity:
 
 
 def parse_reply(address: str, answer: Any) -> Reply:
-    """A reply of `/generate`: rows are [logprob, id, text]. Raises EngineError."""
+    """Parse a reply of `/generate`: rows are [logprob, id, text]. Raises EngineError."""
     try:
         meta = answer["meta_info"]
         rows = meta["output_token_logprobs"]
@@ -81,21 +83,25 @@ def parse_reply(address: str, answer: Any) -> Reply:
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(
-            f"{address}/generate gave no logprobs ({error!r}); it must answer return_logprob"
+            f"{address}/generate returned no logprobs ({error!r}); it must support return_logprob"
         ) from error
 
 
 def parse_rescored(address: str, answer: Any, expected: list[int]) -> tuple[float, ...]:
-    """The last rows of a prefill's logprobs. Raises EngineError when they are not of the tokens that were sent."""
+    """Parse the logprobs of the `expected` last tokens of a prefill.
+
+    Raises:
+        EngineError: they belong to other tokens than those sent.
+    """
     try:
         rows = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
         ids = [int(row[1]) for row in rows]
         logprobs = tuple(float(row[0]) for row in rows)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"{address}/generate gave no logprobs of its prompt ({error!r})") from error
-    # SGLang 0.5.23 names the last id of the vocabulary 0 here, and gives its own logprob.
+        raise EngineError(f"{address}/generate returned no logprobs of its prompt ({error!r})") from error
+    # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right logprob.
     if len(ids) != len(expected) or any(
-        told not in (token, 0) for told, token in zip(ids, expected, strict=True)
+        reported not in (token, 0) for reported, token in zip(ids, expected, strict=True)
     ):
         raise EngineError(
             f"{address}/generate scored {len(ids)} tokens that are not the {len(expected)} it was sent"

@@ -1,46 +1,49 @@
-"""vLLM's completions with ids: `return_token_ids`, and logprobs of raw logits unless started with `--logprobs-mode processed_logprobs`."""
+"""vLLM's completions with ids (`return_token_ids`).
+
+Logprobs are those of raw logits unless vLLM runs with `--logprobs-mode processed_logprobs`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.reply import NUM_TOPS, Identity, Law, Reply, Top
-from consistency.engine.wire import Wire
+from consistency.engine.reply import NUM_TOPS, Identity, Reply, SamplingParams, Top
+from consistency.engine.wire import HttpClient
 from consistency.errors import EngineError
 
 
 @dataclass(frozen=True)
 class VLLM:
-    """A vLLM server; `model` is the name under which it serves."""
+    """A vLLM server; `model` is the served model name."""
 
-    wire: Wire
+    client: HttpClient
     identity: Identity
     model: str
 
     @property
     def address(self) -> str:
-        """Where it is."""
-        return self.wire.address
+        """Base URL."""
+        return self.client.address
 
-    async def sample(self, prompt_ids: Sequence[int], law: Law) -> Reply:
-        """One completion."""
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+        """Sample one completion."""
         payload = {
             "model": self.model,
             "prompt": list(prompt_ids),
-            "temperature": law.temperature,
-            "top_p": law.top_p,
-            "top_k": -1 if law.top_k is None else law.top_k,
-            "max_tokens": law.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": -1 if params.top_k is None else params.top_k,
+            "max_tokens": params.max_new_tokens,
             "skip_special_tokens": False,
             "logprobs": NUM_TOPS,
             "return_token_ids": True,
-            # Tokens are told as "token_id:123" instead of as text.
+            # Top tokens are returned as "token_id:123" instead of text.
             "return_tokens_as_token_ids": True,
         }
-        return parse_reply(self.address, await self.wire.post("/v1/completions", payload))
+        return parse_reply(self.address, await self.client.post("/v1/completions", payload))
 
     async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
-        """Prefill logprobs; the token that must be generated beside them is thrown away."""
+        """Compute prefill logprobs; the one token that vLLM must generate as well is discarded."""
         payload = {
             "model": self.model,
             "prompt": list(input_ids),
@@ -48,18 +51,17 @@ class VLLM:
             "max_tokens": 1,
             "prompt_logprobs": 0,
         }
-        answer = await self.wire.post("/v1/completions", payload)
+        answer = await self.client.post("/v1/completions", payload)
         return parse_rescored(self.address, answer, list(input_ids), num_prompt)
 
 
 def parse_identity(address: str, version: Any, models: Any) -> tuple[Identity, str]:
-    """From `/version` and `/v1/models`: the identity, and the name to ask for. Raises EngineError."""
+    """Parse `/version` and `/v1/models` into identity and model name. Raises EngineError."""
     try:
         card = models["data"][0]
         identity = Identity(
             software=f"vLLM {version['version']}",
             model=str(card["root"]),
-            has_adapter=any(entry["parent"] for entry in models["data"]),
         )
         return identity, str(card["id"])
     except (IndexError, KeyError, TypeError) as error:
@@ -67,7 +69,7 @@ def parse_identity(address: str, version: Any, models: Any) -> tuple[Identity, s
 
 
 def parse_reply(address: str, answer: Any) -> Reply:
-    """A completion with `token_ids`. Raises EngineError."""
+    """Parse a completion with `token_ids`. Raises EngineError."""
     try:
         choice = answer["choices"][0]
         return Reply(
@@ -80,17 +82,17 @@ def parse_reply(address: str, answer: Any) -> Reply:
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(
-            f"{address}/v1/completions gave no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
+            f"{address}/v1/completions returned no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
         ) from error
 
 
-def parse_top(told: Any) -> Top:
-    """From a dict of "token_id:123" to logprob; the sampled token is in it beside the likeliest."""
-    return tuple((int(token.removeprefix("token_id:")), float(value)) for token, value in told.items())
+def parse_top(entry: Any) -> Top:
+    """Parse a dict of "token_id:123" to logprob: the most likely tokens and the sampled one."""
+    return tuple((int(token.removeprefix("token_id:")), float(value)) for token, value in entry.items())
 
 
 def parse_rescored(address: str, answer: Any, input_ids: list[int], num_prompt: int) -> tuple[float, ...]:
-    """Of each position a dict from id to `{logprob, ...}`, the first one null. Raises EngineError."""
+    """Parse one dict of id to `{logprob, ...}` per position, the first null. Raises EngineError."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         return tuple(
@@ -98,4 +100,6 @@ def parse_rescored(address: str, answer: Any, input_ids: list[int], num_prompt: 
             for row, token in zip(rows[num_prompt:], input_ids[num_prompt:], strict=True)
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"{address}/v1/completions gave no logprobs of its prompt ({error!r})") from error
+        raise EngineError(
+            f"{address}/v1/completions returned no logprobs of its prompt ({error!r})"
+        ) from error

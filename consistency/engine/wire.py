@@ -1,4 +1,4 @@
-"""HTTP with an engine: one session, JSON in and out, and one sentence when it fails."""
+"""HTTP with an engine: one session, JSON in and out, one-sentence errors."""
 
 import json
 from dataclasses import dataclass
@@ -14,28 +14,34 @@ TIMEOUT_S = 600.0
 
 
 def base_url(text: str) -> str:
-    """`host:port` or a URL, with or without `/v1`, as a URL without a path. Raises EngineError."""
-    whole = text if "://" in text else f"http://{text}"
-    parts = urlsplit(whole)
+    """Turn `host:port` or a URL, with or without `/v1`, into a URL without a path.
+
+    Raises EngineError.
+    """
+    url = text if "://" in text else f"http://{text}"
+    parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise EngineError(f"engine {text!r} is no address: write http://host:port")
+        raise EngineError(f"engine {text!r} is not an address: write http://host:port")
     return f"{parts.scheme}://{parts.netloc}"
 
 
 @dataclass(frozen=True)
-class Wire:
+class HttpClient:
     """A server's address with an open session."""
 
     address: str
     session: aiohttp.ClientSession
 
     async def get(self, path: str) -> Any | None:
-        """The JSON of a 200 reply, None for another status. Raises EngineError when nobody answers."""
+        """Return the JSON of a 200 reply, None for another status.
+
+        Raises EngineError without a reply.
+        """
         status, body = await self._exchange("GET", path, None)
         return parse_json(f"{self.address}{path}", body) if status == 200 else None
 
     async def post(self, path: str, payload: Any) -> Any:
-        """The JSON of a 200 reply. Raises EngineError."""
+        """Return the JSON of a 200 reply. Raises EngineError."""
         status, body = await self._exchange("POST", path, payload)
         if status != 200:
             raise EngineError(f"{self.address}{path} answered {status}: {body[:MESSAGE_LIMIT]}")
@@ -52,15 +58,15 @@ class Wire:
 
 
 def parse_json(source: str, body: str) -> Any:
-    """The value of a JSON text. Raises EngineError."""
+    """Parse a JSON text. Raises EngineError."""
     try:
         return json.loads(body)
     except ValueError as error:
-        raise EngineError(f"{source} answered no JSON: {body[:MESSAGE_LIMIT]!r}") from error
+        raise EngineError(f"{source} did not answer with JSON: {body[:MESSAGE_LIMIT]!r}") from error
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit of connections; the caller limits its requests."""
+    """Open a session without a connection limit; the caller limits its requests."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=10.0),
         connector=aiohttp.TCPConnector(limit=0),

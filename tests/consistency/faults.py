@@ -1,4 +1,4 @@
-"""One planted fault at a time: what an engine with it would have told, and what a user could give to find it."""
+"""One planted fault at a time: what the engine reports, and what a user can supply to find it."""
 
 import copy
 import functools
@@ -42,11 +42,11 @@ class World:
     noise: float
     seed: int
 
-    def engine(self, scorer: Scorer | None = None, **laws_of_it) -> FaultyEngine:
-        return FaultyEngine(scorer or self.trainer, noise=self.noise, **laws_of_it)
+    def engine(self, scorer: Scorer | None = None, **transforms) -> FaultyEngine:
+        return FaultyEngine(scorer or self.trainer, noise=self.noise, **transforms)
 
-    def sample(self, scorer: Scorer | None = None, context=None, **laws_of_it) -> Sequences:
-        engine = self.engine(scorer, **laws_of_it)
+    def sample(self, scorer: Scorer | None = None, context=None, **transforms) -> Sequences:
+        engine = self.engine(scorer, **transforms)
         return sample_rows(engine, self.prompts, NUM_TOKENS, self.seed, context)
 
     def random(self) -> np.random.Generator:
@@ -55,7 +55,7 @@ class World:
 
 @dataclass(frozen=True)
 class Given:
-    """What the diagnosis gets."""
+    """Input of the diagnosis."""
 
     sequences: Sequences
     setting: Setting = SETTING
@@ -69,7 +69,7 @@ def make_world(seed: int, noise: float) -> World:
 
 
 def moved(scorer: Scorer, seed: int, size: float = 0.15) -> Scorer:
-    """The same model some updates away: every weight moved by a part of its tensor's spread."""
+    """Return the model some updates later: every weight moved by a fraction of its tensor's std."""
     model = copy.deepcopy(scorer.model)
     generator = torch.Generator().manual_seed(seed + 77)
     for parameter in model.parameters():
@@ -78,29 +78,29 @@ def moved(scorer: Scorer, seed: int, size: float = 0.15) -> Scorer:
     return scorer_of(model)
 
 
-def both(law, **options) -> dict:
-    """Tokens drawn from the law, and its logprobs told."""
-    bound = functools.partial(law, **options)
+def both(transform, **options) -> dict:
+    """Draw tokens from the transform and report its logprobs."""
+    bound = functools.partial(transform, **options)
     return {"draws": bound, "reports": bound}
 
 
-def by_law(**laws_of_it) -> Callable[[World], Given]:
-    return lambda world: Given(world.sample(**laws_of_it))
+def with_transforms(**transforms) -> Callable[[World], Given]:
+    return lambda world: Given(world.sample(**transforms))
 
 
-def at_temperature(recorded: float, told: float, drawn: float) -> Callable[[World], Given]:
+def at_temperature(recorded: float, reported: float, drawn: float) -> Callable[[World], Given]:
     def build(world: World) -> Given:
         engine = {
             "draws": functools.partial(laws.at_temperature, temperature=drawn),
-            "reports": functools.partial(laws.at_temperature, temperature=told),
+            "reports": functools.partial(laws.at_temperature, temperature=reported),
         }
         return Given(world.sample(**engine), replace(SETTING, temperature=recorded))
 
     return build
 
 
-def told(change: Callable[[np.ndarray, World], np.ndarray]) -> Callable[[World], Given]:
-    """A fault in what is told of tokens that were drawn rightly; `change` gets logprobs [rows, tokens]."""
+def reported(change: Callable[[np.ndarray, World], np.ndarray]) -> Callable[[World], Given]:
+    """Plant a fault in the reported logprobs alone; `change` gets logprobs [rows, tokens]."""
 
     def build(world: World) -> Given:
         sequences = world.sample()
@@ -112,7 +112,7 @@ def told(change: Callable[[np.ndarray, World], np.ndarray]) -> Callable[[World],
 
 
 def with_other(cause: str, name: str, size: float = 0.15) -> Callable[[World], Given]:
-    """The engine holds other weights, and the checkpoint that it holds is at hand."""
+    """The engine holds other weights, and its checkpoint is available."""
 
     def build(world: World) -> Given:
         other = moved(world.trainer, world.seed, size)
@@ -123,7 +123,7 @@ def with_other(cause: str, name: str, size: float = 0.15) -> Callable[[World], G
 
 
 def stitched(which: Callable[[np.ndarray, np.ndarray], np.ndarray], **columns) -> Callable[[World], Given]:
-    """Tokens of two engines, one right and one with other weights: `which(row, place)` is true where the other one answered."""
+    """Mix a healthy engine with one of other weights, which answers if `which(row, place)`."""
 
     def build(world: World) -> Given:
         right, other = world.sample(), moved(world.trainer, world.seed)
@@ -151,15 +151,15 @@ def per_row(right: Sequences, wrong: np.ndarray) -> np.ndarray:
 
 
 def eos_forbidden(world: World) -> Given:
-    """The token that stands for EOS is a likely one, so that forbidding it matters."""
+    """EOS is a frequent token here, so that forbidding it matters."""
     plain = world.sample()
     eos = int(np.bincount(plain.input_ids[plain.scored]).argmax())
 
-    def law(rows):
+    def transform(rows):
         early = rows.seen_output.sum(1, keepdim=True) < NUM_TOKENS // 2
-        return torch.where(early, laws.without(rows, eos), laws.as_is(rows))
+        return torch.where(early, laws.forbidden_token(rows, eos), laws.as_is(rows))
 
-    return Given(world.sample(draws=law, reports=law), replace(SETTING, eos_token_id=eos))
+    return Given(world.sample(draws=transform, reports=transform), replace(SETTING, eos_token_id=eos))
 
 
 def output_bias(num_ids: int) -> Callable[[World], Given]:
@@ -168,16 +168,16 @@ def output_bias(num_ids: int) -> Callable[[World], Given]:
         ids = world.random().permutation(VOCABULARY_SIZE)[:num_ids]
         bias[ids] = 1.5 * torch.randn(num_ids, generator=torch.Generator().manual_seed(world.seed)).sign()
 
-        def law(rows):
+        def transform(rows):
             return laws.normalised(rows.logits + bias)
 
-        return Given(world.sample(draws=law, reports=law))
+        return Given(world.sample(draws=transform, reports=transform))
 
     return build
 
 
 def copies(world: World) -> Given:
-    """Every prompt is asked four times, with one seed."""
+    """Every prompt is sampled four times with one seed."""
     prompts = world.prompts.repeat_interleave(4, 0)[:NUM_ROWS]
     once = sample_rows(world.engine(), world.prompts[: NUM_ROWS // 4], NUM_TOKENS, world.seed)
     tokens = torch.as_tensor(once.input_ids).reshape(NUM_ROWS // 4, -1).repeat_interleave(4, 0)
@@ -189,8 +189,8 @@ def copies(world: World) -> Given:
 def extra_bos(world: World) -> Given:
     prompts = world.prompts.clone()
     prompts[:, 0] = BOS
-    twice = World(world.trainer, prompts, world.noise, world.seed)
-    sequences = twice.sample(context=torch.tensor([BOS]))
+    with_bos = World(world.trainer, prompts, world.noise, world.seed)
+    sequences = with_bos.sample(context=torch.tensor([BOS]))
     return Given(sequences, alternatives=[scored_with_bos(world.trainer, sequences)])
 
 
@@ -203,10 +203,10 @@ def scored_with_bos(scorer: Scorer, sequences: Sequences) -> Alternative:
 def missing_bos(world: World) -> Given:
     from consistency.alternatives import bos_alternatives
 
-    told_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
+    recorded_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
     full = draw(world.engine(), world.prompts, NUM_TOKENS, world.seed)
     true = sequences_of(full, PROMPT_LENGTH)
-    sequences = sequences_of(torch.cat([told_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
+    sequences = sequences_of(torch.cat([recorded_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
     sequences.engine_logprobs[sequences.scored] = report(world.engine(), true, world.seed)
     return Given(sequences, alternatives=bos_alternatives(world.trainer, sequences, BOS, 1.0))
 
@@ -217,7 +217,7 @@ def hidden_context(world: World) -> Given:
 
 
 def lost_token(world: World) -> Given:
-    """Tokenising anew merged two tokens into one at a place of each row's own; later ids are the same, one place earlier."""
+    """Re-tokenising merged two tokens of each row; later ids are the same, one position earlier."""
     full = world.sample()
     tokens = full.input_ids.reshape(NUM_ROWS, -1)
     logprobs = full.engine_logprobs.reshape(NUM_ROWS, -1)
@@ -311,7 +311,7 @@ def in_integers(world: World) -> Given:
 
 
 def bfloat16_logits(world: World) -> Given:
-    """Noise as large as the grid would hide the rounding."""
+    """The noise is small, because noise as large as the grid would hide the rounding."""
     quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
     return Given(quiet.sample(reports=laws.bfloat16_logits))
 
@@ -349,40 +349,40 @@ def largest(world: World) -> Given:
     )
 
 
-CLEAN = by_law()
+CLEAN = with_transforms()
 FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
-    "temperature 0.8 in the engine": ("R01", by_law(**both(laws.at_temperature, temperature=0.8))),
-    "raw logprobs at temperature 0.7": ("R01", at_temperature(0.7, told=1.0, drawn=0.7)),
-    "drawn at 0.8, told at 1": ("R01", at_temperature(1.0, told=1.0, drawn=0.8)),
-    "temperature applied twice": ("R02", at_temperature(0.7, told=0.49, drawn=0.49)),
-    "top-p renormalised": ("R03", by_law(**both(laws.top_p, top_p=0.9))),
-    "top-k renormalised": ("R03", by_law(**both(laws.top_k, top_k=20))),
-    "min-p renormalised": ("R03", by_law(**both(laws.min_p, min_p=0.1))),
-    "top-p drawn": ("R04", by_law(draws=functools.partial(laws.top_p, top_p=0.9))),
-    "top-k drawn": ("R04", by_law(draws=functools.partial(laws.top_k, top_k=20))),
-    "min-p drawn": ("R04", by_law(draws=functools.partial(laws.min_p, min_p=0.1))),
-    "repetition penalty": ("R05", by_law(**both(laws.repetition_penalty, penalty=1.15))),
-    "repetition penalty of the output": ("R05", by_law(**both(laws.output_repetition_penalty, penalty=1.15))),
-    "frequency penalty": ("R05", by_law(**both(laws.frequency_penalty, penalty=0.4))),
-    "presence penalty": ("R05", by_law(**both(laws.presence_penalty, penalty=0.6))),
+    "temperature 0.8 in the engine": ("R01", with_transforms(**both(laws.at_temperature, temperature=0.8))),
+    "raw logprobs at temperature 0.7": ("R01", at_temperature(0.7, reported=1.0, drawn=0.7)),
+    "drawn at 0.8, reported at 1": ("R01", at_temperature(1.0, reported=1.0, drawn=0.8)),
+    "temperature applied twice": ("R02", at_temperature(0.7, reported=0.49, drawn=0.49)),
+    "top-p renormalised": ("R03", with_transforms(**both(laws.top_p, top_p=0.9))),
+    "top-k renormalised": ("R03", with_transforms(**both(laws.top_k, top_k=20))),
+    "min-p renormalised": ("R03", with_transforms(**both(laws.min_p, min_p=0.1))),
+    "top-p drawn": ("R04", with_transforms(draws=functools.partial(laws.top_p, top_p=0.9))),
+    "top-k drawn": ("R04", with_transforms(draws=functools.partial(laws.top_k, top_k=20))),
+    "min-p drawn": ("R04", with_transforms(draws=functools.partial(laws.min_p, min_p=0.1))),
+    "repetition penalty": ("R05", with_transforms(**both(laws.repetition_penalty, penalty=1.15))),
+    "repetition penalty of the output": ("R05", with_transforms(**both(laws.output_repetition_penalty, penalty=1.15))),
+    "frequency penalty": ("R05", with_transforms(**both(laws.frequency_penalty, penalty=0.4))),
+    "presence penalty": ("R05", with_transforms(**both(laws.presence_penalty, penalty=0.6))),
     "EOS forbidden at first": ("R06", eos_forbidden),
-    "constant offset": ("R07", told(lambda v, w: v - 0.1)),
-    "base 2": ("R08", told(lambda v, w: v / np.log(2))),
-    "base 10": ("R08", told(lambda v, w: v / np.log(10))),
-    "probabilities": ("R08", told(lambda v, w: np.exp(v))),
-    "wrong sign": ("R08", told(lambda v, w: -v)),
+    "constant offset": ("R07", reported(lambda v, w: v - 0.1)),
+    "base 2": ("R08", reported(lambda v, w: v / np.log(2))),
+    "base 10": ("R08", reported(lambda v, w: v / np.log(10))),
+    "probabilities": ("R08", reported(lambda v, w: np.exp(v))),
+    "wrong sign": ("R08", reported(lambda v, w: -v)),
     "logprob of the likeliest token": ("R09", largest),
     "copies": ("R10", copies),
-    "shift by one": ("R11", told(lambda v, w: np.roll(v, 1, axis=1))),
-    "shift by minus one": ("R11", told(lambda v, w: np.roll(v, -1, axis=1))),
-    "rows mixed up": ("R12", told(lambda v, w: v[w.random().permutation(NUM_ROWS)])),
-    "tokenised anew": ("R13", lost_token),
+    "shift by one": ("R11", reported(lambda v, w: np.roll(v, 1, axis=1))),
+    "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
+    "rows mixed up": ("R12", reported(lambda v, w: v[w.random().permutation(NUM_ROWS)])),
+    "re-tokenised": ("R13", lost_token),
     "history stripped": ("R14", stripped_history),
     "double BOS": ("R15", extra_bos),
     "missing BOS": ("R15", missing_bos),
     "hidden system prompt": ("R16", hidden_context),
     "last logprob missing": ("R17", missing_last_logprob),
-    "tool output in the mask": ("R18", told(zero_spans)),
+    "tool output in the mask": ("R18", reported(zero_spans)),
     "stale weights": ("R24", with_other("R24", "previous checkpoint")),
     "barely stale weights": ("R24", with_other("R24", "previous checkpoint", 0.05)),
     "one stale layer": ("R25", one_stale_layer),
@@ -394,17 +394,17 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "adapter not loaded": ("R32", with_other("R32", "base model")),
     "another checkpoint": ("R33", lambda w: Given(w.sample(scorer_of(peaked_model(w.seed + 500))))),
     "one stale worker": ("R34", stitched(lambda row, place: row % 4 == 0, worker=per_row)),
-    "rounded logprobs": ("R36", told(lambda v, w: rounded(v))),
+    "rounded logprobs": ("R36", reported(lambda v, w: rounded(v))),
     "bfloat16 logits": ("R37", bfloat16_logits),
     "bfloat16 engine": ("R38", in_bfloat16),
     "int4 engine": ("R44", in_integers),
-    "few tokens far off": ("R42", told(few_far_off)),
-    "every third token": ("R45", told(every_third)),
+    "few tokens far off": ("R42", reported(few_far_off)),
+    "every third token": ("R45", reported(every_third)),
     "other rotary base": ("R49", other_rope),
     "norms of another family": ("R54", other_norms),
-    "soft cap": ("R50", by_law(**both(laws.soft_cap, cap=5.0))),
+    "soft cap": ("R50", with_transforms(**both(laws.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
-    "vocabulary padding": ("R53", by_law(**both(laws.padded_vocabulary, num_padding=64.0))),
+    "vocabulary padding": ("R53", with_transforms(**both(laws.padded_vocabulary, num_padding=64.0))),
     "policy moved": ("R57", stitched(lambda row, place: row % 2 == 0, versions=versions)),
-    "NaN": ("R60", told(some_nan)),
+    "NaN": ("R60", reported(some_nan)),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A tiny model whose distributions are peaked like those of a trained one: its random weights are simply larger."""
+"""A tiny model with large random weights, so that its distributions are peaked."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel

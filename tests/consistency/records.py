@@ -1,4 +1,4 @@
-"""Records of a run that sampled from a tiny model, rightly or with a planted fault, written by the real writer."""
+"""Records of a run that sampled from a tiny model, with or without a planted fault."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +43,8 @@ def padded_batch(sequences: Sequences) -> dict[str, np.ndarray]:
     }
 
 
-def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, **laws_of_it) -> Path:
-    """A record of steps that an engine with the model's weights sampled at temperature 1."""
+def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, **transforms) -> Path:
+    """Write steps that an engine with the model's weights sampled at temperature 1."""
     scorer = scorer_of(peaked_model(seed, vocab_size=len(make_tiny_tokenizer())))
     config = {
         "gconfig": {"temperature": 1.0, "top_p": 1.0, "top_k": 100_000_000, "greedy": False},
@@ -63,6 +63,6 @@ def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, *
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
         prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
-        engine = FaultyEngine(scorer, noise=0.005, **laws_of_it)
+        engine = FaultyEngine(scorer, noise=0.005, **transforms)
         send_step(writer, step, padded_batch(sample_rows(engine, prompts, 50, seed=step)))
     return folder

@@ -6,7 +6,7 @@ from consistency.tokens import Sequences, TokenTable, compare_tokens
 
 
 def table_of(trainer, engine, prompt_length: int = 1, **columns) -> TokenTable:
-    """A table of rows, each a prompt of zeros and the given logprobs; `trainer` and `engine` are lists of lists."""
+    """Build a table of rows: a prompt of zeros, then one token per logprob of both nested lists."""
     lengths = [prompt_length + len(row) for row in engine]
     ids = np.concatenate([[0] * prompt_length + list(range(1, len(row) + 1)) for row in engine]).astype(
         np.int64

@@ -21,12 +21,12 @@ def test_healthy_record_passes_and_is_returned(model, tmp_path):
 
 
 def test_failure_names_cause_gate_and_command(model, tmp_path):
-    law = functools.partial(laws.at_temperature, temperature=0.7)
-    record = write_record(tmp_path / "record", model, draws=law, reports=law)
+    transform = functools.partial(laws.at_temperature, temperature=0.7)
+    record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     with pytest.raises(AssertionError) as failed:
         assert_consistent(record, str(model), gate="mean_abs=0.02")
     said = str(failed.value)
     assert said.startswith("mismatch: temperature differs (R01), mean |D| ")
     assert "the engine's logprobs are of temperature 0.7" in said
     assert "gate mean_abs <= 0.02 does not hold" in said
-    assert said.endswith(f"look closer: areal-debug consistency {record}")
+    assert said.endswith(f"for the full report run: areal-debug consistency {record}")

@@ -1,4 +1,4 @@
-"""Engines, models and dumps that cannot be compared: one sentence each, exit code 2, nothing averaged in."""
+"""Engines, models and dumps that cannot be compared: one sentence each, exit code 2."""
 
 import json
 
@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from transformers import Gemma3Config
 
 from areal_debug.cli.consistency import command
-from consistency.fault_server import SGLANG, application, hosting, serving_rows
 from consistency.tokens import Sequences
 
+from .fault_server import SGLANG, application, hosting, serving_rows
 from .records import save_model, write_record
 
 PROMPT = [5, 6, 7]
@@ -34,39 +34,41 @@ def complaint(*arguments):
     return done.stderr
 
 
-def asked(routes, model, prompts):
+def complaint_about(routes, model, prompts):
     with hosting(application(routes)) as address:
         return complaint("--engine", address, "--model", model, "--prompts", prompts)
 
 
 def generating(meta):
     routes = {"/server_info": SGLANG, "/model_info": {"model_path": "m"}}
-    return routes | {"/generate": lambda asked: {"meta_info": meta}}
+    return routes | {"/generate": lambda request: {"meta_info": meta}}
 
 
-def test_server_that_tells_no_logprobs(model, prompts):
-    said = asked(generating({"weight_version": "default", "cached_tokens": 0}), model, prompts)
-    assert "/generate gave no logprobs" in said
-    assert "it must answer return_logprob" in said
+def test_server_without_logprobs(model, prompts):
+    said = complaint_about(generating({"weight_version": "default", "cached_tokens": 0}), model, prompts)
+    assert "/generate returned no logprobs" in said
+    assert "it must support return_logprob" in said
 
 
-def test_server_that_is_no_inference_server(model, prompts):
-    assert "answers neither /server_info (SGLang) nor /v1/models" in asked({"/health": {}}, model, prompts)
+def test_server_that_is_not_an_inference_server(model, prompts):
+    assert "answers neither /server_info (SGLang) nor /v1/models" in complaint_about(
+        {"/health": {}}, model, prompts
+    )
 
 
-def test_server_too_old_to_say_what_it_is(model, prompts):
-    said = asked({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
+def test_server_too_old_for_its_identity(model, prompts):
+    said = complaint_about({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
     assert "use SGLang 0.5.6 or newer" in said
 
 
-def test_prompt_beyond_the_context_is_refused_by_the_server_and_told(model, prompts):
+def test_refusal_of_a_prompt_beyond_the_context_is_reported(model, prompts):
     from aiohttp import web
 
-    def overflow(asked):
+    def overflow(request):
         raise web.HTTPBadRequest(text="The input (3 tokens) is longer than the model's context length (2)")
 
     routes = {"/server_info": SGLANG, "/model_info": {"model_path": "m"}, "/generate": overflow}
-    assert "answered 400: The input (3 tokens) is longer" in asked(routes, model, prompts)
+    assert "answered 400: The input (3 tokens) is longer" in complaint_about(routes, model, prompts)
 
 
 def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, prompts):
@@ -78,13 +80,15 @@ def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, promp
     assert "token 4000 was sampled and the model has a vocabulary of 105: the tokenizers differ" in said
 
 
-def test_text_that_is_no_token_of_the_tokenizer_means_another_tokenizer(model, prompts):
-    told = {"tokens": ["Ωmega"], "token_logprobs": [-1.0]}
+def test_text_that_is_not_a_token_means_another_tokenizer(model, prompts):
+    logprobs = {"tokens": ["Ωmega"], "token_logprobs": [-1.0]}
     routes = {
         "/v1/models": {"data": [{"id": "m"}]},
-        "/v1/completions": lambda asked: {"choices": [{"logprobs": told}]},
+        "/v1/completions": lambda request: {"choices": [{"logprobs": logprobs}]},
     }
-    assert "sampled 'Ωmega', which is no token of the model's tokenizer" in asked(routes, model, prompts)
+    assert "sampled 'Ωmega', which is not a token of the model's tokenizer" in complaint_about(
+        routes, model, prompts
+    )
 
 
 def test_image_text_model_without_its_processor(model, tmp_path):
@@ -95,7 +99,7 @@ def test_image_text_model_without_its_processor(model, tmp_path):
     assert "is an image-text model without its processor (none of preprocessor_config.json" in said
 
 
-def test_logprobs_that_are_none_are_counted_and_not_averaged(model, prompts):
+def test_unusable_logprobs_are_counted_and_not_averaged(model, prompts):
     values = np.array([0, 0, 0, np.nan, -1.0, -np.inf, 0.5])
     row = Sequences(np.array([*PROMPT, 8, 9, 10, 11]), np.array([0, 7]), np.arange(7) > 2, values)
     row.engine_logprobs[5] = -9999.0

@@ -1,4 +1,4 @@
-"""`areal-debug consistency`: the verdict in words, as JSON and as exit code, on real records with and without a planted fault."""
+"""`areal-debug consistency`: text, JSON and exit code on records with and without planted faults."""
 
 import functools
 import json
@@ -57,8 +57,8 @@ def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
 
 
 def test_truncated_engine_exits_1_and_names_option_and_value(model, tmp_path):
-    law = functools.partial(laws.top_p, top_p=0.8)
-    record = write_record(tmp_path / "record", model, draws=law, reports=law)
+    transform = functools.partial(laws.top_p, top_p=0.8)
+    record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     code, found = facts(record)
     assert (code, found["verdict"]) == (1, "mismatch")
     first = found["causes"][0]
@@ -86,7 +86,7 @@ def test_gate_that_does_not_hold_exits_1_though_the_verdict_is_healthy(clean):
 
 @pytest.mark.parametrize(
     ("gate", "sentence"),
-    [("meanabs=1", "no metric is called 'meanabs'"), ("k3=much", "'much' is no number; write k3=0.02")],
+    [("meanabs=1", "there is no metric 'meanabs'"), ("k3=much", "'much' is not a number; write k3=0.02")],
 )
 def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
     done = run(clean, "--gate", gate)
@@ -94,13 +94,13 @@ def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
     assert sentence in done.stderr
 
 
-def test_interrupted_scoring_goes_on_at_the_step_where_it_was(clean, tmp_path, monkeypatch):
+def test_interrupted_scoring_resumes_at_its_step(clean, tmp_path, monkeypatch):
     arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
     _, first = facts(*arguments)
     (tmp_path / "step-000001.npz").unlink()
     scored, real = [], parts.score
     monkeypatch.setattr(
-        parts, "score", lambda scorer, part, **options: scored.append(part) or real(scorer, part, **options)
+        parts, "score", lambda scorer, rows, **options: scored.append(rows) or real(scorer, rows, **options)
     )
     _, second = facts(*arguments)
     assert len(scored) == 1
@@ -128,7 +128,7 @@ def test_ranks_are_read_one_after_another(clean):
     from consistency.source import concatenate, read_step
     from recorder import open_record
 
-    part = read_step(open_record(clean).step(0))
-    twice = concatenate([part, part])
-    assert twice.num_rows == 48
-    np.testing.assert_array_equal(twice.input_ids[twice.row(30)], part.input_ids[part.row(6)])
+    step = read_step(open_record(clean).step(0))
+    doubled = concatenate([step, step])
+    assert doubled.num_rows == 48
+    np.testing.assert_array_equal(doubled.input_ids[doubled.row(30)], step.input_ids[step.row(6)])

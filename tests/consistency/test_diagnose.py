@@ -1,4 +1,4 @@
-"""One fault at a time is planted in an engine: the diagnosis names it first, accuses no clean engine, and says what it lacks."""
+"""Planted faults are named first, clean engines are healthy, missing data is listed."""
 
 import dataclasses
 import functools
@@ -10,9 +10,17 @@ from consistency.diagnose import Diagnosis, diagnose
 from consistency.replay import replay
 from consistency.score import score
 
-from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, by_law, make_world, stitched, with_other
-
-CAUSE_FAMILIES = {"R35", *(cause for cause, _ in FAULTS.values())}
+from .faults import (
+    CLEAN,
+    FAULTS,
+    Given,
+    World,
+    bfloat16_logits,
+    make_world,
+    stitched,
+    with_other,
+    with_transforms,
+)
 
 
 @functools.cache
@@ -75,32 +83,32 @@ def test_noise_beyond_what_was_published_is_unknown_and_accuses_nobody():
     assert "worker: the engine that answered each sequence" in found.missing
 
 
-def test_stale_weights_without_the_old_checkpoint_are_unknown_and_the_checkpoint_is_asked_for():
+def test_stale_weights_without_the_old_checkpoint_are_unknown_and_it_is_requested():
     given = with_other("R24", "previous checkpoint")(world())
     found = diagnosis_of(Given(given.sequences), world())
     assert found.verdict == "unknown"
     assert found.missing[0] == "the checkpoint before this one (--previous), to recognise stale weights"
 
 
-def test_one_wrong_engine_without_its_column_is_unknown_and_the_column_is_asked_for():
+def test_one_bad_engine_without_its_column_is_unknown_and_it_is_requested():
     found = diagnosis_of(stitched(lambda row, place: row % 4 == 0)(world()), world())
     assert found.verdict == "unknown"
     assert "record the engine of each sequence (worker)" in found.causes[0].fix
 
 
 def test_two_faults_at_once_are_both_named():
-    rounded = by_law(reports=laws.bfloat16_logits, draws=functools.partial(laws.top_k, top_k=20))(
+    rounded = with_transforms(reports=laws.bfloat16_logits, draws=functools.partial(laws.top_k, top_k=20))(
         dataclasses.replace(world(), noise=0.002)
     )
     assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
 
 
-def test_fitted_temperature_is_told_to_two_decimals():
+def test_fitted_temperature_is_reported_to_two_decimals():
     evidence = diagnosis_of(FAULTS["temperature 0.8 in the engine"][1](world()), world()).causes[0].evidence
     assert "the engine's logprobs are of temperature 0.8, the trainer's of 1" in evidence
 
 
-def test_rounded_logits_are_not_seen_in_clean_ones():
+def test_clean_logits_are_not_reported_as_rounded():
     quiet = dataclasses.replace(world(), noise=0.002)
     assert [f.id for f in diagnosis_of(CLEAN(quiet), quiet).causes] == ["R35"]
     assert [f.id for f in diagnosis_of(bfloat16_logits(quiet), quiet).causes if f.fault] == ["R37"]

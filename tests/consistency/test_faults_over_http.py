@@ -1,38 +1,38 @@
-"""Every fault whose rows an engine can answer, over HTTP: the columns arrive as they are, so that the cause is the same as at home."""
+"""Planted faults served over HTTP: the columns arrive unchanged, so the cause is the same."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from consistency.engine.reply import Law
-from consistency.fault_server import serving_rows
-from consistency.live import Words, ask_engines, sampled_of
+from consistency.engine.reply import SamplingParams
+from consistency.live import Vocabulary, query_engines, sampled_of
 from consistency.prompts import Prompt
 
+from .fault_server import serving_rows
 from .faults import FAULTS, NUM_ROWS, Given, make_world
 from .test_diagnose import diagnosis_of, world
 
-WORDS = Words(str, 160)
-# An engine cannot answer these: two turns, prompts of its own beside those it is told, replies cut in half.
+VOCABULARY = Vocabulary(str, 160)
+# One request cannot reproduce these: two turns, hidden prompts, truncated replies.
 NOT_ONE_REPLY = {"history stripped", "last logprob missing", "tool output in the mask"}
-# The token has a version of its own, which a reply of one version does not carry.
+# Versions per token, which a reply with one version cannot carry.
 NOT_ONE_VERSION = {"update in flight", "policy moved"}
-# The columns say who answered, which an address does.
+# Several workers, which one address is not.
 SEVERAL = {"one stale worker"}
 SERVED = [name for name in FAULTS if name not in NOT_ONE_REPLY | NOT_ONE_VERSION | SEVERAL]
 
 
 def over_http(given: Given) -> Given:
-    """What a user gets who asks the engine with the prompts of the rows."""
+    """Query a server of the rows with their prompts."""
     rows = given.sequences
     prompts = [
         Prompt(tuple(rows.input_ids[rows.row(row)][~rows.sampled[rows.row(row)]].tolist()), {})
         for row in range(rows.num_rows)
     ]
     with serving_rows(rows) as address:
-        conversation = ask_engines([address], prompts, 1, Law(), WORDS)
-    (sequences,) = sampled_of(conversation, "bfloat16").parts.values()
+        samples = query_engines([address], prompts, 1, SamplingParams(), VOCABULARY)
+    (sequences,) = sampled_of(samples, "bfloat16").chunks.values()
     return replace(given, sequences=sequences)
 
 
@@ -41,22 +41,22 @@ def test_at_least_25_causes_can_be_served():
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_columns_arrive_as_they_were_told(name):
+def test_columns_arrive_unchanged(name):
     given = FAULTS[name][1](world())
     served = over_http(given).sequences
     order = served_order(given.sequences)
     assert served.num_rows == NUM_ROWS
     for row in range(NUM_ROWS):
-        told, got = given.sequences.row(order[row]), served.row(row)
-        np.testing.assert_array_equal(served.input_ids[got], given.sequences.input_ids[told])
+        sent, got = given.sequences.row(order[row]), served.row(row)
+        np.testing.assert_array_equal(served.input_ids[got], given.sequences.input_ids[sent])
         sampled = served.sampled[got]
         np.testing.assert_array_equal(
-            served.engine_logprobs[got][sampled], given.sequences.engine_logprobs[told][sampled]
+            served.engine_logprobs[got][sampled], given.sequences.engine_logprobs[sent][sampled]
         )
 
 
 def served_order(rows):
-    """Equal prompts are answered in the order of the rows, so that is the order of the replies too."""
+    """Return the order of replies: equal prompts are answered in the order of the rows."""
     return list(range(rows.num_rows))
 
 

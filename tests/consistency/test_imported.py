@@ -1,4 +1,4 @@
-"""Dumps of other frameworks are judged like records, with the law that the options give: there, none is written down."""
+"""Dumps of other frameworks are checked like records; options give their sampling parameters."""
 
 import functools
 import json
@@ -28,9 +28,9 @@ def imported(record, folder):
     return folder / "imported"
 
 
-def test_imported_dump_is_judged_at_the_temperature_that_is_given(model, tmp_path):
-    law = functools.partial(laws.at_temperature, temperature=0.7)
-    dump = imported(write_record(tmp_path / "record", model, draws=law, reports=law), tmp_path)
+def test_imported_dump_is_checked_at_the_given_temperature(model, tmp_path):
+    transform = functools.partial(laws.at_temperature, temperature=0.7)
+    dump = imported(write_record(tmp_path / "record", model, draws=transform, reports=transform), tmp_path)
     done = run("consistency", dump, "--model", model, "--temperature", "0.7", "--json")
     found = json.loads(done.stdout)
     assert (done.exit_code, found["verdict"], found["num_tokens"]) == (0, "healthy", 24 * 50)
@@ -39,7 +39,7 @@ def test_imported_dump_is_judged_at_the_temperature_that_is_given(model, tmp_pat
     assert (done.exit_code, found["causes"][0]["id"]) == (1, "R01")
 
 
-def test_imported_dump_without_a_model_asks_for_it(model, tmp_path):
+def test_imported_dump_without_a_model_is_one_sentence(model, tmp_path):
     done = run("consistency", imported(write_record(tmp_path / "record", model), tmp_path))
     assert done.exit_code == 2
     assert "does not say which model sampled it: give --model PATH" in done.stderr

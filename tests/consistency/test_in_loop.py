@@ -1,4 +1,4 @@
-"""`consistency.every_k_steps`: the numbers by version lag, what is warned of and when, and a real run whose push fails once."""
+"""`consistency.every_k_steps`: sums by lag, warnings, and a run in which a weight update fails."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from areal_core.errors import ConfigError
 from areal_core.rollout.embedded import ReplicaPush
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
-from consistency.in_loop import InLoop, Reading, Sums, join, judge, read_step, sums_by_lag
+from consistency.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
 
 
 def test_sums_by_lag_are_those_of_the_tokens_of_each_lag():
@@ -38,17 +38,17 @@ def reading(step, *mean_abs_by_lag):
 
 
 def test_old_tokens_may_differ_as_the_policy_moves():
-    assert judge(reading(3, 0.01, 0.3, 0.6), [0.01, 0.01], NOISE["bfloat16"]) is None
+    assert suspicion_of(reading(3, 0.01, 0.3, 0.6), [0.01, 0.01], NOISE["bfloat16"]) is None
 
 
 def test_fresh_tokens_that_differ_all_at_once_mean_stale_weights():
-    found = judge(reading(3, 0.2), [0.01, 0.012, 0.011], NOISE["bfloat16"])
+    found = suspicion_of(reading(3, 0.2), [0.01, 0.012, 0.011], NOISE["bfloat16"])
     assert found.id == "R24"
     assert "it was 0.011 in the 3 checks before" in found.evidence
 
 
-def test_disagreement_from_the_first_check_on_is_no_accident_of_an_update():
-    assert judge(reading(0, 0.2), [], NOISE["bfloat16"]).id == "R01"
+def test_difference_since_the_first_check_is_not_blamed_on_an_update():
+    assert suspicion_of(reading(0, 0.2), [], NOISE["bfloat16"]).id == "R01"
 
 
 def test_checks_that_have_no_logprobs_are_refused(tmp_path, tiny_config):
@@ -88,9 +88,7 @@ def length_reward(prompt, completions, prompt_ids, completion_ids, **row):
     return float(sum(token % 2 for token in completion_ids))
 
 
-def test_push_that_does_not_arrive_is_named_in_the_step_in_which_it_happens(
-    tmp_path, tiny_config, monkeypatch, caplog
-):
+def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypatch, caplog):
     real = ReplicaPush.push
 
     def loses_the_third(self, weights, version):
@@ -100,7 +98,7 @@ def test_push_that_does_not_arrive_is_named_in_the_step_in_which_it_happens(
 
     monkeypatch.setattr(ReplicaPush, "push", loses_the_third)
     config, _ = load_expr_config(tiny_config, GRPOConfig)
-    check = InLoop(1, tmp_path / "consistency.jsonl", lambda own: [own])
+    check = InLoop(1, tmp_path / "consistency.jsonl", lambda local: [local])
     with (
         caplog.at_level(logging.WARNING, "consistency.in_loop"),
         PPOTrainer(config, get_dataset(config.train_dataset), observers=[lambda trainer: check]) as trainer,

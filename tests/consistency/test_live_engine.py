@@ -1,4 +1,4 @@
-"""`areal-debug consistency --engine`: every dialect, several servers, engines that decode wrongly, and addresses that are none."""
+"""`areal-debug consistency --engine`: every API, several servers, faulty decoding, bad addresses."""
 
 import functools
 import json
@@ -10,10 +10,10 @@ from areal_core.launch.embedded_server import EmbeddedServer
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug.cli.consistency import command
 from consistency import laws
-from consistency.fault_server import hosting, serving
 from consistency.score import load_scorer
 from consistency.testing import FaultyEngine
 
+from .fault_server import hosting, serving
 from .records import save_model
 
 
@@ -41,12 +41,12 @@ def judged(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "software"),
+    ("api", "software"),
     [("sglang", "SGLang 0.5.23"), ("vllm", "vLLM 0.32.0"), ("openai", "an OpenAI-compatible server")],
 )
-def test_healthy_engine_is_healthy_in_every_dialect(dialect, software, scorer, model, prompts):
+def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, prompts):
     tokenizer = make_tiny_tokenizer()
-    with serving(FaultyEngine(scorer, noise=0.002), dialect, lambda ids: tokenizer.decode(ids)) as url:
+    with serving(FaultyEngine(scorer, noise=0.002), api, lambda ids: tokenizer.decode(ids)) as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["engines"] == [f"{software} with faulty"]
@@ -55,14 +55,14 @@ def test_healthy_engine_is_healthy_in_every_dialect(dialect, software, scorer, m
     assert found["rescoring"]["model_repeat"] == 0
 
 
-def test_law_that_the_engine_was_not_told_is_named(scorer, model, prompts):
-    law = functools.partial(laws.top_p, top_p=0.8)
-    with serving(FaultyEngine(scorer, draws=law, reports=law, noise=0.002), "sglang") as url:
+def test_sampling_transform_that_was_not_requested_is_named(scorer, model, prompts):
+    transform = functools.partial(laws.top_p, top_p=0.8)
+    with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
     assert (code, found["causes"][0]["id"]) == (1, "R03")
 
 
-def test_raw_logprobs_at_another_temperature_are_named_as_what_they_are(scorer, model, prompts):
+def test_raw_logprobs_at_another_temperature_are_named(scorer, model, prompts):
     raw = functools.partial(laws.at_temperature, temperature=1.0)
     with serving(FaultyEngine(scorer, reports=raw, temperature=0.7, noise=0.002), "vllm") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--temperature", "0.7")
@@ -84,7 +84,7 @@ def test_one_of_two_servers_with_other_weights_is_named_by_its_number(scorer, mo
     assert by_worker[1] > 20 * by_worker[0]
 
 
-def test_engine_that_decodes_otherwise_than_it_scores_is_told_apart_from_the_model(scorer, model, prompts):
+def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, prompts):
     decoding, scoring = FaultyEngine(scorer, noise=0.3), FaultyEngine(scorer, noise=0.002)
     with serving(decoding, "sglang", scoring=scoring) as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
@@ -93,7 +93,7 @@ def test_engine_that_decodes_otherwise_than_it_scores_is_told_apart_from_the_mod
     assert found["rescoring"]["prefill"] < 0.01
 
 
-def test_decoding_that_differs_is_laid_to_what_is_known_of_cache_and_model():
+def test_cause_of_different_decoding_depends_on_cache_and_model():
     from consistency.case import Setting
     from consistency.causes.engine import decoding_fault
 
@@ -102,16 +102,14 @@ def test_decoding_that_differs_is_laid_to_what_is_known_of_cache_and_model():
     assert decoding_fault(Setting())[0] == "R40"
 
 
-def test_engine_that_does_not_repeat_itself_sets_the_floor(scorer, model, prompts):
+def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, prompts):
     with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--dtype", "bfloat16")
     assert (code, found["verdict"]) == (0, "healthy")
-    assert (
-        "scoring the same tokens twice, the engine differs from itself" in found["setting"]["noise"]["source"]
-    )
+    assert "two engine scorings of the same tokens differ by" in found["setting"]["noise"]["source"]
 
 
-def test_nobody_at_the_address_is_one_sentence(model, prompts):
+def test_address_without_a_server_is_one_sentence(model, prompts):
     code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", prompts)
     assert code == 2
     assert "no answer from http://127.0.0.1:1/server_info" in said
@@ -128,7 +126,7 @@ def test_neither_record_nor_engine_is_misuse(model):
     assert (code, "give either RECORD, or --engine URL" in said) == (2, True)
 
 
-def test_row_that_holds_nothing_to_ask_is_named_with_its_number(model, tmp_path):
+def test_row_without_a_prompt_is_named_with_its_number(model, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"input_ids": [5, 6]}\n{"solution": "x"}\n')
     code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
@@ -136,10 +134,10 @@ def test_row_that_holds_nothing_to_ask_is_named_with_its_number(model, tmp_path)
     assert "row 1 has solution; expected messages, question or prompt" in said
 
 
-def test_page_tells_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):
-    law = functools.partial(laws.top_p, top_p=0.8)
+def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):
+    transform = functools.partial(laws.top_p, top_p=0.8)
     page = tmp_path / "report.html"
-    with serving(FaultyEngine(scorer, draws=law, reports=law, noise=0.002), "sglang") as url:
+    with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
         code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--html", page)
     text = page.read_text(encoding="utf-8")
     assert code == 1
@@ -150,9 +148,9 @@ def test_page_tells_the_verdict_first_and_needs_no_network(scorer, model, prompt
     assert "href=" not in text
 
 
-def test_embedded_server_is_judged_like_any_other_and_says_that_it_does_not_score_prompts(model, prompts):
+def test_embedded_server_is_checked_without_scoring_prompts(model, prompts):
     with hosting(EmbeddedServer(str(model), context_length=256).application()) as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["metrics"]["mean_abs"] < 1e-5
-    assert "the engine was not asked again" in found["notes"][0]
+    assert "the engine could not be queried again" in found["notes"][0]

@@ -1,4 +1,4 @@
-"""The numbers of a comparison: literal ones by hand, identities for any input, bad input counted and never averaged in."""
+"""Metrics: literal numbers computed manually, identities for any input, bad input excluded."""
 
 import math
 
@@ -53,7 +53,7 @@ LN2 = math.log(2)
         ("ppl_trainer", math.exp((7 + LN2) / 4)),
     ],
 )
-def test_metric_of_four_tokens_is_the_number_found_by_hand(metrics, name, value):
+def test_metric_of_four_tokens_is_the_number_computed_manually(metrics, name, value):
     assert metrics[name] == pytest.approx(value, abs=1e-12)
 
 
@@ -65,7 +65,7 @@ def test_jsd_and_k3_of_the_published_example():
     assert metrics["jsd"] == pytest.approx(4.307, abs=5e-4)
 
 
-def test_bias_is_judged_by_sequences_and_not_by_tokens():
+def test_bias_is_clustered_by_sequence():
     # every token of a sequence is off by the same: two independent observations, not two hundred
     trainer = [[-0.9] * 100, [-1.1] * 100, [-0.8] * 100]
     t = measure(table_of(trainer, [[-1.0] * 100] * 3)).metrics["t_clustered"]
@@ -93,7 +93,7 @@ def test_identities_hold_for_any_logprobs(data):
         assert mean == pytest.approx(found.metrics["mean"], abs=1e-9)
 
 
-def test_bad_logprobs_are_counted_by_name_and_leave_the_average():
+def test_bad_logprobs_are_counted_by_name_and_not_averaged():
     engine = [[-1.0, math.nan, -math.inf, -9999.0, 0.5, -2.0, -3.0]]
     table = table_of([[-1.0, -1.0, -1.0, -1.0, -1.0, -2.0, math.nan]], engine)
     assert table.excluded.engine_nan == 1
@@ -105,7 +105,7 @@ def test_bad_logprobs_are_counted_by_name_and_leave_the_average():
     assert measure(table).metrics["mean_abs"] == 0.0
 
 
-def test_replies_whose_logprobs_are_too_few_are_left_out_and_counted():
+def test_replies_with_too_few_logprobs_are_excluded_and_counted():
     replies = [
         Completion([1, 2], [3, 4], [-1.0, -2.0]),
         Completion([1], [3, 4], [-1.0]),
@@ -123,17 +123,17 @@ def test_a_sampled_token_without_predecessor_is_counted():
     assert compare_tokens(sequences, np.array([-1.0])).excluded.no_predecessor == 1
 
 
-def test_nothing_left_to_compare_says_what_was_left_out():
+def test_nothing_left_to_compare_reports_the_excluded_tokens():
     with pytest.raises(NothingToCompare, match="engine_nan=2"):
         table_of([[-1.0, -1.0]], [[math.nan, math.nan]])
 
 
-def test_a_column_of_another_length_is_refused_by_name():
-    with pytest.raises(BadColumn, match="worker has 2 values, and there must be 1"):
+def test_a_column_of_another_length_is_rejected_by_name():
+    with pytest.raises(BadColumn, match="worker has 2 values, expected 1"):
         table_of([[-1.0]], [[-1.0]], worker=np.array([0, 1]))
 
 
-def test_turns_and_places_in_them_follow_the_mask():
+def test_turns_and_positions_in_them_follow_the_mask():
     mask = np.array([False, True, True, False, False, True, False, True, True])
     sequences = Sequences(np.arange(9), np.array([0, 6, 9]), mask, np.where(mask, -1.0, 0.0))
     table = compare_tokens(sequences, np.full(5, -1.0))

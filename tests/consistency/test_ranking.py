@@ -1,4 +1,4 @@
-"""Ranks of sampled tokens, and both sides' likeliest tokens, on numbers small enough to check by hand."""
+"""Ranks of sampled tokens and both sides' most likely tokens, on small literal numbers."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def scores_of(probabilities, labels):
 SCORES = scores_of([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.4, 0.35, 0.25]], [0, 2, 1])
 
 
-def test_ranks_and_fingerprints_are_those_of_the_sampled_tokens():
+def test_ranks_are_those_of_the_sampled_tokens():
     found = rank_tokens(SCORES, None)
     assert (found.num_tokens, found.highest_rank) == (3, 2)
     assert found.argmax_share == pytest.approx(1 / 3)
@@ -30,7 +30,7 @@ def test_ranks_and_fingerprints_are_those_of_the_sampled_tokens():
     assert found.jaccard is None
 
 
-def test_another_first_token_counts_and_near_ties_are_told_apart():
+def test_near_ties_are_distinguished_from_clear_mismatches():
     # The model prefers 0 by ln(5/3) = 0.51, ln 2 = 0.69 and ln(8/7) = 0.13 nats.
     tops = [((0, -0.7), (1, -1.2)), ((1, -0.6), (0, -0.9)), ((1, -0.9), (2, -1.0))]
     found = rank_tokens(SCORES, tops)
@@ -39,7 +39,7 @@ def test_another_first_token_counts_and_near_ties_are_told_apart():
     assert found.jaccard == pytest.approx((1 + 1 + 1 / 3) / 3)
 
 
-def test_tokens_that_were_not_asked_about_do_not_count():
+def test_tokens_not_scored_in_detail_do_not_count():
     empty = Scores.empty(4, 2)
     assert rank_tokens(empty, None) is None
     assert np.isnan(empty.entropy).all()

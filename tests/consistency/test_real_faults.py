@@ -1,4 +1,4 @@
-"""Faults made for real on SGLang servers and found through their addresses; weights are changed in place."""
+"""Real faults of SGLang servers, found over HTTP; weights are changed in place."""
 
 import json
 

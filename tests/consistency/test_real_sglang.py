@@ -1,4 +1,4 @@
-"""A real SGLang server in float32 on the CPU: it agrees with Transformers, and what it is told to do otherwise is named."""
+"""A real SGLang server in float32 agrees with Transformers; every unrequested option is named."""
 
 import json
 
@@ -41,7 +41,7 @@ def server(model, tmp_path_factory):
 
 
 def sampled(server, sent_before=(), **sampling):
-    """Completions of 40 prompts that begin with BOS, 60 tokens each; `sent_before` goes to the server and is not told."""
+    """Sample 60 tokens for each of 40 prompts with BOS; `sent_before` is sent but not recorded."""
     rng = np.random.default_rng(0)
     prompts = [[BOS, *rng.integers(5, 100, 9).tolist()] for _ in range(40)]
     payload = {
@@ -61,10 +61,10 @@ def sampled(server, sent_before=(), **sampling):
     )
 
 
-def judged(model, sequences, look=lambda scorer, sequences: ()):
+def judged(model, sequences, probe=lambda scorer, sequences: ()):
     scorer = load_scorer(str(model))
     replays = replay(scorer, sequences, 1.0, EOS)
-    return diagnose(sequences, score(scorer, sequences), SETTING, replays, look(scorer, sequences))
+    return diagnose(sequences, score(scorer, sequences), SETTING, replays, probe(scorer, sequences))
 
 
 def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
@@ -75,7 +75,7 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "cause", "told"),
+    ("sampling", "cause", "evidence"),
     [
         ({"temperature": 0.8}, "R01", "of temperature 0.8"),
         ({"top_p": 0.8}, "R04", "likelier under top_p 0.8"),
@@ -86,9 +86,9 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
         ({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5"),
     ],
 )
-def test_what_the_server_was_told_otherwise_is_named_with_its_value(server, model, sampling, cause, told):
+def test_unrequested_option_is_named_with_its_value(server, model, sampling, cause, evidence):
     first = judged(model, sampled(server, **sampling)).causes[0]
-    assert (first.id, told in first.evidence) == (cause, True), first
+    assert (first.id, evidence in first.evidence) == (cause, True), first
 
 
 def test_second_bos_is_named(server, model):
@@ -107,7 +107,7 @@ def test_server_that_still_holds_the_previous_checkpoint_is_stale(server, model,
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
 
 
-def test_live_server_is_asked_by_address_and_its_greedy_answers_are_compared(server, model, tmp_path):
+def test_live_server_is_queried_and_its_greedy_answers_are_compared(server, model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"input_ids": [BOS, 10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,5 +128,5 @@ def test_live_server_is_asked_by_address_and_its_greedy_answers_are_compared(ser
         "engine_right": 0,
         "model_right": 0,
         "identical": 16,
-        "parts_after": None,
+        "diverges_after": None,
     }

@@ -1,4 +1,4 @@
-"""A real small chat model in bfloat16 on a real SGLang server: ordinary noise is called that, and a wrong chat template is not."""
+"""A small chat model in bfloat16 on SGLang: noise is healthy, a wrong chat template is not."""
 
 import importlib.util
 import json
@@ -40,7 +40,7 @@ def server(model, tmp_path_factory):
         yield running.server
 
 
-def test_bfloat16_engine_is_healthy_and_its_noise_is_told(server, model, tmp_path):
+def test_bfloat16_engine_is_healthy_and_its_noise_is_reported(server, model, tmp_path):
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in QUESTIONS))
     arguments = ["--engine", server.address, "--model", model, "--prompts", prompts, "--max-new-tokens", 48]
@@ -53,7 +53,7 @@ def test_bfloat16_engine_is_healthy_and_its_noise_is_told(server, model, tmp_pat
 
 
 def test_prompts_that_another_chat_template_rendered_are_named(server, model):
-    """Each side renders the chat itself, as through a chat route, and one of the templates is wrong."""
+    """Each side renders the chat itself, and one of the templates is wrong."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     completions = []
     for question in QUESTIONS:

@@ -1,4 +1,4 @@
-"""A real vLLM server in float32 on the CPU: healthy at temperature 1, and its raw logprobs named as such at any other."""
+"""A real vLLM server in float32: healthy at temperature 1, raw logprobs at any other."""
 
 import json
 import os

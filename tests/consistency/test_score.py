@@ -1,4 +1,4 @@
-"""Scores equal those of plain Transformers on whole logits, whatever the packing; saved ones come back only for the same question."""
+"""Scores equal those of plain Transformers for any packing; saved scores load for their key."""
 
 import copy
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from consistency import score as scoring
 from consistency.errors import StaleScores
-from consistency.score import Question, load_scorer, load_scores, save_scores, score, scorer_of
+from consistency.score import ScoringKey, load_scorer, load_scores, save_scores, score, scorer_of
 from consistency.testing import FaultyEngine, sample_rows
 from consistency.tokens import Sequences
 
@@ -100,27 +100,25 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     )
 
 
-def test_saved_scores_come_back_for_the_same_question_only(tiny_model, tmp_path):
+def test_saved_scores_load_for_the_same_key_only(tiny_model, tmp_path):
     scorer = load_scorer(str(tiny_model))
     scores = score(scorer, some_sequences(scorer.head.vocabulary_size))
-    question = Question("model", "float32", 1.0, 5, "tokens")
-    save_scores(tmp_path / "step.npz", question, scores)
-    np.testing.assert_array_equal(
-        load_scores(tmp_path / "step.npz", question).top_logprobs, scores.top_logprobs
-    )
+    key = ScoringKey("model", "float32", 1.0, 5, "tokens")
+    save_scores(tmp_path / "step.npz", key, scores)
+    np.testing.assert_array_equal(load_scores(tmp_path / "step.npz", key).top_logprobs, scores.top_logprobs)
     with pytest.raises(StaleScores, match=r"temperature=1\.0 \(now temperature=0\.5\)"):
-        load_scores(tmp_path / "step.npz", Question("model", "float32", 0.5, 5, "tokens"))
+        load_scores(tmp_path / "step.npz", ScoringKey("model", "float32", 0.5, 5, "tokens"))
 
 
 def test_rows_without_detail_have_the_same_logprobs_and_nothing_else():
     scorer = scorer_of(peaked_model(0))
     prompts = torch.arange(3, 51).reshape(4, 12)
     sequences = sample_rows(FaultyEngine(scorer), prompts, 10, seed=0)
-    whole, part = score(scorer, sequences), score(scorer, sequences, detailed_rows=np.array([1, 3]))
-    np.testing.assert_array_equal(part.logprob, whole.logprob)
+    full, partial = score(scorer, sequences), score(scorer, sequences, detailed_rows=np.array([1, 3]))
+    np.testing.assert_array_equal(partial.logprob, full.logprob)
     row = sequences.row_of_token[sequences.scored]
     detailed = np.isin(row, [1, 3])
-    np.testing.assert_array_equal(part.entropy[detailed], whole.entropy[detailed])
-    np.testing.assert_array_equal(part.rank[detailed], whole.rank[detailed])
-    assert np.isnan(part.entropy[~detailed]).all()
-    assert (part.rank[~detailed] == -1).all()
+    np.testing.assert_array_equal(partial.entropy[detailed], full.entropy[detailed])
+    np.testing.assert_array_equal(partial.rank[detailed], full.rank[detailed])
+    assert np.isnan(partial.entropy[~detailed]).all()
+    assert (partial.rank[~detailed] == -1).all()

@@ -1,4 +1,4 @@
-"""Where a disagreement begins, whether it rises or jumps, and what a token's id explains of it."""
+"""Onset and shape of |D|, and the share of it that the token id explains."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_runs_end_at_the_end_of_a_sequence():
     assert run_lengths(~flags & flags, np.zeros(6)).tolist() == []
 
 
-def test_share_that_a_key_explains_is_judged_on_tokens_it_was_not_learned_from():
+def test_share_explained_by_a_key_is_evaluated_on_held_out_tokens():
     keys = RNG.integers(0, 50, 4000)
     of_key, noise = np.tile([1.0, -1.0], 25)[keys], RNG.normal(0, 1, 4000)
     assert explained_by_key(keys, of_key) == pytest.approx(1.0)
@@ -61,7 +61,7 @@ def test_share_that_a_key_explains_is_judged_on_tokens_it_was_not_learned_from()
 
 
 @pytest.mark.parametrize(("moves", "mean_abs"), [(0.05, 0.08), (0.005, 0.02)])
-def test_noise_is_the_published_one_or_what_the_model_shows_itself(moves, mean_abs):
+def test_noise_floor_is_the_published_one_or_that_of_the_model(moves, mean_abs):
     base = np.full(100, -2.0)
     replays = Replays(np.arange(1), np.arange(100), base, base, base * 0, base, ())
     other = Alternative("R38", "scoring in float32", base + moves * np.tile([1, -1], 50))

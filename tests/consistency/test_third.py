@@ -1,4 +1,4 @@
-"""The trainer as a third opinion: its packed path agrees with Hugging Face, and when it does not the engine is not blamed."""
+"""Trainer check: the packed path agrees with Hugging Face; if not, the engine is not blamed."""
 
 import json
 
@@ -10,7 +10,7 @@ from areal_debug.cli.consistency import command
 from consistency import third
 from consistency.score import load_scorer, score
 from consistency.source import read_step
-from consistency.third import third_opinion, trainer_logprobs
+from consistency.third import compare_trainer, trainer_logprobs
 from recorder import open_record
 
 from .records import save_model, write_record
@@ -40,7 +40,7 @@ def test_packed_path_gives_the_logprobs_of_hugging_face(model, record):
 
 
 def test_three_columns_are_compared_where_all_are_numbers():
-    found = third_opinion(
+    found = compare_trainer(
         "x", np.array([-1.0, -2.0, np.nan]), np.array([-1.5, -2.0, -1.0]), np.array([-1.25, -2.0, -1.0])
     )
     assert (found.num_tokens, found.engine_trainer, found.trainer_model, found.engine_model) == (
@@ -51,11 +51,12 @@ def test_three_columns_are_compared_where_all_are_numbers():
     )
 
 
-def test_healthy_trainer_is_told_beside_the_engine(model, record):
+def test_healthy_trainer_is_reported_next_to_the_engine(model, record):
     code, found = facts(record, "--trainer")
     assert (code, found["verdict"]) == (0, "healthy")
-    assert found["third"]["trainer_model"] < 1e-5
-    assert found["third"]["engine_trainer"] == pytest.approx(found["third"]["engine_model"], rel=1e-3)
+    assert found["trainer_check"]["trainer_model"] < 1e-5
+    compared = found["trainer_check"]
+    assert compared["engine_trainer"] == pytest.approx(compared["engine_model"], rel=1e-3)
 
 
 def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engine(record, monkeypatch):
@@ -64,7 +65,7 @@ def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engin
     def leaking(path, dtype, device, sequences, temperature):
         right = real(path, dtype, device, sequences, temperature)
         later = sequences.row_of_token[sequences.scored] > 0
-        return np.where(later, np.roll(right, 40), right)  # sees what belongs to another row
+        return np.where(later, np.roll(right, 40), right)  # attends to another row
 
     monkeypatch.setattr("consistency.check.trainer_logprobs", leaking)
     code, found = facts(record, "--trainer")
