@@ -1,4 +1,4 @@
-"""A model, a tokenizer and an engine that are tiny, real and quick: for our tests, the demo, and users' own tests."""
+"""A tiny model, tokenizer and inference engine, for our tests, the demo, and users' own tests."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
-# What a family needs besides the sizes that all have; `tie_word_embeddings` in turns, so that both are tested.
+# Options of a family besides the common sizes; both values of `tie_word_embeddings` occur.
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "pad_token_id": 73},
     "qwen2": {"tie_word_embeddings": True},
@@ -59,13 +59,13 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable character, five special tokens, and a chat template."""
+    """Build a tokenizer of printable characters and five special tokens, with a chat template."""
     characters = sorted(set(string.printable))
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
@@ -108,16 +108,20 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
-    """Write a random model of one of `TINY_FAMILIES` (`model_type` in Transformers) to `folder`, float32, with no tokenizer.
+    """Write a random float32 model of one of `TINY_FAMILIES` to `folder`, without a tokenizer.
 
-    Every weight is random, biases and norms too, so that one that is left out is seen. `changes` are options of its config.
+    Every weight is random, biases and norms too, so that a missing one is detected.
+
+    Args:
+        family: `model_type` in Transformers.
+        changes: options of the model's config.
     """
     sizes = {
         "vocab_size": 103,  # odd, so that no number of ranks divides it
@@ -133,7 +137,7 @@ def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **change
     config = AutoConfig.for_model(family, **sizes | TINY_FAMILIES[family] | changes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
@@ -141,22 +145,23 @@ def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **change
 
 
 def likelihood_with_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, flat: Batch) -> torch.Tensor:
-    """A loss that both numbers of a token have a part in."""
+    """A loss that depends on both log-prob and entropy of each token."""
     return -((logprobs + 0.1 * entropy) * flat["loss_mask"]).sum()
 
 
 def step_with_gradients(
     engine: "FSDPEngine", batch: Batch, loss_fn: "LossFunction" = likelihood_with_entropy
 ) -> tuple["TrainResult", dict[str, torch.Tensor]]:
-    """One step, and the gradients that it took, whole, before clipping; a collective."""
+    """Run one step; return its result and the full gradients before clipping; a collective."""
     from areal_core.engine.sharding import whole
 
-    gradients = {}
+    gradients: dict[str, torch.Tensor] = {}
 
     def keep(event: str, **_: object) -> None:
         if event == "gradients":
-            parameters = engine.model.named_parameters()
-            gradients.update({name: whole(parameter.grad).clone() for name, parameter in parameters})
+            for name, parameter in engine.model.named_parameters():
+                assert parameter.grad is not None, name
+                gradients[name] = whole(parameter.grad).clone()
 
     result = engine.train_batch(
         batch,
@@ -169,10 +174,12 @@ def step_with_gradients(
 
 @dataclass
 class ScriptedEngine:
-    """An inference engine that follows a script: the completion of a prompt is a pure function of its tokens.
+    """An inference engine that follows a script: completions are a pure function of prompt tokens.
 
-    `completions` maps prompt tokens to the tokens to answer with; other prompts get one pseudo-random token. `duration_s` says how
-    long each answer takes.
+    Args:
+        completions: from prompt tokens to completion tokens; other prompts get one pseudo-random
+            token.
+        duration_s: returns the latency of each answer.
     """
 
     completions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -199,16 +206,16 @@ class ScriptedEngine:
         )
 
     def set_version(self, version: int) -> None:
-        """Tell which weights answer from now on."""
+        """Set the version of the weights of later answers."""
         self.version = version
 
     def pause(self) -> None:
-        """Answers go on all the same."""
+        """Record the pause; answers continue."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Nothing was stopped."""
+        """Record the end of the pause."""
         self.is_paused = False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from areal_core.engine.errors import ModelError
 from areal_core.rollout.engine import InferenceEngine
@@ -87,11 +87,10 @@ def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Raises ModelError if there is none, or it has no chat template."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load the tokenizer at {path!r}: {str(error).splitlines()[0]}") from error
+    """Load a tokenizer for conversations. Raises ModelError if there is none, or it has no chat template."""
+    from areal_core.trainer.build import load_tokenizer_at
+
+    tokenizer = load_tokenizer_at(path)
     if not tokenizer.chat_template:
         raise ModelError(f"the tokenizer at {path!r} has no chat template: give an instruction-tuned model")
     return tokenizer

@@ -1,6 +1,6 @@
-"""The journey on a real model: SmolLM2-135M-Instruct, word problems, a real SGLang server on the CPU; recorded, then replayed.
+"""Record and replay SmolLM2-135M-Instruct on word problems, with an SGLang server on the CPU.
 
-make demo-real                                  # word problems of our own
+make demo-real                                  # the word problems in examples/
 make demo-real QUESTIONS=gsm8k/test.jsonl       # GSM8K, or any JSONL with `question` and `answer`
 """
 
@@ -15,21 +15,21 @@ EXAMPLES = Path(__file__).parent
 
 
 def main() -> int:
-    """Prepare the model, train with the server, end the server, replay without one. The exit code of what failed, or 0."""
+    """Prepare the model, train with a server, replay without one; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=Path, default=EXAMPLES / "word_problems.jsonl", help="JSONL file")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo-real"), help="new folder for everything"
     )
     parser.add_argument(
-        "--model", type=Path, default=Path("runs/smollm2"), help="where the model is, or will be"
+        "--model", type=Path, default=Path("runs/smollm2"), help="folder of the model; created if missing"
     )
     parser.add_argument("overrides", nargs="*", help="options of the config, such as total_train_steps=8")
     options = parser.parse_args()
     if not options.questions.is_file():
-        parser.error(f"there are no questions at {options.questions}: give a JSONL file")
+        parser.error(f"{options.questions} does not exist: give a JSONL file of questions")
     if (options.output / "record").exists():
-        parser.error(f"{options.output} holds a record already: give another --output, or remove it")
+        parser.error(f"{options.output} already contains a record: give another --output, or remove it")
     model = prepare_smollm2(options.model)
     record = options.output / "record"
     train = [

@@ -1,8 +1,8 @@
-"""Direct preference optimisation: the policy learns from pairs of answers of which one was preferred, without a reward model.
+"""Direct preference optimisation: train a policy on pairs of a chosen and a rejected answer.
 
     areal-debug train examples/dpo.py --config examples/dpo.yaml
 
-Any JSONL file with `chosen` and `rejected`, and `prompt` or `messages` before them, can stand in place of the dataset.
+The dataset can be any JSONL file with `chosen`, `rejected`, and `prompt` or `messages` before them.
 """
 
 import sys

@@ -2,7 +2,8 @@
 
     areal-debug train examples/gsm8k_grpo.py --config examples/gsm8k_grpo.yaml --dump-rollout
 
-One line differs from a script without recording and replay: `wire` reads the config and the two flags.
+Only one line differs from a script without record and replay: `wire` reads the config and the flags
+of recording.
 """
 
 import sys

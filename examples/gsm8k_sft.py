@@ -1,8 +1,9 @@
-"""Supervised fine-tuning on GSM8K: the model learns the solutions that come with the questions, and its loss on held-out ones is told.
+"""Supervised fine-tuning on the solutions of GSM8K, with the validation loss on its test split.
 
     areal-debug train examples/gsm8k_sft.py --config examples/gsm8k_sft.yaml
 
-Any JSONL file with `prompt` and `completion`, `question` and `answer`, or `messages` and `answer`, can stand in place of the dataset.
+The dataset can be any JSONL file with `prompt` and `completion`, `question` and `answer`, or
+`messages` and `answer`.
 """
 
 import sys

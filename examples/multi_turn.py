@@ -1,4 +1,4 @@
-"""GSM8K with feedback: a wrong answer is told to be wrong, and the model tries again, with a discounted reward.
+"""GSM8K over several turns: after a wrong answer, feedback and another try at a lower reward.
 
 areal-debug train examples/multi_turn.py --dump-rollout
 """

@@ -1,8 +1,8 @@
-"""A reward model: pairs of answers of which one was preferred become a model that scores an answer.
+"""Train a reward model on pairs of a chosen and a rejected answer; it scores single answers.
 
     areal-debug train examples/reward_model.py --config examples/reward_model.yaml
 
-Any JSONL file with `chosen` and `rejected`, and `prompt` or `messages` before them, can stand in place of the dataset.
+The dataset can be any JSONL file with `chosen`, `rejected`, and `prompt` or `messages` before them.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""GSM8K in lockstep: every sample is of the weights that train on it, so that no correction for age is needed. Validates as it goes.
+"""Synchronous GRPO on GSM8K: every sample comes from the weights that train on it. With validation.
 
     areal-debug train examples/synchronous.py --config examples/synchronous.yaml --dump-rollout
 
-The place to start when a run does not learn: if it does not learn here either, staleness is not the cause.
+Start here if an asynchronous run does not learn: if this one does not, staleness is not the cause.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     train_dataset = get_dataset(config.train_dataset, tokenizer=tokenizer)
     valid_dataset = get_dataset(config.valid_dataset, tokenizer=tokenizer)
     with PPOTrainer(config, train_dataset, valid_dataset, **hooks) as trainer:
-        # Validation takes the same workflow, with eval_gconfig.
+        # Validation uses the same workflow, with eval_gconfig.
         trainer.train(workflow_kwargs={"reward_fn": "areal_core.reward.gsm8k_reward_fn"})
 
 

@@ -1,4 +1,4 @@
-"""An agent with a calculator, written with plain `openai`: nothing in it knows that it is trained.
+"""An agent with a calculator, written with plain `openai`: it contains nothing about training.
 
 areal-debug agent run examples/tool_agent.py:CalculatorAgent --data examples/word_problems.jsonl --model MODEL
 areal-debug agent stress examples/tool_agent.py:CalculatorAgent --data examples/word_problems.jsonl --model MODEL
@@ -31,7 +31,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class CalculatorAgent:
-    """Lets the model call the calculator, and rewards a last number that is the row's answer."""
+    """Lets the model call the calculator; rewards a last number that is the row's answer."""
 
     def __init__(self, max_turns: int = 4) -> None:
         self.max_turns = max_turns
@@ -60,7 +60,7 @@ class CalculatorAgent:
 
 
 def calculate(arguments: str) -> str:
-    """The value of the expression, or what is wrong with it: the model reads either."""
+    """Return the value of the expression, or an error message for the model."""
     try:
         return f"{value_of(ast.parse(json.loads(arguments)['expression'], mode='eval').body):g}"
     except (ValueError, KeyError, TypeError, SyntaxError, ArithmeticError) as error:

@@ -19,7 +19,7 @@ from areal_core.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_core.trainer.updates import trained_tokens
+from areal_core.trainer.updates import num_loss_tokens
 from recorder import Record, open_record
 from replayer.before import nearest_anchor, step_range
 from replayer.request import Request
@@ -133,7 +133,7 @@ class Explainer:
         """Run forward and backward of one row, or of none; return its share of the loss."""
         chosen = [] if position is None else [position]
         engine = self.trainer.actor
-        result = engine.backward(facts["batch"], chosen, self.loss, trained_tokens, facts["total_weight"])
+        result = engine.backward(facts["batch"], chosen, self.loss, num_loss_tokens, facts["total_weight"])
         return float(result.loss / facts["total_weight"])
 
     def share(

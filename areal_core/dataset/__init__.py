@@ -1,4 +1,4 @@
-"""Where prompts come from, and in which order ranks see them."""
+"""Datasets: reading and tokenising rows, and the order in which ranks train on them."""
 
 from areal_core.dataset.loader import PromptLoader
 from areal_core.dataset.sources import arithmetic_rows, get_dataset

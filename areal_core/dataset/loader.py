@@ -1,18 +1,17 @@
-"""Which prompts a rank gets in a step, the same for every number of ranks, and exactly continuable."""
+"""The order of prompts: the same for every number of ranks, and exactly resumable."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from areal_core.dataset.tokens import Row
 from areal_core.errors import DatasetError
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """What the global order of prompts depends on. The number of ranks is not part of it."""
+    """Everything that the global order of prompts depends on; not the number of ranks."""
 
     num_rows: int
     batch_size: int
@@ -32,18 +31,24 @@ class PromptOrder:
         return min(self.steps_per_epoch * self.batch_size, self.num_rows)
 
     def prompt_ids(self, batch: int) -> range:
-        """Those of a global batch, counted since the run began; data-parallel rank r takes every num_ranks-th of them from r on."""
+        """Return the prompt ids of a global batch, which is counted from the start of the run.
+
+        Data-parallel rank r takes every num_ranks-th of them, starting at r.
+        """
         epoch, batch = divmod(batch, self.steps_per_epoch)
         first, start = epoch * self.rows_per_epoch, batch * self.batch_size
         return range(first + start, first + min(start + self.batch_size, self.num_rows))
 
 
 class PromptLoader:
-    """Hands out global batches of `batch_size` prompts, for ever, epoch after epoch; this rank's share of each.
+    """Provides this rank's share of global batches of `batch_size` prompts, epoch after epoch.
 
-    Every epoch has its own permutation, drawn from `seed` and the number of the epoch alone. Data-parallel rank r takes rows
-    r, r + num_ranks, ... of each global batch. `prompt_id` is the position in the run's global order: it names the
-    group, and never repeats.
+    Every epoch has its own permutation, drawn from `seed` and the number of the epoch alone.
+    Data-parallel rank r takes rows r, r + num_ranks, ... of each global batch. `prompt_id` is the
+    position in the run's global order: it identifies the group, and never repeats.
+
+    Raises:
+        DatasetError: `batch_size` is larger than the dataset or not a multiple of `num_ranks`.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class PromptLoader:
             )
         self.dataset, self.rank, self.num_ranks = dataset, rank, num_ranks
         self.order = PromptOrder(len(dataset), batch_size, shuffle, seed, drop_last)
-        self.num_batches = 0  # handed out since the run began
+        self.num_batches = 0  # provided since the start of the run
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -80,22 +85,22 @@ class PromptLoader:
         return self.num_batches // self.steps_per_epoch
 
     def next_batch(self) -> list[tuple[int, Row]]:
-        """This rank's (prompt_id, row) pairs of the next global batch, in global order."""
+        """Return this rank's (prompt_id, row) pairs of the next global batch, in global order."""
         ids = self.order.prompt_ids(self.num_batches)[self.rank :: self.num_ranks]
         self.num_batches += 1
         return [(prompt_id, self.row(prompt_id)) for prompt_id in ids]
 
     def row(self, prompt_id: int) -> Row:
-        """The row of a prompt, of any rank and epoch."""
+        """Return the row of a prompt, of any rank and epoch."""
         epoch, position = divmod(prompt_id, self.order.rows_per_epoch)
         return self.dataset[self._permutation_of(epoch)[position]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types: where the loader stands, and what its order depends on. Equal on all ranks."""
+        """Return the position, and what the order depends on, in JSON types; equal on all ranks."""
         return {"num_batches": self.num_batches, **asdict(self.order)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Raises DatasetError if that run had another order."""
+        """Continue at the position of `state`. Raises DatasetError if its order is another."""
         for name, ours in asdict(self.order).items():
             if state[name] != ours:
                 raise DatasetError(

@@ -1,17 +1,19 @@
-"""Where rows come from: a JSONL file or folder, a Hugging Face dataset, or a generator. A row is a plain dict.
+"""Sources of rows: a JSONL file or folder, a Hugging Face dataset, or a generator.
 
-Rows of type "rl" have `messages` (the conversation so far) and whatever the reward function needs, `answer` above all.
+Rows of type "rl" have `messages` (the conversation so far) and the fields that the reward function
+needs, usually `answer`.
 """
 
 import inspect
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_core.dataset.pairs import is_tie, pair_length, pair_row
-from areal_core.dataset.tokens import sft_row
+from areal_core.dataset.tokens import Row, chat_ids, sft_row
 from areal_core.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from areal_core.config import DatasetConfig
 
-Row = dict[str, Any]
 BOXED_INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
@@ -27,39 +28,68 @@ OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b
 def get_dataset(
     config: "DatasetConfig", split: str | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> Sequence[Row]:
-    """All rows of one split, ready for a `PromptLoader`. Raises DatasetError.
+    """Return all rows of one split, ready for a `PromptLoader`.
 
-    "rl" rows hold `messages`; those whose prompt is longer than `config.max_length` tokens are left out. "sft" rows hold
-    `input_ids` and `loss_mask` (lists of int), "rw" and "dpo" rows what `pair_row` says; longer ones are left out too, and pairs of
-    equal sides. All but "rl" rows without `max_length` need `tokenizer`.
+    "rl" rows have `messages`, "sft" rows `input_ids` and `loss_mask` (lists of int), "rw" and "dpo"
+    rows the fields of `pair_row`. Rows of more than `config.max_length` tokens (of an "rl" row: of
+    its prompt) are left out, and pairs of equal sides. All but "rl" rows without `max_length` need
+    `tokenizer`.
+
+    Raises:
+        DatasetError: the rows cannot be read or have other fields, none is left, or `tokenizer` is
+            missing.
     """
     split = split or config.split
     rows = read_rows(config.path, split, dict(config.dataset_kwargs))
-    if tokenizer is None and (config.type != "rl" or config.max_length is not None):
+    if tokenizer is not None:
+        rows = tokenized(rows, config, tokenizer)
+    elif config.type == "rl" and config.max_length is None:
+        rows = rl_rows(rows, config.path)
+    else:
         raise DatasetError(
             f"type {config.type!r} with max_length {config.max_length} needs a tokenizer; pass one"
         )
-    if config.type == "sft":
-        rows = [sft_row(row, tokenizer) for row in rows]
-        lengths = [len(row["input_ids"]) for row in rows] if config.max_length is not None else []
-    elif config.type == "rl":
-        rows = [rl_row(row, f"{config.path}, row {number}") for number, row in enumerate(rows)]
-        lengths = [num_prompt_tokens(row, tokenizer) for row in rows] if config.max_length is not None else []
-    elif config.type in ("rw", "dpo"):
-        rows = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
-        rows = [row for row in rows if not is_tie(row)]
-        lengths = [pair_length(row) for row in rows]
-    else:
-        raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
-    if config.max_length is not None:
-        rows = [row for row, length in zip(rows, lengths, strict=True) if length <= config.max_length]
     if not rows:
         raise DatasetError(f"{config.path} (split {split}) has no rows of at most {config.max_length} tokens")
     return rows
 
 
+def tokenized(
+    rows: Sequence[Row], config: "DatasetConfig", tokenizer: "PreTrainedTokenizerBase"
+) -> list[Row]:
+    """Convert rows to those of `config.type`, without those longer than `config.max_length`."""
+    length_of: Callable[[Row], int]
+    if config.type == "sft":
+        converted: list[Row] = [dict(sft_row(row, tokenizer)) for row in rows]
+        length_of = num_tokens
+    elif config.type == "rl":
+        converted = rl_rows(rows, config.path)
+        length_of = partial(num_prompt_tokens, tokenizer=tokenizer)
+    elif config.type in ("rw", "dpo"):
+        pairs = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
+        converted = [dict(pair) for pair in pairs if not is_tie(pair)]
+        length_of = pair_length
+    else:
+        raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
+    if config.max_length is None:
+        return converted
+    return [row for row in converted if length_of(row) <= config.max_length]
+
+
+def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:
+    """Return rows with `messages`; `path` names the dataset in errors."""
+    return [rl_row(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+
+
 def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
-    """Rows as they are stored. `arguments` go to the generator or to `datasets.load_dataset`. Raises DatasetError."""
+    """Read rows as they are stored.
+
+    Args:
+        arguments: of the generator or of `datasets.load_dataset`.
+
+    Raises:
+        DatasetError: there are none to read, or an argument is unknown.
+    """
     if path == "arithmetic":
         known = inspect.signature(arithmetic_rows).parameters
         if unknown := sorted(set(arguments) - set(known)):
@@ -76,7 +106,7 @@ def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[R
 
 
 def jsonl_of_split(folder: Path, split: str | None) -> Path | None:
-    """`folder/split.jsonl`, or the only JSONL file if no split is asked for."""
+    """Return `folder/split.jsonl`, or without a split the only JSONL file; None without any."""
     named = folder / f"{split}.jsonl"
     if named.is_file():
         return named
@@ -89,7 +119,7 @@ def jsonl_of_split(folder: Path, split: str | None) -> Path | None:
 
 
 def read_jsonl(file: Path) -> Iterator[Row]:
-    """One JSON object a line; empty lines are passed over."""
+    """Yield the JSON object of each line; empty lines are skipped. Raises DatasetError."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -106,7 +136,7 @@ def read_jsonl(file: Path) -> Iterator[Row]:
 
 
 def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
-    """A dataset of the hub, of its local cache, or a local folder in a form that `datasets` knows."""
+    """Read a dataset of the hub, its local cache, or a local folder in a format of `datasets`."""
     import datasets
 
     if "name" not in arguments and path.rstrip("/").endswith("gsm8k"):
@@ -116,13 +146,17 @@ def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DatasetError(
-            f"{path} is no file, no folder with JSONL files, and no dataset that can be loaded (split {split}): {reason}"
+            f"{path} is no file, no folder with JSONL files, and no dataset that can be loaded "
+            f"(split {split}): {reason}"
         ) from None
     return [dict(row) for row in loaded]
 
 
 def rl_row(row: Row, where: str) -> Row:
-    """The row with `messages`, built from `question` (with the request for a boxed answer) or `prompt` if it has none."""
+    """Return the row with `messages`, built from `question` or `prompt` if it has none.
+
+    A question gets an instruction to put the final answer in a box.
+    """
     if "messages" in row:
         return row
     if "question" in row:
@@ -135,13 +169,22 @@ def rl_row(row: Row, where: str) -> Row:
 
 
 def num_prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> int:
-    return len(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False))
+    """Return the length of the prompt of an "rl" row."""
+    return len(chat_ids(row["messages"], tokenizer, add_generation_prompt=True))
+
+
+def num_tokens(row: Row) -> int:
+    """Return the length of an "sft" row."""
+    return len(row["input_ids"])
 
 
 def arithmetic_rows(
     num_rows: int = 1000, seed: int = 0, max_operand: int = 9, ops: str | Sequence[str] = "+"
 ) -> list[Row]:
-    """Questions such as "3+4=" with the answer "7": the same rows for the same arguments, on every machine."""
+    """Generate questions such as "3+4=" with the answer "7".
+
+    The same arguments give the same rows on every machine.
+    """
     unknown = [op for op in ops if op not in OPERATIONS]
     if unknown or not ops:
         raise DatasetError(f"dataset_kwargs.ops is {ops!r}; expected some of {' '.join(OPERATIONS)}")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from areal_core.batch import Batch
+from areal_core.dataset.tokens import Row
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.episode import assemble
 from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.feed import Feed
-from areal_core.rollout.group import AcceptFn, Plan, Row
+from areal_core.rollout.group import AcceptFn, Plan
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.pipeline import Pipeline
 from areal_core.rollout.staleness import StalenessControl

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any, Protocol
 
-Row = dict[str, Any]
+from areal_core.dataset.tokens import Row
 
 
 class PromptLoader(Protocol):

@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_core.batch import Batch
+from areal_core.dataset.tokens import Row
 from areal_core.rollout.episode import EpisodeEngine, assemble
 from areal_core.rollout.workflow import RolloutWorkflow
 
-Row = dict[str, Any]
 AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether the trainer shall see them
 
 

@@ -28,11 +28,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from areal_core.dataset.tokens import Row
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.episode import EpisodeEngine, oldest_version, run_episodes
 from areal_core.rollout.errors import RolloutStuck
 from areal_core.rollout.feed import Feed
-from areal_core.rollout.group import Group, Plan, Row, is_accepted
+from areal_core.rollout.group import Group, Plan, is_accepted
 from areal_core.rollout.staleness import StalenessControl, choose_batch
 from areal_core.rollout.tolerance import Tolerance
 from areal_core.rollout.watch import Patience, Watch

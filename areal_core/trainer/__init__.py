@@ -1,1 +1,1 @@
-"""One readable loop per method."""
+"""Training loops: policy optimisation (`rl.py`) and the supervised methods (`supervised.py`)."""

@@ -1,4 +1,4 @@
-"""The reference of an adapted policy without a second model: the policy itself, with its adapter off."""
+"""The reference model of a LoRA policy without a second copy: the policy, adapter disabled."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from areal_core.engine.lora import adapters_off
 
 @dataclass(frozen=True)
 class BaseReference:
-    """Scores with the model beneath an adapter, whose weights are frozen: the bits are those of an engine of its own."""
+    """The frozen base model of an adapted policy; bitwise the log-probs of a separate engine."""
 
     actor: FSDPEngine
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """As of `FSDPEngine`; a collective."""
+        """Compute log-probs as `FSDPEngine` does; a collective."""
         with adapters_off(self.actor.model):
             return self.actor.compute_logprobs(batch)

@@ -1,4 +1,4 @@
-"""From options to parts: the only place, with the trainers, that sees the config."""
+"""Builders: from sections of the config to the components of a run."""
 
 import json
 import logging
@@ -12,7 +12,16 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_core.allocation import Parallel, resolve_allocation
-from areal_core.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig, config_to_dict, without_keys
+from areal_core.config import (
+    BaseExperimentConfig,
+    DPOConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+    TrainEngineConfig,
+    config_to_dict,
+    without_keys,
+)
 from areal_core.config.engine import FSDPEngineConfig, OptimizerConfig
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
@@ -38,37 +47,45 @@ from areal_core.trainer.build_services import build_services
 from areal_core.trainer.frequency import Frequency
 from areal_core.trainer.run_lines import RunLines
 
+AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`
 Dataset = Any  # a sequence of rows
 logger = logging.getLogger(__name__)
 
 
-def start_process(config: BaseExperimentConfig) -> Ranks:
-    """Determinism, threads, the process group and seeds, in the order that they need."""
+def start_process(config: AnyConfig) -> Ranks:
+    """Set up determinism, threads, the process group and seeds, in this order; a collective."""
     if config.deterministic:
         enforce_determinism()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity(transformers_logging.ERROR)
     sizes = trainer_sizes(config)
     ranks = join_ranks(config.device, sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
     logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, format="%(message)s")
-    # Tensor-parallel ranks compute the same tokens, and so must drop the same.
+    # Tensor-parallel ranks compute the same tokens: their dropout must be the same.
     seed_everything(config.seed, ranks.rank // ranks.tensor_parallel_size)
     return ranks
 
 
-def trainer_sizes(config: BaseExperimentConfig) -> Parallel:
-    """How ranks share rows; data-parallel ones where the config, made by a script, names no allocation."""
-    names_one = config.allocation_mode or config.actor.backend
-    return (resolve_allocation(config).train if names_one else None) or Parallel()
+def trainer_sizes(config: AnyConfig) -> Parallel:
+    """Return the trainer's parallel sizes.
+
+    Without an allocation, in a config that a script built, ranks are data parallel only.
+    """
+    has_allocation = config.allocation_mode or config.actor.backend
+    return (resolve_allocation(config).train if has_allocation else None) or Parallel()
 
 
-def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
-    """The run's tokenizer.
+def load_tokenizer(config: AnyConfig) -> PreTrainedTokenizerBase:
+    """Load the run's tokenizer, at `tokenizer_path` or else `actor.path`. Raises ModelError."""
+    return load_tokenizer_at(config.tokenizer_path or config.actor.path)
+
+
+def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, or of a model on the hub.
 
     Raises:
-        ModelError: there is none at `tokenizer_path` (or `actor.path`).
+        ModelError: there is none.
     """
-    path = config.tokenizer_path or config.actor.path
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -76,7 +93,9 @@ def load_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase:
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
-    """Training steps of a run over `num_rows` rows: all epochs, or what `total_train_steps` and `total_train_n_seqs` leave of them.
+    """Return the training steps of a run over `num_rows` rows.
+
+    These are all epochs, limited by `total_train_steps` and `total_train_n_seqs`.
 
     Raises:
         ConfigError: there would be no step.
@@ -85,13 +104,15 @@ def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:
     steps = config.total_train_epochs * (num_rows // batch_size)
     if steps == 0:
         raise ConfigError(
-            f"the run would have 0 steps: the dataset has {num_rows} rows and train_dataset.batch_size is {batch_size}"
+            f"the run would have 0 steps: the dataset has {num_rows} rows and "
+            f"train_dataset.batch_size is {batch_size}"
         )
     if config.total_train_n_seqs is not None:
         num_seqs = batch_size * (config.gconfig.n_samples if isinstance(config, PPOConfig) else 1)
         if config.total_train_n_seqs < num_seqs:
             raise ConfigError(
-                f"the run would have 0 steps: total_train_n_seqs is {config.total_train_n_seqs} and a step has {num_seqs} sequences"
+                f"the run would have 0 steps: total_train_n_seqs is {config.total_train_n_seqs} "
+                f"and a step has {num_seqs} sequences"
             )
         steps = min(steps, config.total_train_n_seqs // num_seqs)
     return min(steps, config.total_train_steps or steps)
@@ -103,11 +124,14 @@ def build_engine(
     total_steps: int,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> FSDPEngine:
-    """A sharded model, read by `load`; with `options.optimizer`, one that trains."""
+    """Build a sharded model, read by `load`; a collective.
+
+    It can train only if `options.optimizer` is set.
+    """
     dtype = getattr(torch, options.dtype)
     policy = options.fsdp.wrap_policy
-    named = policy.transformer_layer_cls_to_wrap if policy else None
-    layer_classes = tuple(named) if named else None
+    class_names = policy.transformer_layer_cls_to_wrap if policy else None
+    layer_classes = tuple(class_names) if class_names else None
     attention = choose_attention(options.attn_impl, ranks.device.type, dtype)
     logger.debug("%s: attention is %s", options.path, attention.why)
     fsdp = options.fsdp
@@ -152,7 +176,7 @@ def build_engine(
 def add_optimizer(
     engine: FSDPEngine, options: OptimizerConfig, fsdp: FSDPEngineConfig, total_steps: int
 ) -> None:
-    """Let the engine train: an optimizer of what its model trains, with its schedule over the run, and where its states are kept."""
+    """Add the optimizer of the trainable parameters, its schedule, and its offloading."""
     engine.optimizer = build_optimizer(
         trained_parameters(engine.model).values(),
         kind=options.type,
@@ -175,7 +199,7 @@ def add_optimizer(
 
 
 def adapt_model(model: PreTrainedModel, options: TrainEngineConfig, ranks: Ranks) -> Adapter:
-    """Freezes a model that is not sharded yet and gives it the adapters of the section; a collective."""
+    """Freeze a model before it is sharded and add the adapters of the section; a collective."""
     adapter = Adapter(options.lora_rank, options.lora_alpha, options.path, is_score_model(model))
     seed = ranks.gather_objects(torch.initial_seed())[0]  # rank 0's, because seeds differ by rank
     dtype = getattr(torch, options.dtype)
@@ -184,7 +208,7 @@ def adapt_model(model: PreTrainedModel, options: TrainEngineConfig, ranks: Ranks
 
 
 def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -> PromptLoader:
-    """This rank's share of the training rows, in the run's order."""
+    """Build the loader of this rank's share of the training rows, in the run's order."""
     options = config.train_dataset
     return PromptLoader(
         dataset,
@@ -198,14 +222,20 @@ def build_loader(config: BaseExperimentConfig, ranks: Ranks, dataset: Dataset) -
 
 
 def build_frequency(timer: TimerConfig, ranks: Ranks, steps_per_epoch: int) -> Frequency:
-    """The periods of a section with `freq_epochs`, `freq_steps` and `freq_secs`, on which all ranks agree."""
+    """Build the timer of a section with `freq_epochs`, `freq_steps` and `freq_secs`.
+
+    All ranks agree on when it is due.
+    """
     return Frequency(timer.freq_epochs, timer.freq_steps, timer.freq_secs, steps_per_epoch, ranks.maximum)
 
 
 def build_tracing(
     config: BaseExperimentConfig, ranks: Ranks, stats: Stats, continued: bool = False
 ) -> Tracing:
-    """What traces this run, its stages included, if `perf_tracer.enabled` or `rollout.enable_rollout_tracing` asks for it."""
+    """Build the tracing of this run and its stages.
+
+    Without `perf_tracer.enabled` or `rollout.enable_rollout_tracing` nothing is traced.
+    """
     options = config.perf_tracer or PerfTracerConfig()
     rollout = config.rollout if isinstance(config, PPOConfig) else None
     if not (options.enabled or (rollout is not None and rollout.enable_rollout_tracing)):
@@ -234,9 +264,12 @@ def build_tracing(
 def build_loggers(
     config: BaseExperimentConfig, ranks: Ranks, steps: tuple[int, int], print_steps: bool = True
 ) -> Iterator[StatsLogger]:
-    """On rank 0: stats.jsonl with the config that it is of, the services that are asked for, and the printed lines of the run.
+    """Open the loggers of rank 0: stats.jsonl with its config, services, and the printed lines.
 
-    `steps` are the first one and the one after the last. On every rank signals end what runs inside in order.
+    On every rank, signals end what runs inside in order (`RunLines`).
+
+    Args:
+        steps: the first one and the one after the last.
     """
     prints = print_steps and ranks.rank == 0
     with RunLines(config, *steps, prints) as lines:

@@ -1,4 +1,4 @@
-"""The models beside the actor of policy optimisation: its critic, and those that only score what it sampled."""
+"""Builders of the models besides the actor: the critic and models that only compute log-probs."""
 
 from dataclasses import replace
 
@@ -15,24 +15,24 @@ from areal_core.trainer.build import build_engine
 
 
 def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngine | None:
-    """The value model of the section `critic`, with its own optimizer and schedule; None without the section."""
+    """Build the value model of the section `critic`, with an optimizer; None without it."""
     if config.critic is None:
         return None
     return build_engine(config.critic, ranks, total_steps, load=load_score_model)
 
 
 def build_reference(config: PPOConfig, ranks: Ranks, actor: FSDPEngine) -> FSDPEngine | BaseReference | None:
-    """The model that the KL penalty compares with; None where there is no penalty."""
+    """Build the reference model of the KL penalty; None without a penalty."""
     if config.ref is None or config.actor.kl_ctl <= 0:
         return None
     return BaseReference(actor) if is_base_of(config.ref, config.actor) else build_scorer(config.ref, ranks)
 
 
 def build_teacher(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> FSDPEngine | None:
-    """The model that is distilled; None without the section `teacher`.
+    """Build the model that is distilled; None without the section `teacher`.
 
     Raises:
-        ModelError: to it, the run's token ids mean something else.
+        ModelError: its token ids differ from those of the run's tokenizer.
     """
     if config.teacher is None:
         return None
@@ -41,20 +41,21 @@ def build_teacher(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenize
     vocab_size = teacher.model.config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise ModelError(
-            f"teacher.path {path!r} knows {vocab_size} tokens and the run's tokenizer {len(tokenizer)}: "
-            "a teacher scores the same token ids, give one of the same family"
+            f"teacher.path {path!r} has a vocabulary of {vocab_size} tokens and the run's tokenizer {len(tokenizer)}: "
+            "a teacher scores the same token ids, use one of the same family"
         )
     try:
-        own = AutoTokenizer.from_pretrained(path)
+        teacher_tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
-        return teacher  # a folder of weights alone: there is nothing to compare
-    if own.get_vocab() != tokenizer.get_vocab():
+        return teacher  # a folder of weights without a tokenizer: there is nothing to compare
+    if teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
-            f"teacher.path {path!r} has another tokenizer than the run: a teacher scores the same token ids, give one of the same family"
+            f"teacher.path {path!r} has another tokenizer than the run: a teacher scores the same token ids, "
+            "use one of the same family"
         )
     return teacher
 
 
 def build_scorer(options: TrainEngineConfig, ranks: Ranks) -> FSDPEngine:
-    """A model that is never trained, whatever its section says of an optimizer."""
+    """Build a model that is never trained, even if its section has an optimizer."""
     return build_engine(replace(options, optimizer=None), ranks, total_steps=1)

@@ -1,4 +1,4 @@
-"""From options to rollouts: engine, push, workflow, filter and executor."""
+"""Builders of rollouts and validation: inference engine, workflow, filter and executor."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -51,11 +51,20 @@ def build_live_rollouts(
     stats: Stats | None = None,
     tracing: Tracing = NO_TRACING,
 ) -> LiveRollouts:
-    """Prompts of this rank, run through the workflow on the engine that the allocation names, for `num_steps` steps in all."""
+    """Build the rollouts of this rank's prompts, on the engine of the allocation.
+
+    A collective if that engine is SGLang.
+
+    Args:
+        num_steps: the run's total; no prompts are started for later ones.
+
+    Raises:
+        ConfigError: the allocation has no rollout engine.
+    """
     backend = resolve_allocation(config).rollout_backend
     if backend is None:
         raise ConfigError(
-            f"allocation_mode is {config.allocation_mode!r}, which trains and samples nothing: add 'sglang:dN+' or "
+            f"allocation_mode is {config.allocation_mode!r}, which has no rollout engine: add 'sglang:dN+' or "
             f"'embedded|' in front, or replay a record"
         )
     engine, push = (
@@ -89,17 +98,17 @@ def build_live_rollouts(
 
 
 def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -> RolloutSource:
-    """The source of this rank: its own rollouts, or, where several ranks hold the same rows, those of their head.
+    """Return the source of this rank: its own rollouts, or those of its group's rank 0.
 
     Args:
-        live: of the head; None on the other ranks of its group.
+        live: the rollouts of rank 0 of the group; None on its other ranks.
     """
     if ranks.model_parallel_size == 1:
         assert live is not None
         return live
     push = None
     if live is None and resolve_allocation(config).rollout_backend == "sglang":
-        ranks.barrier()  # that of the heads in `build_sglang`
+        ranks.barrier()  # the other ranks are at the one in `build_sglang`
         push = build_push(config, ranks, pool=None)
     return SharedRollouts(live, push, ranks.share, serves_adapters(config))
 
@@ -113,10 +122,13 @@ def build_evaluation(
     frequency: Frequency,
     stats: Stats,
 ) -> Evaluation:
-    """Runs validation prompts beside the training ones, on the same engine and event loop, however old they get.
+    """Build the validation, on the engine and event loop of the training prompts.
+
+    Its staleness is not limited.
 
     Args:
-        live: None on a rank whose group's head validates for it; no workflow is made there.
+        live: None on a rank for which rank 0 of its model-parallel group validates; `workflow` is
+            not called there.
     """
     if live is None:
         return Evaluation(None, (), frequency, stats)
@@ -132,12 +144,12 @@ def build_evaluation(
 
 
 def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
-    """How validation completions are sampled: as training ones unless `eval_gconfig` is given."""
+    """Return the sampling options of validation: `eval_gconfig`, or else `gconfig`."""
     return config.eval_gconfig or config.gconfig
 
 
 def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
-    """This rank's share of `rollout.max_concurrent_rollouts`, by default a batch."""
+    """Return this rank's share of `rollout.max_concurrent_rollouts`, by default of one batch."""
     total = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
     return per_rank(total, ranks.data_parallel_size)
 
@@ -145,7 +157,7 @@ def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
 def build_embedded(
     config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[InferenceEngine, WeightPush]:
-    """An engine in this process, on a replica of the actor's weights."""
+    """Build an engine in this process, on a replica of the actor's weights."""
     replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
     engine = EmbeddedEngine(
         replica,
@@ -167,33 +179,37 @@ def build_workflow(
     tracing: Tracing = NO_TRACING,
     agent_options: AgentConfig | None = None,
 ) -> RolloutWorkflow:
-    """A workflow from an instance, a class, or the import path of a class; an agent (`async def run(data, ...)`) is made one.
+    """Build a workflow from an instance, a class, or the import path of a class.
 
-    `reward_fn` (a function or its import path) becomes a pool of processes, and `tokenizer` (a path) the run's own.
-    `closing` takes what must be called when the run ends.
+    An agent (`async def run(data, ...)`) is wrapped in a workflow. `reward_fn` (a function or its
+    import path) becomes a pool of processes, and `tokenizer` (a path) the run's tokenizer.
+
+    Args:
+        arguments: of the class.
+        closing: receives the functions to call when the run ends.
 
     Raises:
-        ConfigError: the path names nothing, or what it names runs no episodes.
-        NotAnAgent: it has a `run` that is not asynchronous, or cannot be constructed.
+        ConfigError: the path cannot be imported, or the object has no `arun_episode`.
+        NotAnAgent: its `run` is not asynchronous, or it cannot be constructed.
     """
-    given = workflow
+    found: Any = workflow
     if isinstance(workflow, str):
         is_agent_path = ":" in workflow
-        workflow = import_object(workflow) if is_agent_path else import_attribute(workflow, "workflow")
-    if is_agent(workflow):
+        found = import_object(workflow) if is_agent_path else import_attribute(workflow, "workflow")
+    if is_agent(found):
         agent_kwargs = {key: value for key, value in arguments.items() if key != "gconfig"}
         built = AgentWorkflow(
-            given, arguments.get("gconfig", gconfig), tokenizer, agent_options, agent_kwargs
+            workflow, arguments.get("gconfig", gconfig), tokenizer, agent_options, agent_kwargs
         )
         closing(built.close)
         return built
-    if not callable(getattr(workflow, "arun_episode", None)):
+    if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
-            f"workflow {workflow!r} has no method arun_episode(engine, data): give a RolloutWorkflow"
+            f"workflow {found!r} has no method arun_episode(engine, data): give a RolloutWorkflow"
             ", or an agent with async def run(self, data, **extra_kwargs)"
         )
-    if not isinstance(workflow, type):
-        return workflow
+    if not isinstance(found, type):
+        return found
     arguments = {"gconfig": gconfig, "tokenizer": tokenizer} | arguments
     if isinstance(arguments["tokenizer"], str):
         arguments["tokenizer"] = tokenizer
@@ -201,27 +217,38 @@ def build_workflow(
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
-    return workflow(**arguments)
+    return found(**arguments)
 
 
 def build_filter(dynamic_sampling: bool, filter_fn: AcceptFn | str | None) -> AcceptFn | None:
-    """Which prompts are trained on: `actor.dynamic_sampling`, and a function (or its import path) of the user's."""
+    """Return the filter of prompts: `actor.dynamic_sampling`, the user's function, both or None.
+
+    The function can be given by its import path.
+    """
+    filters: list[AcceptFn] = [rewards_differ] if dynamic_sampling else []
     if isinstance(filter_fn, str):
-        filter_fn = import_attribute(filter_fn, "dynamic_filter_fn")
-    filters = [rewards_differ] * dynamic_sampling + [filter_fn] * (filter_fn is not None)
+        filters.append(import_attribute(filter_fn, "dynamic_filter_fn"))
+    elif filter_fn is not None:
+        filters.append(filter_fn)
     return (lambda rows: all(accepts(rows) for accepts in filters)) if filters else None
 
 
 def rewards_differ(rows: Batch) -> bool:
-    """Whether a group teaches anything: with equal rewards all its advantages are 0 (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Return whether the rewards of a group differ: otherwise all its advantages are 0.
+
+    Source: DAPO, arXiv 2503.14476, section 3.2.
+    """
     return bool(rows["rewards"].max() > rows["rewards"].min())
 
 
 def import_attribute(path: str, what: str) -> Any:
-    """`package.module.Name` as an object. Upstream's path of the RLVR workflow means ours.
+    """Import `package.module.Name`. AReaL's path of the RLVR workflow resolves to ours.
+
+    Args:
+        what: the name of the argument, for the error.
 
     Raises:
-        ConfigError: there is no such module or attribute; `what` says which argument it was.
+        ConfigError: there is no such module or attribute.
     """
     if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
         return RLVRWorkflow

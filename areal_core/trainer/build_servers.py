@@ -1,4 +1,4 @@
-"""From options to the client of the inference servers and to the push that keeps them up to date."""
+"""Builders of the client of the inference servers and of their weight update."""
 
 import os
 from pathlib import Path
@@ -22,12 +22,12 @@ from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
 
 
 def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightPush]:
-    """A client of the run's servers, once they are ready and hold the run's first weights. Collective.
+    """Build the client of the run's servers, once they serve the first weights; a collective.
 
     Raises:
         NoServers: none is known.
         ServerDied: one is not ready in time.
-        WrongServer: one speaks another version or serves another model.
+        WrongServer: one has another protocol version or serves another model.
     """
     options = config.rollout
     discovery = discover_servers(config)
@@ -51,13 +51,17 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
 
 
 def discover_servers(config: PPOConfig) -> Discovery:
-    """The servers of `AREAL_LLM_SERVER_ADDRS` and those announced in the name service. Raises `NoServers`."""
+    """Find the servers configured in `AREAL_LLM_SERVER_ADDRS` or announced in the name service.
+
+    Raises:
+        NoServers: there is none.
+    """
     names = FolderNames(config.cluster.name_resolve.nfs_record_root)
     return discover((), os.environ, names, config.experiment_name, config.trial_name)
 
 
 def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
-    """Rank 0's hold on the servers."""
+    """Build the control connection of rank 0 to the servers."""
     return ServerPool(
         servers,
         discovery=discovery,
@@ -67,13 +71,13 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
 
 
 def served_model(config: PPOConfig) -> RunModel:
-    """What a server must serve to be of use to the run."""
+    """Return the model that every server of the run must serve."""
     path = config.sglang.model_path or config.actor.path
     return run_model(path, needs_adapters=serves_adapters(config))
 
 
 def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightPush:
-    """The push that `actor.weight_update_mode` names; of adapters, where servers take them."""
+    """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
     check = WeightCheck(config.rollout.verify_weights_every)
     grace_s = config.rollout.pause_grace_period
     actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"

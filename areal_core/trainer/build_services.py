@@ -1,4 +1,4 @@
-"""The services that `stats_logger` asks for, beside the JSON lines that every run writes."""
+"""Builders of the logging services of `stats_logger`, besides the stats.jsonl of every run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses id
 
 
 def build_services(config: BaseExperimentConfig, folder: Path, first_step: int = 0) -> list[Logger]:
-    """One logger a service; local files go below `folder`. A run that continues at `first_step` goes on with its runs there.
+    """Build one logger per service; local files are stored under `folder`.
+
+    Args:
+        first_step: above 0, the services continue their earlier runs there.
 
     Raises:
-        ConfigError: a service is asked for whose package is not installed.
+        ConfigError: the package of a configured service is not installed.
     """
     options, built = config.stats_logger, list[Logger]()
     if options.tensorboard.path:
@@ -36,7 +39,10 @@ def build_services(config: BaseExperimentConfig, folder: Path, first_step: int =
 
 
 def wandb_arguments(config: BaseExperimentConfig) -> dict[str, Any]:
-    """Arguments of `wandb.init`. The id is that of experiment and trial, so that a run that continues is one run there, too."""
+    """Return the arguments of `wandb.init`.
+
+    The id is that of experiment and trial, so that a continued run stays one run there.
+    """
     options = config.stats_logger.wandb
     trial = f"{config.experiment_name}_{config.trial_name}"
     account = without_none(

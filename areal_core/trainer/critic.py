@@ -1,6 +1,7 @@
-"""The critic of PPO: a value of every position, learned beside the policy from the returns of the same batch.
+"""The critic of PPO: a value per position, trained on the returns of the policy's batch.
 
-Values are those of the weights before the update, as the advantages saw them; the loss is clipped around them.
+Old values are those of the weights before the update, which the advantages were computed from; the
+loss is clipped around them.
 """
 
 import math
@@ -18,20 +19,32 @@ from areal_core.telemetry import Stats
 from areal_core.trainer.updates import update
 
 
+def critic_values(critic: FSDPEngine, batch: Batch, stats: Stats) -> Tensor:
+    """Compute the values [B, T] of all tokens of a batch; a collective."""
+    with stats.timing("critic_values"):
+        return critic.compute_values(batch)
+
+
 def update_critic(
     critic: FSDPEngine, inputs: Batch, options: PPOCriticConfig, stats: Stats
 ) -> list[dict[str, Any]]:
-    """Learn from `returns` beside `values` [B, T]; records statistics and returns the plan of `update`; a collective."""
-    stats.scalar(eps_clip=options.eps_clip, mask_no_eos_with_zero=float(options.mask_no_eos_with_zero))
-    explained = explained_variance(inputs["values"], inputs["returns"], inputs["loss_mask"], critic.ranks.sum)
-    if not math.isnan(explained):
-        stats.scalar(explained_variance=explained)
-    loss = partial(critic_loss, eps_clip=options.eps_clip, stats=stats)
-    return update(critic, inputs, options.ppo_n_minibatches, loss, stats)
+    """Train the critic on `returns`, clipped around `values` (both [B, T]); a collective.
+
+    Records statistics under `ppo_critic/` and returns the plan of `update`.
+    """
+    with stats.scope("ppo_critic"), stats.timing("critic_train_step"):
+        stats.scalar(eps_clip=options.eps_clip, mask_no_eos_with_zero=float(options.mask_no_eos_with_zero))
+        explained = explained_variance(
+            inputs["values"], inputs["returns"], inputs["loss_mask"], critic.ranks.sum
+        )
+        if not math.isnan(explained):
+            stats.scalar(explained_variance=explained)
+        loss = partial(critic_loss, eps_clip=options.eps_clip, stats=stats)
+        return update(critic, inputs, options.ppo_n_minibatches, loss, stats)
 
 
 def critic_loss(values: Tensor, flat: Batch, *, eps_clip: float, stats: Stats) -> Tensor:
-    """The value loss of one packed micro-batch, summed over its trained tokens; records its statistics."""
+    """Value loss of a packed micro-batch, summed over the loss mask; records its statistics."""
     mask, old_values, returns = flat["loss_mask"].bool(), flat["values"], flat["returns"]
     loss, details = value_loss(values, old_values, returns, mask, eps_clip=eps_clip)
     stats.denominator(

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the policy's logprobs of pairs against those of a reference that stands still."""
+"""Direct preference optimisation: log-probs of pairs against those of a frozen reference."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class DPOTrainer(SupervisedTrainer):
 
     Args:
         train_dataset: pairs (`get_dataset` with type "dpo").
-        valid_dataset: held-out ones; by default those of `config.valid_dataset`, if it is given.
+        valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
     """
 
     name = "dpo"
@@ -37,15 +37,17 @@ class DPOTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
-        """With the reference's logprobs, `ref_logp`."""
+        """Build the batch of the pairs, with the reference's `ref_logp` [B, T]; a collective."""
         batch = pairs_to_batch(pairs)
         with self.stats.timing("ref_logp"):
             return batch | {"ref_logp": self.reference.compute_logprobs(batch)}
 
     def weight(self, batch: Batch) -> Tensor:
+        """Return the number of pairs."""
         return num_pairs(batch)
 
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+        """DPO loss, summed over the pairs of a packed micro-batch; records its statistics."""
         loss, details = dpo_loss(
             logprobs,
             flat["ref_logp"],

@@ -1,4 +1,4 @@
-"""Validation: the same workflow, other prompts and other sampling options, on the engine that training samples from."""
+"""Validation: other prompts and sampling options, on the rollout engine of the training prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +16,17 @@ from areal_core.trainer.frequency import Frequency
 
 
 class Evaluation:
-    """This rank's share of the validation rows, run through a workflow on request.
+    """This rank's share of the validation rows, and the workflow that they are run through.
 
-    Training prompts that are under way go on beside it. The weights do not move meanwhile, so all rows meet the same ones.
+    Training prompts in flight continue meanwhile. The weights do not change during a validation, so
+    all rows are sampled from the same version.
 
     Args:
-        executor, workflow: not needed, and not asked, where there are no rows.
+        executor, workflow: None only if `rows` is empty.
         rows: (number, row) of each.
-        frequency: after which steps.
-        stats: gets the rewards under `eval-rollout/`.
+        frequency: the steps after which validation runs.
+        stats: receives the rewards under `eval-rollout/`.
+        n_samples: samples of each row.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class Evaluation:
         self.stats = stats
 
     def after_step(self, step: int) -> None:
-        """Runs if it is time to. Every rank calls it after every step."""
+        """Validate if it is due. Call it on every rank after every step."""
         if self.frequency.is_due(step):
             self.run()
 
     def run(self) -> None:
-        """Every row once, `n_samples` times. Raises the exception of an episode, as training does."""
+        """Sample every row `n_samples` times and record the rewards.
+
+        Raises the exception of an episode, as training does.
+        """
         if not self.rows:
             return
         assert self.executor is not None
@@ -72,10 +77,10 @@ class Evaluation:
 def validation_rows(
     config: PPOConfig, rows: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Sequence[dict[str, Any]]:
-    """The rows given, or those of `config.valid_dataset`.
+    """Return `rows`, or by default those of `config.valid_dataset`.
 
     Raises:
-        ConfigError: there are none; `evaluator` asks for them.
+        ConfigError: there are none, although `evaluator` requests validation.
     """
     if rows is not None:
         return rows
@@ -83,7 +88,7 @@ def validation_rows(
         evaluator = config.evaluator
         raise ConfigError(
             f"evaluator.freq_epochs, freq_steps, freq_secs are {evaluator.freq_epochs}, {evaluator.freq_steps}, "
-            f"{evaluator.freq_secs} and valid_dataset is None: give the section, or the argument of PPOTrainer, or set "
-            f"the periods to null"
+            f"{evaluator.freq_secs} and valid_dataset is None: set valid_dataset, pass valid_dataset to PPOTrainer, "
+            f"or set the periods to null"
         )
     return get_dataset(config.valid_dataset, tokenizer=tokenizer)

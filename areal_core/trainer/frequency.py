@@ -1,4 +1,4 @@
-"""How often something happens in a run: by steps, by epochs, by seconds, or by whichever comes first."""
+"""Periods of a run: every so many steps, epochs or seconds, whichever comes first."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Frequency:
-    """Due after a step when one of the periods that are given has ended with it.
+    """A timer that is due after a step if one of its periods has ended.
 
     Args:
-        epochs, steps, seconds: the periods; None for one that does not count.
+        epochs, steps, seconds: the periods; None for an unused one.
         steps_per_epoch: training steps in one pass over the data.
-        agree: the largest of a number over all ranks, because clocks differ; a collective, called only if `seconds` is given.
+        agree: returns the maximum of a number over all ranks, because clocks differ; a collective,
+            called only if `seconds` is set.
+        clock: returns seconds.
     """
 
     epochs: int | None
@@ -28,11 +30,14 @@ class Frequency:
 
     @property
     def is_set(self) -> bool:
-        """Whether it is ever due."""
+        """Whether any period is set: without one the timer is never due."""
         return any((self.epochs, self.steps, self.seconds))
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due after `step` (from 0). A collective if `seconds` is given: ask on every rank, once a step."""
+        """Return whether the timer is due after `step` (from 0).
+
+        A collective if `seconds` is set: call it on every rank, once per step.
+        """
         done = step + 1
         due = bool(self.steps and done % self.steps == 0)
         due = due or bool(self.epochs and done % (self.epochs * self.steps_per_epoch) == 0)
@@ -44,9 +49,9 @@ class Frequency:
         return due
 
     def elapsed_s(self) -> float:
-        """Seconds since it was last due, or since the run began."""
+        """Return the seconds since the timer was last due, or since the start of the run."""
         return self.clock() - self._last
 
     def continue_after(self, elapsed_s: float) -> None:
-        """Counts the seconds that had passed when a run was cut off."""
+        """Continue from the `elapsed_s` of an interrupted run."""
         self._last = self.clock() - elapsed_s

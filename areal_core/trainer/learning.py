@@ -1,6 +1,7 @@
-"""What a policy learns from a batch: its advantages, and its loss with what that says about itself."""
+"""The objective of policy optimisation: advantages of a batch, and the loss with its statistics."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from areal_core.trainer.proximal_stats import log_approximations
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The options of the actor, and of its teacher if it has one, as functions of batches."""
+    """The options of the actor, and of its teacher if there is one, as functions of batches."""
 
     options: PPOActorConfig
     sum_over_ranks: SumOverRanks
@@ -43,13 +44,22 @@ class PolicyObjective:
         values: Tensor | None = None,
         teacher: FSDPEngine | None = None,
     ) -> Batch:
-        """The batch, next-token aligned, with `prox_logp`, `advantages`, `returns`, `kl_rewards`, `total_rewards` [B, T].
+        """Compute all that the loss of a batch needs besides current log-probs; a collective.
 
-        With a reference also `ref_logp` [B, T], with a teacher `teacher_logp`, and `entropy` [B, T] where `prox_logp` was
-        computed here; for M2PO `trusted_mask` [B, T] int32, and where `prox_logp` is approximated `proximal_share` [B, T].
-        `version` is that of the trainer's weights; `values` [B, T], of every token, are those of a critic.
+        Collective because sharded models compute log-probs and norms are reduced over ranks.
 
-        A collective: logprobs are computed by sharded models, and norms over ranks are sums over ranks.
+        Args:
+            batch: token-aligned rows of this rank.
+            reference: the model of the KL penalty, if there is one.
+            version: of the trainer's weights.
+            values: of a critic, [B, T], one for every token.
+            teacher: the model that is distilled, if there is one.
+
+        Returns:
+            The batch, next-token aligned, with these keys, all [B, T]: `prox_logp`, `advantages`,
+            `returns`, `kl_rewards`, `total_rewards`; `ref_logp` with a reference; `teacher_logp`
+            with a teacher; `values` with a critic; `entropy` if `prox_logp` is computed here;
+            `trusted_mask` (int32) for M2PO; `proximal_share` if `prox_logp` is approximated.
         """
         options = self.options
         aligned = to_next_token(batch)
@@ -85,7 +95,7 @@ class PolicyObjective:
         if values is not None:
             inputs["values"] = values
         if options.m2_threshold is not None:
-            # Of the whole batch on all ranks, so that it does not depend on how the batch is divided.
+            # Over the batch of all ranks, so that it does not depend on how the batch is divided.
             inputs["trusted_mask"] = second_moment_mask(
                 proximal, behaviour, mask, options.m2_threshold, sum_over_ranks=self.sum_over_ranks
             ).int()
@@ -100,7 +110,10 @@ class PolicyObjective:
         reference: FSDPEngine | BaseReference | None,
         teacher: FSDPEngine | None,
     ) -> Batch:
-        """`prox_logp`, with `entropy` if it was computed here, `ref_logp` and `teacher_logp` of the models that are there, [B, T]."""
+        """Compute the log-probs [B, T] `prox_logp`, and `ref_logp`, `teacher_logp` of given models.
+
+        With `entropy` [B, T] if the actor recomputes `prox_logp`.
+        """
         timing, scored = self.stats.timing, {"prox_logp": aligned["logprobs"]}
         if self.options.should_compute_prox_logp():
             with timing("recompute_logp"):
@@ -112,7 +125,7 @@ class PolicyObjective:
         return scored
 
     def _sequence_rewards(self, batch: Batch) -> Tensor:
-        """Shaped and normalised rewards [B]."""
+        """Shape and normalise the rewards, [B]."""
         options, rewards = self.options, batch["rewards"]
         if options.overlong_reward_penalty:
             assert options.overlong_tokens is not None
@@ -133,29 +146,18 @@ class PolicyObjective:
         )
 
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
-        """The policy loss of one packed micro-batch, summed over its trained tokens; records its statistics."""
+        """Policy loss of a packed micro-batch, summed over the loss mask; records its statistics.
+
+        Args:
+            logprobs, entropy: of the current weights, [tokens].
+            flat: packed rows of `learning_inputs`, each per-token key [tokens].
+        """
         options, stats = self.options, self.stats
-        mask, cu_seqlens = flat["loss_mask"].bool(), flat["cu_seqlens"]
-        proximal, behaviour = flat["prox_logp"], flat["logprobs"]
-        if uses_proximal_share(options) and options.prox_logp_method == "loglinear":
-            proximal = loglinear_proximal_logprobs(logprobs, behaviour, flat["proximal_share"])
-        kept, weights = mask, None
-        if options.m2_threshold is not None:
-            kept = mask & flat["trusted_mask"].bool()
+        mask = flat["loss_mask"].bool()
         stats.denominator(n_valid_tokens=mask)
-        if uses_proximal_share(options) and options.prox_logp_method == "metrics":
-            log_approximations(stats, logprobs, proximal, behaviour, flat["proximal_share"])
-        if options.m2_threshold is not None:
-            stats.stat("n_valid_tokens", Reduce.AVG, m2_filtered_fraction=(mask & ~kept).float())
-        if (bounds := behaviour_bounds(options)) is not None:
-            kept, weights, filtered = behaviour_weights(proximal, behaviour, kept, cu_seqlens, **bounds)
-            stats.denominator(unclipped_behave_tokens=kept)
-            stats.stat(
-                "unclipped_behave_tokens",
-                behave_imp_weight=weights,
-                behave_approx_kl=proximal - behaviour,
-            )
-            stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
+        proximal = self._proximal_logprobs(logprobs, flat)
+        trusted = self._trusted_tokens(mask, flat)
+        kept, weights = self._behaviour_weights(proximal, trusted, flat)
         surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
         loss, details = surrogate(logprobs, proximal, kept, weights, flat)
         if options.entropy_coef != 0.0:
@@ -165,7 +167,7 @@ class PolicyObjective:
             importance_weight=details["importance_weight"],
             approx_kl=details["approx_kl"],
             new_logp=logprobs,
-            old_logp=behaviour,
+            old_logp=flat["logprobs"],
             entropy=entropy,
             actor_loss=details["loss"],
         )
@@ -173,20 +175,64 @@ class PolicyObjective:
             return loss
         return self._with_teacher(self.distillation, loss, logprobs, kept, flat)
 
+    def _proximal_logprobs(self, logprobs: Tensor, flat: Batch) -> Tensor:
+        """Return the proximal log-probs [tokens], with "loglinear" an approximation of them.
+
+        "metrics" keeps the computed ones and records the errors of the approximations.
+        """
+        proximal, behaviour = flat["prox_logp"], flat["logprobs"]
+        if not uses_proximal_share(self.options):
+            return proximal
+        share = flat["proximal_share"]
+        if self.options.prox_logp_method == "loglinear":
+            return loglinear_proximal_logprobs(logprobs, behaviour, share)
+        if self.options.prox_logp_method == "metrics":
+            log_approximations(self.stats, logprobs, proximal, behaviour, share)
+        return proximal
+
+    def _trusted_tokens(self, mask: Tensor, flat: Batch) -> Tensor:
+        """Return the tokens of `mask` that M2PO trusts (bool, [tokens]); without it, `mask`."""
+        if self.options.m2_threshold is None:
+            return mask
+        trusted = mask & flat["trusted_mask"].bool()
+        self.stats.stat("n_valid_tokens", Reduce.AVG, m2_filtered_fraction=(mask & ~trusted).float())
+        return trusted
+
+    def _behaviour_weights(
+        self, proximal: Tensor, trusted: Tensor, flat: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens that train (bool, [tokens]) and their weights, proximal / behaviour.
+
+        Weights are None if these policies are taken to be the same (`behaviour_bounds`).
+        """
+        bounds = behaviour_bounds(self.options)
+        if bounds is None:
+            return trusted, None
+        behaviour, stats = flat["logprobs"], self.stats
+        kept, weights, filtered = behaviour_weights(
+            proximal, behaviour, trusted, flat["cu_seqlens"], **bounds
+        )
+        stats.denominator(unclipped_behave_tokens=kept)
+        stats.stat(
+            "unclipped_behave_tokens", behave_imp_weight=weights, behave_approx_kl=proximal - behaviour
+        )
+        stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
+        return kept, weights
+
     def _with_teacher(
         self, weights: TeacherConfig, loss: Tensor, logprobs: Tensor, kept: Tensor, flat: Batch
     ) -> Tensor:
-        """The policy loss and the pull towards the teacher, weighted."""
-        pull, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
+        """Return the weighted sum of policy loss and distillation loss."""
+        distilled, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
         self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
         if weights.rl_loss_weight == 0:  # left out, not multiplied: 0 times an infinite loss is nan
-            return weights.distill_loss_weight * pull
-        return weights.rl_loss_weight * loss + weights.distill_loss_weight * pull
+            return weights.distill_loss_weight * distilled
+        return weights.rl_loss_weight * loss + weights.distill_loss_weight * distilled
 
     def _clipped_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`policy_loss`, with the statistics that only a clip has."""
+        """Compute `policy_loss` and record the statistics of clipping."""
         options, stats = self.options, self.stats
         loss, details = policy_loss(
             logprobs,
@@ -214,7 +260,10 @@ class PolicyObjective:
     def _gated_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`sapo_loss`, with its own statistics. Weights are 1: the loss is not decoupled, which the config's checks hold."""
+        """Compute `sapo_loss` and record the statistics of its gates.
+
+        `weights` is unused: the config's checks refuse SAPO with a decoupled loss.
+        """
         options = self.options
         loss, details = sapo_loss(
             logprobs,
@@ -225,20 +274,33 @@ class PolicyObjective:
             tau_neg=options.sapo_tau_neg,
         )
         gates = {name: value for name, value in details.items() if name.startswith("sapo_")}
-        self.stats.stat("n_valid_tokens", **gates)
+        self.stats.stat("n_valid_tokens", Reduce.AVG_MIN_MAX, **gates)
         return loss, details
 
 
 def uses_proximal_share(options: PPOActorConfig) -> bool:
-    """Whether proximal logprobs are approximated, in place of the computed ones or beside them."""
+    """Return whether proximal log-probs are approximated, for the loss or only for statistics."""
     return options.use_decoupled_loss and options.prox_logp_method != "recompute"
 
 
-def behaviour_bounds(options: PPOActorConfig) -> dict[str, object] | None:
-    """Arguments of `behaviour_weights`; None where behaviour and proximal policy are taken to be the same.
+class BehaviourBounds(TypedDict, total=False):
+    """Arguments of `behaviour_weights` that the config sets."""
 
-    A decoupled loss without bounds still corrects for the behaviour policy: leaving the ratio out would silently
-    train on samples of another policy.
+    level: str
+    action: str
+    metric: str
+    agg: str
+    upper: float | None
+    lower: float | None
+
+
+def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
+    """Return the arguments of `behaviour_weights`.
+
+    None if behaviour and proximal policy are taken to be the same.
+
+    A decoupled loss without bounds still corrects for the behaviour policy: leaving the ratio out
+    would silently train on samples of another policy.
     """
     if (rejection := options.rejection_sampling) is not None:
         return {
@@ -254,8 +316,19 @@ def behaviour_bounds(options: PPOActorConfig) -> dict[str, object] | None:
     return None
 
 
-def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> dict[str, object]:
-    """A section of the config as arguments of the normalisations."""
+class NormArguments(TypedDict):
+    """Arguments of `normalize_groups` and `normalize_tokens` that the config sets."""
+
+    mean_level: str | None
+    std_level: str | None
+    leave_one_out: bool
+    unbiased: bool
+    eps: float
+    sum_over_ranks: SumOverRanks
+
+
+def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> NormArguments:
+    """Return a section of the config as arguments of the normalisations."""
     return {
         "mean_level": norm.mean_level,
         "std_level": norm.std_level,

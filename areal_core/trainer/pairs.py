@@ -1,4 +1,4 @@
-"""What DPO and reward models share: pairs of rows as a batch, chosen and rejected in turns."""
+"""Pairs of rows as a batch, for DPO and reward models: chosen and rejected rows alternate."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areal_core.batch import Batch
-from areal_core.telemetry import Stats
+from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.rows import record_rows, rows_to_batch
 
 Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
@@ -14,7 +14,10 @@ ROWS_PER_PAIR = 2
 
 
 def pairs_to_batch(pairs: Sequence[Pair]) -> Batch:
-    """Rows chosen_0, rejected_0, chosen_1, ..., padded, `loss_mask` next-token aligned; none of no pairs."""
+    """Build a padded batch of chosen_0, rejected_0, chosen_1, ..., `loss_mask` next-token aligned.
+
+    Without pairs it has no rows.
+    """
     return rows_to_batch(
         [
             {"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_loss_mask"]}
@@ -25,12 +28,12 @@ def pairs_to_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def num_pairs(batch: Batch) -> Tensor:
-    """The weight of a batch of pairs."""
+    """Return the number of pairs of a batch: its loss denominator."""
     return torch.tensor(len(batch["input_ids"]) // ROWS_PER_PAIR)
 
 
 def record_pairs(stats: Stats, flat: Batch, details: dict[str, Tensor]) -> None:
-    """How much a packed batch holds, and the statistics [pairs] that a loss of its pairs gives."""
+    """Record the size of a packed batch, and the statistics [pairs] of the loss of its pairs."""
     record_rows(stats, flat)
     stats.denominator(n_pairs=torch.ones_like(details["loss"], dtype=torch.bool))
-    stats.stat("n_pairs", **details)
+    stats.stat("n_pairs", Reduce.AVG_MIN_MAX, **details)

@@ -1,4 +1,4 @@
-"""What a step's batch of policy optimisation looked like."""
+"""Statistics of a step's batch in policy optimisation, and of the options that apply to it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from areal_core.telemetry import Reduce, Stats
 
 
 def log_batch(stats: Stats, batch: Batch, inputs: Batch) -> None:
-    """Rewards, lengths and advantages, under the names of the actor; `inputs` as of `PolicyObjective.learning_inputs`."""
+    """Record rewards, lengths and advantages; `inputs`: `PolicyObjective.learning_inputs`."""
     lengths = sequence_lengths(batch).float()
     completion = batch["loss_mask"].sum(1).float()
     every = torch.ones_like(batch["rewards"], dtype=torch.bool)
@@ -43,7 +43,7 @@ def log_batch(stats: Stats, batch: Batch, inputs: Batch) -> None:
 
 
 def log_settings(stats: Stats, options: PPOActorConfig) -> None:
-    """The options that bound the update, beside what they act on; those that are not set are left out."""
+    """Record the options that limit the update under `ppo_actor/`, unless they are not set."""
     rejection = options.rejection_sampling
     upper = rejection.upper if rejection is not None else options.behav_imp_weight_cap
     lower = rejection.lower if rejection is not None else None

@@ -1,4 +1,7 @@
-"""How far cheap proximal logprobs are from the computed ones: what `prox_logp_method: metrics` logs before one trusts `loglinear`."""
+"""Errors of approximated proximal log-probs, logged by `prox_logp_method: metrics`.
+
+They show whether `loglinear` can be trusted on a run.
+"""
 
 import torch
 from torch import Tensor
@@ -10,10 +13,12 @@ from areal_core.telemetry import Stats
 def log_approximations(
     stats: Stats, logprobs: Tensor, computed: Tensor, behaviour_logprobs: Tensor, share: Tensor
 ) -> None:
-    """Errors of each approximation under `compute_logp/`, over the denominator `n_valid_tokens`; all tensors are [tokens].
+    """Record the errors of each approximation under `compute_logp/`; all tensors are [tokens].
+
+    The denominator `n_valid_tokens` is that of an enclosing scope.
 
     Args:
-        computed: proximal logprobs of a forward pass.
+        computed: proximal log-probs of a forward pass.
         share: `loglinear_share` of each token.
     """
     logprobs = logprobs.detach()
@@ -44,7 +49,11 @@ def log_approximations(
 
 
 def approximations(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """On the line between logprobs, on that between probabilities, and the engine's own."""
+    """Return each approximation of the proximal log-probs, [tokens].
+
+    "loglinear" interpolates log-probs, "linear" probabilities; "rollout" takes the engine's
+    log-probs.
+    """
     return {
         "loglinear": loglinear_proximal_logprobs(logprobs, behaviour_logprobs, share),
         "linear": torch.logaddexp(behaviour_logprobs + (1 - share).log(), logprobs + share.log()),

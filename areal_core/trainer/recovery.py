@@ -1,15 +1,16 @@
-"""Continuing a run that was cut off: which checkpoint it starts from, and when the next one is written.
+"""Recovery: the checkpoint that an interrupted run continues from, and when one is written.
 
 ```
 {fileroot}/checkpoints/{user}/{experiment}/{trial}/recover/
   step-000040/     the state before step 40, as `engine/checkpoint.py` writes it: the last but one
-  step-000042/     the last; the one before goes only when a newer one is whole
-  before-000099/   of an earlier run that this one does not continue; it goes when this run's first one is whole
+  step-000042/     the last; the previous one is removed only when a newer one is complete
+  before-000099/   of an earlier run that is not continued; removed after this run's first one
 ```
 
-Besides weights, optimizers, schedules and RNG states a checkpoint holds the next step, the weight version, where each rank's source
-stands, and how long ago timers were due. It is taken after the step's line in stats.jsonl; lines of later steps are cut when the run
-continues, and written again. What `recover.mode` means is told in `areal_core/launch/run.py`.
+Besides weights, optimizers, schedules and RNG states a checkpoint contains the next step, the
+weight version, the state of each rank's source, and the seconds since timers were last due. It is
+taken after the step's line in stats.jsonl; lines of later steps are cut off when the run continues,
+and written again. `areal_core/launch/run.py` defines the values of `recover.mode`.
 """
 
 import json
@@ -32,13 +33,13 @@ from areal_core.engine.ranks import Ranks
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
 from areal_core.trainer.frequency import Frequency
-from areal_core.trainer.sources import dealt_anew
+from areal_core.trainer.sources import reshard
 
 logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """What hands out a rank's data and can say where it stands, in JSON types."""
+    """A rank's data source with a state, in JSON types."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,12 +48,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands.
+    """The position of a run.
 
     Args:
         step: the next one.
         version: of the weights.
-        sources: where the source of each data-parallel rank stands, if that is known.
+        sources: the state of each data-parallel rank's source, if known.
         timers: seconds since each was last due.
     """
 
@@ -63,7 +64,7 @@ class Position:
 
 
 class Recovery:
-    """A rank's part in writing checkpoints and in continuing from one.
+    """Writes recovery checkpoints and continues from one, on every rank.
 
     Args:
         steps_per_epoch: training steps in one pass over the data.
@@ -86,18 +87,20 @@ class Recovery:
         self._writing = BackgroundSave()
 
     def keep(self, name: str, timer: Frequency) -> Frequency:
-        """Returns `timer`, which from now on is part of checkpoints."""
+        """Add `timer` to the state in checkpoints, and return it."""
         self._timers[name] = timer
         return timer
 
     def load(self, engines: Engines, checkpoint: Path | None = None) -> Position:
-        """Where the run starts, with the engines' state of that point; a collective.
+        """Load the engines' state from a checkpoint, if any; return the position; a collective.
 
         Args:
-            checkpoint: the one to start from, which turns recovery off; None for what `recover.mode` says.
+            checkpoint: the one to start from, which turns recovery off; None to follow
+                `recover.mode`.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read, or `resume` finds none.
+            CheckpointError: the checkpoint cannot be read, or `recover.mode` is "resume" and there
+                is none.
         """
         if checkpoint is not None:
             self.mode = "disabled"
@@ -107,19 +110,21 @@ class Recovery:
             return Position()
         state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
         self._position = parse_position(state)
-        self._rng = rng_state()  # building the source may draw numbers
+        self._rng = rng_state()  # building the source may draw random numbers
         return self._position
 
     def restore(self, source: Source) -> bool:
-        """Puts source and timers where the run stands; true if that is a checkpoint, whose weights the source lacks.
+        """Restore source and timers; return whether a checkpoint was loaded.
 
-        On another number of ranks what the old ones had in flight is dealt to the new ones.
+        If so, the source does not have its weights yet.
+
+        On another number of ranks the prompts in flight are resharded.
         """
         if self._position is None:
             return False
         if (sources := self._position.sources) is not None:
             if len(sources) != self.ranks.data_parallel_size:
-                sources = dealt_anew(sources, self.ranks.data_parallel_size)
+                sources = reshard(sources, self.ranks.data_parallel_size)
             source.load_state_dict(sources[self.ranks.data_parallel_rank])
         for name, seconds in self._position.timers.items():
             if name in self._timers:
@@ -128,18 +133,19 @@ class Recovery:
         return True
 
     def save_when_due(self, step: int, version: int, engines: Engines, source: Source) -> Path | None:
-        """Takes a checkpoint after `step` if one of `recover.freq_*` has passed; a collective.
+        """Take a checkpoint after `step` if one of `recover.freq_*` has passed; a collective.
 
         Returns:
-            The checkpoint that has become whole since this was last asked, if one has: with `saver.mode` "async" that of an earlier step.
+            The checkpoint completed since the last call, if any: with `saver.mode` "async" that of an
+            earlier step.
 
         Raises:
             CheckpointNotWritten: that one could not be written.
         """
-        whole = self._writing.finished()
+        completed = self._writing.finished()
         if self.mode in ("disabled", "off") or not self._frequency.is_due(step):
-            return whole
-        whole = self._writing.wait() or whole  # the one before, which may not be overtaken
+            return completed
+        completed = self._writing.wait() or completed  # written one at a time, in order
         folder = self.folder / f"step-{step + 1:06d}"
         position = {
             "step": step + 1,
@@ -151,18 +157,24 @@ class Recovery:
         snapshot = take_snapshot(folder, engines, position, with_optimizer=with_optimizer, copy=self.is_async)
         self._writing.start(folder, partial(write_and_clear, snapshot, self._last))
         self._last = folder
-        return whole if self.is_async else self._writing.wait()
+        return completed if self.is_async else self._writing.wait()
 
     def finish(self) -> Path | None:
-        """Waits for the checkpoint that is being written, and tells of it as `save_when_due` does. Call after the last step."""
+        """Wait for the checkpoint that is being written and return it, if any.
+
+        Call it after the last step.
+        """
         return self._writing.wait()
 
     def close(self) -> None:
-        """Gives up what is being written, unless `finish` has waited for it."""
+        """Abandon a checkpoint that is being written, unless `finish` has waited for it."""
         self._writing.close()
 
     def _agree_on_checkpoint(self) -> Path | None:
-        """The same on every rank: rank 0 looks, and cuts the statistics of the steps that come again."""
+        """Return the checkpoint to continue from, the same on every rank; a collective.
+
+        Rank 0 finds it, and cuts off the statistics of the steps that are repeated.
+        """
         found: Path | CheckpointError | None = None
         if self.ranks.rank == 0:
             try:
@@ -179,19 +191,19 @@ class Recovery:
 
 
 def write_and_clear(snapshot: Snapshot, last: Path | None, given_up: threading.Event) -> None:
-    """Writes a checkpoint; once it is whole, rank 0 removes all but it and the one before."""
+    """Write a checkpoint; once it is complete, rank 0 removes all but it and the previous one."""
     write_snapshot(snapshot, given_up)
     if snapshot.rank == 0:
         keep_only(snapshot.folder.parent, snapshot.folder, last)
 
 
 def parse_position(state: dict[str, Any]) -> Position:
-    """What the loop has put into a checkpoint; one in a record knows of no sources, an older one of no timers."""
+    """Parse the position in a checkpoint; records have no sources, older checkpoints no timers."""
     return Position(state["step"], state["version"], state.get("sources"), state.get("timers", {}))
 
 
 def find_checkpoint(folder: Path, mode: str, is_restart: bool) -> Path | None:
-    """The newest whole checkpoint, if `mode` continues from one now. Says which it passes over, and why.
+    """Return the newest complete checkpoint if `mode` continues from one; log those skipped.
 
     Raises:
         CheckpointError: `mode` is "resume" and there is none.
@@ -203,24 +215,24 @@ def find_checkpoint(folder: Path, mode: str, is_restart: bool) -> Path | None:
         try:
             read_checkpoint(checkpoint)
         except CheckpointError as error:
-            logger.warning("passing over a checkpoint: %s", error)
+            logger.warning("skipping a checkpoint: %s", error)
         else:
             logger.info("continuing at step %d from %s", step_of(checkpoint), checkpoint)
             return checkpoint
     if mode == "resume":
         raise CheckpointError(
-            f"recover.mode is 'resume' and {folder} holds no whole checkpoint: use 'auto' to start from the beginning"
+            f"recover.mode is 'resume' and {folder} has no complete checkpoint: use 'auto' to start from the beginning"
         )
     return None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step before which a checkpoint was taken, from its name."""
+    """Return the step before which a checkpoint was taken, from its name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def set_aside(folder: Path) -> None:
-    """Takes the checkpoints of an earlier run out of the way of this one's, which may have lower numbers."""
+    """Rename the checkpoints of an earlier run: those of this run may have lower numbers."""
     for checkpoint in folder.glob("step-*[0-9]"):
         aside = folder / f"before-{step_of(checkpoint):06d}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -228,14 +240,14 @@ def set_aside(folder: Path) -> None:
 
 
 def keep_only(folder: Path, *kept: Path | None) -> None:
-    """Removes the other checkpoints, and what was left of unfinished ones."""
+    """Remove the other checkpoints, and the remains of incomplete ones."""
     for entry in folder.iterdir():
         if entry not in kept:
             shutil.rmtree(entry)
 
 
 def cut_stats(file: Path, first_step: int) -> None:
-    """Keeps the lines of steps before `first_step`, of a file that may end in half a line."""
+    """Keep the lines of steps before `first_step`, of a file that may end in an incomplete line."""
     if not file.exists():
         return
     kept = []

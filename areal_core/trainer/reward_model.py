@@ -1,4 +1,4 @@
-"""Training of a reward model: the score of the answer that was preferred shall be above that of the other."""
+"""Training of a reward model: of a pair, the chosen answer is trained to score higher."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ class RWTrainer(SupervisedTrainer):
 
     Args:
         train_dataset: pairs (`get_dataset` with type "rw").
-        valid_dataset: held-out ones; by default those of `config.valid_dataset`, if it is given.
+        valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
     """
 
     name = "rw"
@@ -31,12 +31,15 @@ class RWTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
+        """Build the batch of the pairs."""
         return pairs_to_batch(pairs)
 
     def weight(self, batch: Batch) -> Tensor:
+        """Return the number of pairs."""
         return num_pairs(batch)
 
     def loss(self, scores: Tensor, flat: Batch) -> Tensor:
+        """Ranking loss, summed over the pairs of a packed micro-batch; records its statistics."""
         loss, details = reward_model_loss(scores, flat["cu_seqlens"])
         record_pairs(self.stats, flat, details)
         return loss

@@ -1,15 +1,18 @@
-"""Policy optimisation: PPO, GRPO and relatives, from one loop that reads top to bottom."""
+"""Policy optimisation: PPO, GRPO and relatives.
+
+`train_steps` is the loop, with every stage of a step in order. `PPOTrainer` is what stands around
+it: set-up, recovery, logging, errors and clean-up.
+"""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_to_dict, without_keys
-from areal_core.engine.checkpoint import save_checkpoint
+from areal_core.engine.checkpoint import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
@@ -17,9 +20,9 @@ from areal_core.rollout.group import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
-from areal_core.telemetry import Stats
+from areal_core.telemetry import Stats, StatsLogger
 from areal_core.trainer import build, build_models, build_rollouts
-from areal_core.trainer.critic import update_critic
+from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import Evaluation, validation_rows
 from areal_core.trainer.learning import PolicyObjective
 from areal_core.trainer.policy_stats import log_batch, log_settings
@@ -32,18 +35,115 @@ from areal_core.trainer.version_stats import log_versions
 Observer = Callable[..., None]
 
 
+def train_steps(
+    trainer: "PPOTrainer",
+    source: RolloutSource,
+    evaluation: Evaluation | None,
+    after_step: Callable[[int], None],
+) -> None:
+    """Run all steps of the run on this rank; each turns one batch into one version of the weights.
+
+    Every rank runs every line, because most of them are collectives. `timing(NAME)` records the
+    seconds of a stage as `timeperf/NAME`.
+
+    Args:
+        source: provides batches and receives the new weights.
+        evaluation: validates after the steps at which it is due; None for no validation.
+        after_step: called with the number of each completed step, for what is kept of it.
+    """
+    config, stats, timing = trainer.config, trainer.stats, trainer.stats.timing
+    actor, critic, objective = trainer.actor, trainer.critic, trainer.objective
+    engines, observe = trainer.engines, trainer._observe
+
+    for step in range(trainer.first_step, trainer.end_step):
+        with timing("step"):
+            # Rollout: this rank's rows of the step. Trained models may leave the device meanwhile.
+            with timing("rollout"):
+                put_to_sleep(engines)
+                batch = source.next_batch(step, trainer.version)
+            observe("batch", step=step, version=trainer.version, batch=batch, rng=rng_state())
+            branch_rng(trainer.ranks.sequence_parallel_rank)
+
+            # Values of the critic; log-probs of actor, reference and teacher; advantages.
+            values = None if critic is None else critic_values(critic, batch, stats)
+            with stats.scope("ppo_actor"), timing("compute_advantage"):
+                inputs = objective.learning_inputs(
+                    batch, actor, trainer.reference, trainer.version, values=values, teacher=trainer.teacher
+                )
+                log_batch(stats, batch, inputs)
+                log_settings(trainer.live_stats, config.actor)
+            observe("advantages", step=step, inputs=inputs)
+
+            # Update: the actor, then the critic on the same inputs, a step per minibatch.
+            plan: dict[str, Any] = {"total_steps": trainer.total_steps}
+            with stats.scope("ppo_actor"), stats.scope("update"), timing("train_step"):
+                log_versions(stats, batch, trainer.version)
+                plan["minibatches"] = update(
+                    actor,
+                    inputs,
+                    config.actor.ppo_n_minibatches,
+                    objective.loss,
+                    stats,
+                    partial(observe, step=step),
+                )
+            if critic is not None and config.critic is not None:
+                plan["critic"] = update_critic(critic, inputs, config.critic, stats)
+            for engine in engines.values():
+                engine.step_schedule()
+            trainer.version += 1
+            trainer.last_stats = stats.export()
+            observe(
+                "step",
+                step=step,
+                version=trainer.version,
+                plan=plan,
+                stats=trainer.last_stats,
+                checksums=trainer.checksums() if trainer.takes_checksums else {},
+            )
+            del batch, values, inputs  # else they stay in memory until the next step replaces them
+
+            # Weight sync: from here on, samples come from the new weights.
+            with timing("update_weights"):
+                source.update_weights(actor, trainer.version)
+            observe("weights", step=step, version=trainer.version)
+
+            # Save the models in Hugging Face format.
+            with timing("save"):
+                trainer.saver.save_when_due(step)
+
+        # Evaluate on the validation rows.
+        if evaluation is not None:
+            with timing("eval"):
+                evaluation.after_step(step)
+        after_step(step)
+
+
+def put_to_sleep(engines: Engines) -> None:
+    """Let every engine that may leave the device do so until it is used again."""
+    for engine in engines.values():
+        engine.sleep()
+
+
 class PPOTrainer:
     """A run of policy optimisation on this rank, as a context manager.
 
     Args:
         train_dataset: rows with `messages`; not needed when `source` is given.
-        valid_dataset: rows to validate on; by default those of `config.valid_dataset`, if it is given.
-        source: makes, from the trainer, where batches come from; by default they are sampled live from `train_dataset`.
-        observers: makers of observers, called with the trainer; observers are told what happens and change nothing.
-        total_steps: of the run, which the learning-rate schedule spans; by default what config and dataset say.
-        checkpoint: folder to continue from, as `save_checkpoint` of the `start` event wrote it.
-        stop_after: the last step to train, when it is not the run's last.
-        print_steps: print one line a step on rank 0.
+        valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
+        source: builds the source of batches from the trainer; by default batches are sampled live
+            from `train_dataset`.
+        observers: factories of observers, called with the trainer; observers receive the events of
+            the run and change nothing.
+        total_steps: length of the run, which the learning-rate schedule spans; by default computed
+            from config and dataset.
+        checkpoint: folder to continue from, written by `save_checkpoint` of the `start` event.
+        stop_after: the last step to train, if it is not the run's last.
+        print_steps: print one line per step on rank 0.
+
+    Raises:
+        ConfigError: the run would have no steps.
+        ModelError: a model or the tokenizer cannot be loaded.
+        CheckpointError: the checkpoint to continue from cannot be read.
     """
 
     def __init__(
@@ -74,26 +174,27 @@ class PPOTrainer:
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
-        # What is trained, and so what checkpoints hold.
+        # The trained models: what checkpoints contain.
         self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         counts = self.ranks.is_data_parallel_head
         self.stats = Stats(counts)
-        # Of rollouts and validation: a replay has none, so that a record does not hold them.
+        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
         self.live_stats = Stats(counts)
         self.last_stats: dict[str, float] = {}
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
-        steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
-        self.recovery = Recovery(config, self.ranks, steps_per_epoch)
+        self.steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
+        self.recovery = Recovery(config, self.ranks, self.steps_per_epoch)
         self._cleanup.callback(self.recovery.close)
-        saving = self.recovery.keep("saver", build.build_frequency(config.saver, self.ranks, steps_per_epoch))
-        self.saver = Saver(config, self.engines, self.tokenizer, saving)
+        saver_timer = build.build_frequency(config.saver, self.ranks, self.steps_per_epoch)
+        self.recovery.keep("saver", saver_timer)
+        self.saver = Saver(config, self.engines, self.tokenizer, saver_timer)
         self._cleanup.callback(self.saver.close)
         position = self.recovery.load(self.engines, checkpoint)
         self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
         self.observers = [make(self) for make in observers]
-        # Checksums are collectives: one rank's observer makes all ranks take them.
+        # Checksums are collectives: if one rank has an observer, all ranks compute them.
         self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
@@ -106,116 +207,69 @@ class PPOTrainer:
         eval_workflow_kwargs: dict[str, Any] | None = None,
         dynamic_filter_fn: AcceptFn | str | None = None,
     ) -> None:
-        """Train to the last step. With a `source` of one's own, no argument is used.
+        """Train to the last step. If the constructor got a `source`, no argument is used.
 
         Args:
-            workflow: a `RolloutWorkflow` or an agent, a class of one, or its import path; by default
-                `rollout.agent.agent_cls_path`, or else `RLVRWorkflow`.
+            workflow: a `RolloutWorkflow` or an agent: an instance, a class, or its import path; by
+                default `rollout.agent.agent_cls_path`, or else `RLVRWorkflow`.
             workflow_kwargs: arguments of the class.
             eval_workflow: the same for validation; by default `workflow`.
             eval_workflow_kwargs: by default `workflow_kwargs` with `eval_gconfig` as `gconfig`.
-            dynamic_filter_fn: told all rows of a prompt, says whether to train on them; or its import path.
+            dynamic_filter_fn: returns, given all rows of a prompt, whether to train on them; or its
+                import path.
+
+        Raises:
+            ConfigError: there is neither a dataset nor a source, or the options contradict each
+                other.
         """
-        workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
-        arguments = workflow_kwargs or {}
         source, evaluation = self.source, None
         if source is None:
-            live = self._live_rollouts(workflow, arguments, dynamic_filter_fn)
+            workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
+            live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
             source = build_rollouts.share_rollouts(self.config, self.ranks, live)
-            if self.version > 0:  # the engine holds the weights that the run began with
+            if self.version > 0:  # the engine has the weights that the run started with
                 source.update_weights(self.actor, self.version)
             if eval_workflow_kwargs is None:
-                eval_workflow_kwargs = arguments | {"gconfig": build_rollouts.eval_gconfig(self.config)}
+                gconfig = build_rollouts.eval_gconfig(self.config)
+                eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
             evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs)
         self._cleanup.callback(source.close)
         if self.recovery.restore(source):
             source.update_weights(self.actor, self.version)
-        error = None
-        try:
-            self._observe_start()
-            steps = (self.first_step, self.total_steps)
-            with build.build_loggers(self.config, self.ranks, steps, self.print_steps) as logger:
-                if evaluation is not None and self.config.evaluator.eval_before_train and not self.first_step:
-                    evaluation.run()
-                for step in range(self.first_step, self.end_step):
-                    with self.stats.timing("step"):
-                        self._train_step(step, source)
-                    if evaluation is not None:
-                        with self.stats.timing("eval"):
-                            evaluation.after_step(step)
-                    stats = self.last_stats | self.stats.export() | self.live_stats.export()
-                    logger.commit(step, stats)
-                    self.tracing.commit(step, stats)
-                    with self.live_stats.timing("checkpoint_for_recover"):
-                        saved = self.recovery.save_when_due(step, self.version, self.engines, source)
-                    self._observe_checkpoint(saved)
-                if self.first_step < self.end_step == self.total_steps:
-                    self.saver.save_last(self.end_step - 1)
-                self.saver.finish()
-                self._observe_checkpoint(self.recovery.finish())
-        except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            self._observe("end", steps=self.version, error=error)
+        steps = (self.first_step, self.total_steps)
+        with (
+            self._start_and_end_observed(),
+            build.build_loggers(self.config, self.ranks, steps, self.print_steps) as logger,
+        ):
+            if evaluation is not None and self.config.evaluator.eval_before_train and not self.first_step:
+                evaluation.run()
+            train_steps(self, source, evaluation, partial(self._after_step, source, logger))
+            if self.first_step < self.end_step == self.total_steps:
+                self.saver.save_last(self.end_step - 1)
+            self.saver.finish()
+            self._observe_checkpoint(self.recovery.finish())
 
-    def _train_step(self, step: int, source: RolloutSource) -> None:
-        """One batch in, one version of the weights out."""
-        timing = self.stats.timing
-        with timing("rollout"):
-            for engine in self.engines.values():
-                engine.sleep()
-            batch = source.next_batch(step, self.version)
-        self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
-        branch_rng(self.ranks.sequence_parallel_rank)
-        values = None
-        if self.critic is not None:
-            with timing("critic_values"):
-                values = self.critic.compute_values(batch)
-        with self.stats.scope("ppo_actor"):
-            with timing("compute_advantage"):
-                inputs = self.objective.learning_inputs(
-                    batch, self.actor, self.reference, self.version, values=values, teacher=self.teacher
-                )
-                log_batch(self.stats, batch, inputs)
-                log_settings(self.live_stats, self.config.actor)
-            self._observe("advantages", step=step, inputs=inputs)
-            with self.stats.scope("update"), timing("train_step"):
-                log_versions(self.stats, batch, self.version)
-                plan = self._update(step, inputs)
-        if self.critic is not None:
-            with self.stats.scope("ppo_critic"), timing("critic_train_step"):
-                plan["critic"] = update_critic(self.critic, inputs, self.config.critic, self.stats)
-        for engine in self.engines.values():
-            engine.step_schedule()
-        self.version += 1
-        self.last_stats = self.stats.export()
-        checksums = self.checksums() if self.takes_checksums else {}
-        self._observe(
-            "step", step=step, version=self.version, plan=plan, stats=self.last_stats, checksums=checksums
-        )
-        with timing("update_weights"):
-            source.update_weights(self.actor, self.version)
-        self._observe("weights", step=step, version=self.version)
-        with timing("save"):
-            self.saver.save_when_due(step)
-
-    def _update(self, step: int, inputs: Batch) -> dict[str, Any]:
-        """The optimizer steps of the actor; returns the plan that was followed."""
-        observe = partial(self._observe, step=step)
-        num_minibatches = self.config.actor.ppo_n_minibatches
-        plan = update(self.actor, inputs, num_minibatches, self.objective.loss, self.stats, observe)
-        return {"total_steps": self.total_steps, "minibatches": plan}
+    def _after_step(self, source: RolloutSource, logger: StatsLogger, step: int) -> None:
+        """Log the statistics of a completed step and save a recovery checkpoint; a collective."""
+        stats = self.last_stats | self.stats.export() | self.live_stats.export()
+        logger.commit(step, stats)
+        self.tracing.commit(step, stats)
+        with self.live_stats.timing("checkpoint_for_recover"):
+            saved = self.recovery.save_when_due(step, self.version, self.engines, source)
+        self._observe_checkpoint(saved)
 
     def checksums(self) -> dict[str, str]:
-        """crc32c of every master weight of the actor, and of the critic as `critic.NAME`; a collective."""
+        """Compute the crc32c of every master weight (a critic's: `critic.NAME`); a collective."""
         critic = self.critic.checksums() if self.critic is not None else {}
         return self.actor.checksums() | {f"critic.{name}": value for name, value in critic.items()}
 
     def _live_rollouts(
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
     ) -> LiveRollouts | None:
-        """Those of this rank; None where the head of its group samples the rows that they share."""
+        """Build the rollouts of this rank.
+
+        None if rank 0 of its model-parallel group samples the rows that they share.
+        """
         if self.train_dataset is None:
             raise ConfigError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
         if not self.ranks.is_data_parallel_head:
@@ -235,10 +289,9 @@ class PPOTrainer:
     def _evaluation(
         self, live: LiveRollouts | None, workflow: Any, arguments: dict[str, Any]
     ) -> Evaluation | None:
-        steps_per_epoch = max(1, len(self.train_dataset or ()) // self.config.train_dataset.batch_size)
-        frequency = self.recovery.keep(
-            "evaluator", build.build_frequency(self.config.evaluator, self.ranks, steps_per_epoch)
-        )
+        """Build the validation of this rank; None if `evaluator` requests none."""
+        frequency = build.build_frequency(self.config.evaluator, self.ranks, self.steps_per_epoch)
+        self.recovery.keep("evaluator", frequency)
         if not (frequency.is_set or self.config.evaluator.eval_before_train):
             return None
         dataset = validation_rows(self.config, self.valid_dataset, self.tokenizer)
@@ -253,6 +306,19 @@ class PPOTrainer:
         return build_rollouts.build_workflow(
             workflow, arguments, gconfig, self.tokenizer, closing, self.tracing, self.config.rollout.agent
         )
+
+    @contextlib.contextmanager
+    def _start_and_end_observed(self) -> Iterator[None]:
+        """Send `start` to the observers, and `end` with the error, if any, when the block ends."""
+        error: str | None = None
+        try:
+            self._observe_start()
+            yield
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            self._observe("end", steps=self.version, error=error)
 
     def _observe_start(self) -> None:
         self._observe(
@@ -270,17 +336,17 @@ class PPOTrainer:
             ),
         )
 
-    def _observe_checkpoint(self, whole: Path | None) -> None:
-        """Tell of a checkpoint that has become whole, if one has."""
-        if whole is not None:
-            self._observe("checkpoint", step=step_of(whole), folder=whole)
+    def _observe_checkpoint(self, completed: Path | None) -> None:
+        """Send `checkpoint` to the observers if a recovery checkpoint has been completed."""
+        if completed is not None:
+            self._observe("checkpoint", step=step_of(completed), folder=completed)
 
     def _observe(self, event: str, **facts: Any) -> None:
         for observer in (*self.observers, *self.tracing.observers):
             observer(event, **facts)
 
     def close(self) -> None:
-        """Give back processes, connections and the process group."""
+        """Release processes, connections and the process group."""
         self._cleanup.close()
 
     def __enter__(self) -> "PPOTrainer":

@@ -1,4 +1,4 @@
-"""Rows of data sets as batches, and how much a step learns from."""
+"""Rows of datasets as batches, and the statistics of their size."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,10 @@ from areal_core.telemetry import Stats
 
 
 def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
-    """Rows of `input_ids` and `loss_mask` as a padded batch, `loss_mask` next-token aligned; [0, 1] of no rows."""
+    """Build a padded batch of `input_ids` and `loss_mask`, the latter next-token aligned.
+
+    Without rows its shape is [0, 1].
+    """
     if not rows:
         return select_rows(rows_to_batch([{"input_ids": [0], "loss_mask": [0]}]), [])
     singles = [
@@ -26,6 +29,6 @@ def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
 
 
 def record_rows(stats: Stats, flat: Batch) -> None:
-    """The sequences and tokens of a packed batch."""
+    """Record the numbers of sequences and tokens of a packed batch."""
     every = torch.ones_like(flat["input_ids"], dtype=torch.bool)
     stats.denominator(n_seqs=every[: len(flat["cu_seqlens"]) - 1], n_tokens=every)

@@ -1,4 +1,4 @@
-"""Models in Hugging Face format, as often as `saver` says.
+"""Models in Hugging Face format, saved at the periods of `saver`.
 
 ```
 {fileroot}/checkpoints/{user}/{experiment}/{trial}/
@@ -21,7 +21,7 @@ from areal_core.trainer.frequency import Frequency
 
 
 class Saver:
-    """A rank's part in writing models; with `saver.mode` "async" a thread of rank 0 writes them while training goes on."""
+    """Writes models, on every rank; with `saver.mode` "async" in a thread of rank 0."""
 
     def __init__(
         self,
@@ -37,19 +37,25 @@ class Saver:
         self._writing = BackgroundSave()
 
     def save_when_due(self, step: int) -> None:
-        """Writes the models after `step` if one of `saver.freq_*` has passed; a collective. Raises what writing the last ones raised."""
+        """Write the models after `step` if one of `saver.freq_*` has passed; a collective.
+
+        Raises the error of writing the previous ones, if there was one.
+        """
         self._writing.finished()
         if self.frequency.is_due(step):
             self._last_step = step
             self.save(f"globalstep{step}")
 
     def save_last(self, step: int) -> None:
-        """Writes the models after the run's last `step`, if `saver` asks for any and it was not due then; a collective."""
+        """Write the models after the run's last `step`, if not yet written; a collective.
+
+        Without a period of `saver` none are written.
+        """
         if self.frequency.is_set and self._last_step != step:
             self.save(f"globalstep{step}")
 
     def save(self, name: str) -> None:
-        """Writes the models into folders of that name; a collective."""
+        """Write the models to folders of that name; a collective."""
         self._writing.wait()
         folders = [
             take_hf(self.folder / ("default" if model == "actor" else model) / name, engine, self.tokenizer)
@@ -60,16 +66,16 @@ class Saver:
             self._writing.wait()
 
     def finish(self) -> None:
-        """Waits for the models that are being written."""
+        """Wait for the models that are being written."""
         self._writing.wait()
 
     def close(self) -> None:
-        """Ends the thread, if there is one."""
+        """End the writing thread, if there is one."""
         self._writing.close()
 
 
 def write_all(folders: list[HFFolder], given_up: threading.Event) -> None:
-    """Writes the models, unless they were given up."""
+    """Write the models, unless `given_up` is set."""
     for folder in folders:
         if not given_up.is_set():
             folder.write()

@@ -8,17 +8,19 @@ from torch import Tensor
 from areal_core.algorithm.sft_loss import sft_loss
 from areal_core.batch import Batch
 from areal_core.config import SFTConfig
+from areal_core.telemetry import Reduce
 from areal_core.trainer.rows import record_rows, rows_to_batch
 from areal_core.trainer.supervised import SupervisedTrainer
-from areal_core.trainer.updates import trained_tokens
+from areal_core.trainer.updates import num_loss_tokens
 
 
 class SFTTrainer(SupervisedTrainer):
     """A run of supervised fine-tuning on this rank, as a context manager.
 
     Args:
-        train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type "sft").
-        valid_dataset: held-out ones; by default those of `config.valid_dataset`, if it is given.
+        train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type
+            "sft").
+        valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
     """
 
     name = "sft"
@@ -33,16 +35,19 @@ class SFTTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        """Build the batch of the rows."""
         return rows_to_batch(rows)
 
     def weight(self, batch: Batch) -> Tensor:
-        return trained_tokens(batch)
+        """Return the number of tokens in the loss mask."""
+        return num_loss_tokens(batch)
 
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
-        trained = flat["loss_mask"].bool()
-        loss, per_token, per_row = sft_loss(logprobs, trained, flat["cu_seqlens"])
+        """Cross entropy, summed over the tokens in the loss mask; records its statistics."""
+        mask = flat["loss_mask"].bool()
+        loss, per_token, per_row = sft_loss(logprobs, mask, flat["cu_seqlens"])
         record_rows(self.stats, flat)
-        self.stats.denominator(n_valid_tokens=trained, prompt_tokens=~trained)
-        self.stats.stat("n_valid_tokens", **per_token)
-        self.stats.stat("n_seqs", **per_row)
+        self.stats.denominator(n_valid_tokens=mask, prompt_tokens=~mask)
+        self.stats.stat("n_valid_tokens", Reduce.AVG_MIN_MAX, **per_token)
+        self.stats.stat("n_seqs", Reduce.AVG_MIN_MAX, **per_row)
         return loss

@@ -1,4 +1,4 @@
-"""Where the sources of a run stand, dealt to another number of ranks: no prompt is lost or comes twice."""
+"""States of data sources resharded to another number of ranks: no prompt is lost or repeated."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ from areal_core.dataset.loader import PromptOrder
 State = dict[str, Any]
 
 
-def dealt_anew(states: list[State], num_ranks: int) -> list[State]:
-    """What `num_ranks` sources load, out of the states of those of all data-parallel ranks of an earlier run.
+def reshard(states: list[State], num_ranks: int) -> list[State]:
+    """Return the states of `num_ranks` sources, from those of all data-parallel ranks of a run.
 
-    The sources of replays have no state. Loaders stand alike on all ranks. With live rollouts some ranks may be ahead, and all have
-    prompts in flight: what the run as a whole has not trained on yet is dealt in turn, in the run's order.
+    The sources of replays have no state. The state of a loader is the same on all ranks. With live
+    rollouts some ranks may be ahead, and all have prompts in flight: the prompts that the run has
+    not trained on yet are distributed round-robin, in the run's order.
     """
     if not states[0]:
         return [{}] * num_ranks

@@ -1,4 +1,4 @@
-"""What the supervised methods share: a model on this rank, its rows in the run's order, the held-out ones, and the loop over them."""
+"""Base of the supervised methods: a model, training and validation rows, and the loop over them."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -12,6 +12,7 @@ from torch import Tensor
 from areal_core.batch import Batch
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
 from areal_core.dataset import get_dataset
+from areal_core.dataset.tokens import Row
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.errors import ConfigError
@@ -21,29 +22,28 @@ from areal_core.trainer.frequency import Frequency
 from areal_core.trainer.recovery import Recovery
 from areal_core.trainer.saving import Saver
 
-Row = dict[str, Any]
-
 
 def never(step: int) -> bool:
-    """Train to the last step."""
+    """Return False: train to the last step."""
     return False
 
 
 class SupervisedTrainer(ABC):
     """One model, its rows, and everything around its steps, as a context manager.
 
-    A method says what a batch of its rows is, what it weighs and what its loss is; it builds what else it needs, then calls `restore`.
+    A method defines the batch of its rows, the loss and its denominator; its constructor builds
+    what else it needs, then calls `restore`.
 
     Args:
         train_dataset: the rows of all ranks.
-        valid_dataset: held-out ones; by default those of `config.valid_dataset`, if it is given.
+        valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
 
     Raises:
-        ConfigError: `evaluator` asks for validation, and there are no held-out rows.
+        ConfigError: `evaluator` requests validation, and there are no validation rows.
     """
 
-    name: ClassVar[str]  # scope of the statistics of training; those of held-out rows are under `eval-{name}`
-    granularity: ClassVar[int] = 1  # neighbouring rows that stay in one micro-batch
+    name: ClassVar[str]  # scope of training statistics; of validation: `eval-{name}`
+    granularity: ClassVar[int] = 1  # adjacent rows that stay in one micro-batch
     load: ClassVar[Callable[..., Any]] = staticmethod(load_model)
 
     def __init__(
@@ -74,18 +74,18 @@ class SupervisedTrainer(ABC):
 
     @abstractmethod
     def to_batch(self, rows: Sequence[Row]) -> Batch:
-        """This rank's rows of a step, maybe none, as a padded batch; a collective."""
+        """Build the padded batch of this rank's rows of a step, perhaps none; a collective."""
 
     @abstractmethod
     def weight(self, batch: Batch) -> Tensor:
-        """What the loss of a batch, summed over all ranks, is divided by."""
+        """Return the loss denominator of a batch; the loss is divided by its sum over ranks."""
 
     @abstractmethod
     def loss(self, *inputs: Any) -> Tensor:
-        """The loss, summed over a packed micro-batch, as `FSDPEngine.train_batch` wants it; records its statistics."""
+        """Compute the loss, summed over a packed micro-batch; records its statistics."""
 
     def restore(self) -> None:
-        """Continue from the newest whole checkpoint, if the config says so."""
+        """Continue from the newest complete checkpoint, if `recover.mode` says so; a collective."""
         self.first_step = self.recovery.load(self.engines).step
         self.recovery.restore(self.loader)
         continued = self.first_step > 0
@@ -93,9 +93,10 @@ class SupervisedTrainer(ABC):
         self._cleanup.callback(self.tracing.close)
 
     def train(self, stop: Callable[[int], bool] = never) -> None:
-        """Train to the last step, or the first after which `stop(step)` holds; then write `checkpoints/.../default/final`.
+        """Train to the last step, or the first after which `stop(step)` is true; write the model.
 
-        `stop` is asked on every rank and must answer alike.
+        The model is written to `checkpoints/.../default/final`. `stop` is called on every rank and
+        must return the same on all.
         """
         steps = (self.first_step, self.total_steps)
         with build.build_loggers(self.config, self.ranks, steps) as logger:
@@ -117,6 +118,7 @@ class SupervisedTrainer(ABC):
             self.recovery.finish()
 
     def _train_step(self) -> None:
+        """Train on this rank's rows of the next batch, in one optimizer step; a collective."""
         with self.stats.timing("step"), self.stats.scope(self.name):
             batch = self.to_batch([row for _, row in self.loader.next_batch()])
             with self.stats.timing("train_step"):
@@ -125,7 +127,7 @@ class SupervisedTrainer(ABC):
             self.stats.scalar(grad_norm=result.grad_norm, lr=result.lr)
 
     def evaluate(self, scope: str) -> None:
-        """Record the statistics of training for all held-out rows, under `scope`; a collective."""
+        """Record the training statistics of all validation rows under `scope`; a collective."""
         with self.stats.timing("eval"), self.stats.scope(scope):
             for rows in self.validation.batches:
                 self.actor.eval_batch(self.to_batch(rows), self.loss)
@@ -141,17 +143,17 @@ class SupervisedTrainer(ABC):
 
 @dataclass(frozen=True)
 class Validation:
-    """This rank's share of the held-out rows, as many batches on every rank, and after which steps they are run."""
+    """This rank's validation rows, in equally many batches on every rank, and their timer."""
 
     batches: list[list[Row]]
     frequency: Frequency
 
 
 def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> Validation:
-    """The rows given, or those of `config.valid_dataset`, in batches of the size of training ones.
+    """Build the validation of `rows`, or by default those of `config.valid_dataset`.
 
     Raises:
-        ConfigError: `evaluator` asks for validation, and there are no rows.
+        ConfigError: `evaluator` requests validation, and there are no rows.
     """
     config = trainer.config
     if rows is None and config.valid_dataset is not None:
@@ -159,13 +161,16 @@ def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> 
     frequency = build.build_frequency(config.evaluator, trainer.ranks, trainer.loader.steps_per_epoch)
     if not rows and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(
-            "evaluator asks for validation and valid_dataset is None: give the section, or the trainer's argument"
+            "evaluator requests validation and valid_dataset is None: set valid_dataset, or pass the trainer's argument"
         )
-    return Validation(deal(rows or [], config.train_dataset.batch_size, trainer.ranks), frequency)
+    return Validation(shard_batches(rows or [], config.train_dataset.batch_size, trainer.ranks), frequency)
 
 
-def deal(rows: Sequence[Row], batch_size: int, ranks: Ranks) -> list[list[Row]]:
-    """Data-parallel rank r's rows r, r + their number, ... of each batch of `batch_size`; of the last one maybe none."""
+def shard_batches(rows: Sequence[Row], batch_size: int, ranks: Ranks) -> list[list[Row]]:
+    """Divide rows into batches; return this rank's share of each, perhaps none of the last one.
+
+    Data-parallel rank r of n gets rows r, r + n, ... of each batch of `batch_size`.
+    """
     starts = range(0, len(rows), batch_size)
     ends = [min(start + batch_size, len(rows)) for start in starts]
     return [

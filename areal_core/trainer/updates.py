@@ -1,4 +1,4 @@
-"""The optimizer steps of one batch: its rows are dealt to minibatches, and each of them is one step."""
+"""The optimizer steps of one batch: its rows are divided into minibatches, one for each step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,19 +20,20 @@ def update(
     stats: Stats,
     observe: Callable[..., None] = tell_nobody,
 ) -> list[dict[str, Any]]:
-    """Learn from a batch in several optimizer steps; a collective.
+    """Train on a batch in several optimizer steps; a collective.
 
     Args:
-        inputs: next-token aligned rows of this rank, with what `loss` needs.
-        observe: told the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
+        inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
+        observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
 
     Returns:
-        The plan that was followed, in JSON types: rows, micro-batches and what came out of each minibatch.
+        The plan that was followed, in JSON types: rows, micro-batches and results per
+        minibatch.
     """
     plan = []
     for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks)):
-        told = partial(observe, minibatch=index, rows=rows)
-        result = engine.train_batch(select_rows(inputs, rows), loss, trained_tokens, told)
+        observe_engine = partial(observe, minibatch=index, rows=rows)
+        result = engine.train_batch(select_rows(inputs, rows), loss, num_loss_tokens, observe_engine)
         stats.scalar(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -64,11 +65,11 @@ def update(
 
 
 def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) -> list[list[int]]:
-    """Rows of each optimizer step, as many steps on every rank; a collective."""
+    """Return the rows of each optimizer step, equally many steps on every rank; a collective."""
     lengths = sequence_lengths(batch).tolist()
     return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)
 
 
-def trained_tokens(batch: Batch) -> Tensor:
-    """The weight of a batch: its trained tokens."""
+def num_loss_tokens(batch: Batch) -> Tensor:
+    """Return the number of tokens in the loss mask: the loss denominator of a batch."""
     return batch["loss_mask"].sum()

@@ -1,4 +1,4 @@
-"""How old a batch is: versions between the weights that sampled its tokens and those that train on them."""
+"""Staleness of a batch: versions between the weights that sampled it and those it trains."""
 
 import torch
 
@@ -7,22 +7,23 @@ from areal_core.telemetry import Stats
 
 
 def log_versions(stats: Stats, batch: Batch, version: int) -> None:
-    """Ages of tokens and of rows under `version_stats/`.
+    """Record the staleness of tokens and of rows under `version_stats/`.
 
-    `v_proximal` are the weights at the start of the step, `v_theta` those that it makes. The head of a row is its first sampled token,
-    the tail its last; they differ where weights were pushed in the middle of a generation.
+    `v_proximal` is the version of the weights at the start of the step, `v_theta` that of the
+    weights after it. The head of a row is its first sampled token, the tail its last; their
+    versions differ if the weights were updated during the generation.
 
     Args:
         batch: token-aligned, `versions` and `loss_mask` [B, T].
         version: of the trainer's weights at the start of the step.
     """
-    trained, versions = batch["loss_mask"].bool(), batch["versions"].float()
-    places = torch.arange(trained.shape[1]).expand_as(trained)
-    head = places.masked_fill(~trained, trained.shape[1] - 1).amin(1, keepdim=True)  # [B, 1]
-    tail = places.masked_fill(~trained, 0).amax(1, keepdim=True)
+    mask, versions = batch["loss_mask"].bool(), batch["versions"].float()
+    positions = torch.arange(mask.shape[1]).expand_as(mask)  # [B, T]
+    head = positions.masked_fill(~mask, mask.shape[1] - 1).amin(1, keepdim=True)  # [B, 1]
+    tail = positions.masked_fill(~mask, 0).amax(1, keepdim=True)  # [B, 1]
     with stats.scope("version_stats"):
         stats.scalar(v_proximal=version, v_theta=version + 1)
-        stats.denominator(n_valid_generated_tokens=trained, n_generated_seqs=trained.any(1))
+        stats.denominator(n_valid_generated_tokens=mask, n_generated_seqs=mask.any(1))
         stats.stat(
             "n_valid_generated_tokens",
             sample_staleness_proximal=version - versions,

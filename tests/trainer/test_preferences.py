@@ -153,14 +153,16 @@ def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(trainer,
 
 def test_each_held_out_pair_is_dealt_to_one_rank_in_as_many_batches_on_each():
     pairs = [{"chosen_ids": [i]} for i in range(5)]
-    dealt = [supervised.deal(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)]
+    dealt = [
+        supervised.shard_batches(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)
+    ]
     assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[0]] == [[0, 2], [4]]
     assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[1]] == [[1, 3], []]
     assert pairs_to_batch(dealt[1][1])["input_ids"].shape[0] == 0
 
 
 def test_validation_without_pairs_is_refused(trainer):
-    with pytest.raises(ConfigError, match="evaluator asks for validation and valid_dataset is None"):
+    with pytest.raises(ConfigError, match="evaluator requests validation and valid_dataset is None"):
         trainer("rw", lambda config: setattr(config.evaluator, "freq_steps", 1), valid=None)
 
 

@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     tensors.write_bytes(damaged)
     with caplog.at_level(logging.INFO):
         assert train("resume") == whole
-    assert f"passing over a checkpoint: {tensors} is missing or damaged" in caplog.text
+    assert f"skipping a checkpoint: {tensors} is missing or damaged" in caplog.text
     assert f"continuing at step 3 from {checkpoints() / 'step-000003'}" in caplog.text
     assert steps_logged() == [0, 1, 2, 3]
 
@@ -179,7 +179,7 @@ def test_fault_starts_anew_and_continues_only_what_it_has_begun_itself(
 
 def test_resume_without_a_checkpoint_says_what_to_do(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"recover.mode is 'resume' and .* holds no whole checkpoint: use 'auto'"
+        CheckpointError, match=r"recover.mode is 'resume' and .* has no complete checkpoint: use 'auto'"
     ):
         find_checkpoint(tmp_path, "resume", is_restart=False)
     assert find_checkpoint(tmp_path, "auto", is_restart=False) is None

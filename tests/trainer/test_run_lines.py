@@ -70,7 +70,9 @@ def test_a_signal_leaves_the_loop_by_an_exception_and_is_told(config, capsys, nu
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) is before
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"sums/first: ended by {name} after 1 of 9 steps; there is no checkpoint to go on")
+    assert last.startswith(
+        f"sums/first: ended by {name} after 1 of 9 steps; there is no checkpoint to continue from"
+    )
 
 
 def test_a_second_signal_ends_the_process_at_once(config):
@@ -102,4 +104,7 @@ def test_an_exception_is_named_with_the_checkpoint_to_go_on_from(config, capsys,
     with pytest.raises(ValueError, match="no reward"):
         run(lines)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "ended by ValueError after 0 of 9 steps; with recover.mode=auto it goes on after step 4, from checkpoints/" in last  # fmt: skip
+    assert (
+        "ended by ValueError after 0 of 9 steps; with recover.mode=auto it continues after step 4, "
+        "from checkpoints/"
+    ) in last

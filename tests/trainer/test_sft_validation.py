@@ -76,5 +76,5 @@ def test_held_out_rows_are_measured_after_the_steps_that_the_config_names(train)
 
 
 def test_validation_without_rows_is_refused(train):
-    with pytest.raises(ConfigError, match="evaluator asks for validation and valid_dataset is None"):
+    with pytest.raises(ConfigError, match="evaluator requests validation and valid_dataset is None"):
         train(None, freq_steps=1)

@@ -4,7 +4,7 @@ import pytest
 
 from areal_core.dataset.loader import PromptLoader
 from areal_core.rollout.feed import PromptFeed
-from areal_core.trainer.sources import dealt_anew
+from areal_core.trainer.sources import reshard
 
 ROWS = [{"messages": str(i)} for i in range(13)]
 
@@ -24,7 +24,7 @@ def test_no_prompt_is_lost_or_comes_twice_when_some_are_in_flight_and_ranks_are_
     in_flight = [[feed.take()[0] for _ in range(1 + 2 * (rank == 0))] for rank, feed in enumerate(old)]
     states = [feed.state_dict(ids) for feed, ids in zip(old, in_flight, strict=True)]
     new = feeds(after)
-    for feed, state in zip(new, dealt_anew(states, after), strict=True):
+    for feed, state in zip(new, reshard(states, after), strict=True):
         feed.load_state_dict(state)
     assert finished == {0, 1, 2, 3}
     sizes = [len(feed.state_dict([])["prompts"]) for feed in new]
@@ -37,7 +37,7 @@ def test_no_prompt_is_lost_or_comes_twice_when_some_are_in_flight_and_ranks_are_
 def test_without_prompts_in_flight_the_new_ranks_get_what_they_would_have_had_all_along():
     old, new, fresh = feeds(2), feeds(4), feeds(4)
     taken(old, 2)
-    for feed, state in zip(new, dealt_anew([feed.state_dict([]) for feed in old], 4), strict=True):
+    for feed, state in zip(new, reshard([feed.state_dict([]) for feed in old], 4), strict=True):
         feed.load_state_dict(state)
     taken(fresh, 1)
     assert [feed.take() for feed in new] == [feed.take() for feed in fresh]
@@ -47,7 +47,7 @@ def test_counts_keep_their_sum():
     states = [
         feed.state_dict([]) | {"counts": {"rejected": 2, "failed": r}} for r, feed in enumerate(feeds(2))
     ]
-    dealt = [state["counts"] for state in dealt_anew(states, 4)]
+    dealt = [state["counts"] for state in reshard(states, 4)]
     assert [counts["rejected"] for counts in dealt] == [1, 1, 1, 1]
     assert [counts["failed"] for counts in dealt] == [1, 0, 0, 0]
 
@@ -56,5 +56,5 @@ def test_loaders_alone_and_replays_go_on_where_all_ranks_stood():
     loaders = [PromptLoader(ROWS, 4, rank, 2) for rank in range(2)]
     for loader in loaders:
         loader.next_batch()
-    assert dealt_anew([loader.state_dict() for loader in loaders], 4) == [loaders[0].state_dict()] * 4
-    assert dealt_anew([{}, {}], 3) == [{}, {}, {}]
+    assert reshard([loader.state_dict() for loader in loaders], 4) == [loaders[0].state_dict()] * 4
+    assert reshard([{}, {}], 3) == [{}, {}, {}]
