@@ -41,9 +41,13 @@ logger = logging.getLogger(__name__)
 class Source(Protocol):
     """A rank's data source with a state, in JSON types."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position."""
+        ...
 
 
 @dataclass(frozen=True)

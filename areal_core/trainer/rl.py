@@ -1,7 +1,7 @@
 """Policy optimisation: PPO, GRPO and relatives.
 
-`train_steps` is the loop, with every stage of a step in order. `PPOTrainer` is what stands around
-it: set-up, recovery, logging, errors and clean-up.
+`train_steps` is the loop, with every stage of a step in order. `PPOTrainer` does everything around
+it: set-up, recovery, logging, error handling and clean-up.
 """
 
 import contextlib
@@ -219,8 +219,8 @@ class PPOTrainer:
                 import path.
 
         Raises:
-            ConfigError: there is neither a dataset nor a source, or the options contradict each
-                other.
+            ConfigError: there is no dataset and no source, no rollout engine, no validation rows
+                although `evaluator` requests them, or a path that cannot be imported.
         """
         source, evaluation = self.source, None
         if source is None:

@@ -1,4 +1,4 @@
-"""Rows from files and generators, supervised rows as tokens, and the order in which ranks see prompts."""
+"""Rows from files and generators, supervised rows as tokens, and the order of prompts over ranks."""
 
 import json
 
@@ -41,14 +41,14 @@ def test_questions_become_messages_that_ask_for_a_box(questions):
     }
 
 
-def test_messages_and_prompts_are_taken_as_they_are(tmp_path):
+def test_messages_and_prompts_are_used_unchanged(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "k": 1}) + '\n{"prompt": "hi"}\n')
     rows = get_dataset(DatasetConfig(path=str(tmp_path), type="rl"))
     assert rows == [{"messages": messages, "k": 1}, {"messages": messages}]
 
 
-def test_folder_gives_the_split_that_is_asked_for(questions):
+def test_folder_gives_the_requested_split(questions):
     folder = questions.parent
     (folder / "test.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n")
     config = DatasetConfig(path=str(folder), type="rl", split="train")
@@ -88,7 +88,7 @@ def test_hugging_face_folder_is_read(tmp_path):
         ('{"text": "a", "label": 1}\n', "row 0 has text, label; expected messages, question or prompt"),
     ],
 )
-def test_damaged_file_is_named_with_its_line(tmp_path, content, said):
+def test_damaged_file_is_reported_with_its_line(tmp_path, content, said):
     file = tmp_path / "bad.jsonl"
     file.write_text(content)
     with pytest.raises(DatasetError) as error:
@@ -97,7 +97,7 @@ def test_damaged_file_is_named_with_its_line(tmp_path, content, said):
     assert said in str(error.value)
 
 
-def test_path_that_is_nothing_is_refused(tmp_path):
+def test_path_without_data_is_refused(tmp_path):
     with pytest.raises(
         DatasetError, match=r"nothing.* is no file, no folder with JSONL files, and no dataset"
     ):
@@ -126,7 +126,7 @@ def test_arithmetic_is_right_and_the_same_for_the_same_seed():
         rows(ops="+/")
 
 
-def test_supervised_rows_learn_the_completion_and_its_eos(tmp_path, tokenizer):
+def test_loss_mask_of_supervised_rows_covers_the_completion_and_its_eos(tmp_path, tokenizer):
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     row = get_dataset(DatasetConfig(path=str(file), type="sft"), tokenizer=tokenizer)[0]
@@ -134,7 +134,7 @@ def test_supervised_rows_learn_the_completion_and_its_eos(tmp_path, tokenizer):
     assert row["loss_mask"] == [0, 0, 0, 0, 1, 1]
 
 
-def test_supervised_prompt_is_what_a_rollout_would_see(tokenizer):
+def test_supervised_prompt_equals_that_of_a_rollout(tokenizer):
     config = DatasetConfig(path="arithmetic", type="sft", dataset_kwargs={"num_rows": 1})
     row = get_dataset(config, tokenizer=tokenizer)[0]
     question = get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs={"num_rows": 1}))[0]
@@ -151,7 +151,7 @@ def rows_of(num_rows: int) -> list[dict]:
 
 
 def global_batches(num_batches: int, world_size: int, **options) -> list[list[tuple[int, int]]]:
-    """What all ranks together are given, in order of prompt_id."""
+    """Return the rows of all ranks together, in order of prompt_id."""
     loaders = [PromptLoader(rows_of(13), 4, rank, world_size, **options) for rank in range(world_size)]
     batches = []
     for _ in range(num_batches):

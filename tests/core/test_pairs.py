@@ -1,4 +1,4 @@
-"""Preference rows in every form that datasets have them, as tokens."""
+"""Preference rows in every format of datasets, as tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ def tokenizer():
 
 @pytest.fixture
 def rows_of(tmp_path, tokenizer):
-    """Rows of a file as the trainer gets them: `rows_of([{...}], max_length=8)`."""
+    """Rows of a file as the trainer receives them: `rows_of([{...}], max_length=8)`."""
 
     def read(rows: list[dict], **options) -> list[dict]:
         file = tmp_path / "pairs.jsonl"
@@ -65,7 +65,7 @@ def assistant(text: str) -> dict[str, str]:
         ),
     ],
 )
-def test_every_form_of_a_pair_learns_what_the_sides_do_not_share(
+def test_loss_mask_of_every_format_covers_all_after_the_common_prefix(
     rows_of, tokenizer, row, prompt, chosen, rejected
 ):
     [pair] = rows_of([row])
@@ -77,7 +77,7 @@ def test_every_form_of_a_pair_learns_what_the_sides_do_not_share(
         assert tokenizer.decode(learned) == text
 
 
-def test_a_side_that_ends_where_the_other_goes_on_learns_to_end(rows_of, tokenizer):
+def test_loss_mask_of_a_side_that_is_a_prefix_of_the_other_covers_its_end(rows_of, tokenizer):
     [pair] = rows_of([{"prompt": "a", "chosen": "b", "rejected": "bc"}])
     assert pair["chosen_loss_mask"] == [0, 0, 1]
     assert pair["rejected_loss_mask"] == [0, 0, 1, 1]
@@ -100,7 +100,7 @@ def test_ties_and_pairs_with_one_long_side_are_left_out(rows_of):
         ({"prompt": "a", "chosen": [], "rejected": []}, "row 0 has no text and no messages"),
     ],
 )
-def test_row_that_is_no_pair_is_refused_with_its_place(rows_of, row, said):
+def test_row_that_is_no_pair_is_refused_with_its_number(rows_of, row, said):
     with pytest.raises(DatasetError) as error:
         rows_of([row])
     assert said in str(error.value)

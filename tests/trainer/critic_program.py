@@ -1,4 +1,7 @@
-"""Trains PPO with a critic on made-up answers of several turns, on the ranks of this job; rank 0 prints what each step measured as JSON."""
+"""Train PPO with a critic on synthetic answers of several turns, on the ranks of this job.
+
+Rank 0 prints the statistics of each step as JSON.
+"""
 
 import json
 import sys
@@ -18,7 +21,7 @@ from replayer.preflight import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_ROWS, STOP, LENGTH = 8, 0, 1
-# As a preset and a user would set it; returns differ from rewards, and every row is trained on in one optimizer step of known size.
+# A preset with overrides: returns differ from rewards, and SGD makes one step of known size on all rows.
 PPO = [
     "algorithm=ppo",
     "actor.discount=0.97",
@@ -30,7 +33,7 @@ PPO = [
 
 
 class Conversations(RandomRollouts):
-    """Rows of which a tool wrote every fifth and sixth token, and of which every third was cut off; each rank takes its share."""
+    """Rows with every fifth and sixth token written by a tool, every third row truncated; sharded."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(vocab_size=100, num_prompts=NUM_ROWS // 2, num_samples=2, longest=24, seed=3)
@@ -55,7 +58,7 @@ def build(
     rollouts: Callable[[Ranks], RandomRollouts] = Conversations,
     **options: Any,
 ) -> PPOTrainer:
-    """A trainer of so many steps, its files below `folder`."""
+    """Build a trainer of `num_steps` steps with its files under `folder`."""
     given = [
         f"cluster.fileroot={folder}",
         f"actor.path={model}",
@@ -69,7 +72,7 @@ def build(
 
 
 def make_teacher(folder: Path, **size: int) -> Path:
-    """A model of other random weights; louder, for a random model says nothing."""
+    """Write a model of other random weights, scaled up because a random model is nearly uniform."""
     make_tiny_model(folder, seed=1, **size)
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -79,7 +82,7 @@ def make_teacher(folder: Path, **size: int) -> Path:
 
 
 def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Callable[..., None]]:
-    """Maker of an observer that puts the statistics of each step into a list."""
+    """Return a factory of an observer that appends the statistics of each step to a list."""
 
     def observe(event: str, **facts: Any) -> None:
         if event == "step":
@@ -89,7 +92,7 @@ def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Cal
 
 
 def norms_of_weights(trainer: PPOTrainer) -> dict[str, float]:
-    """Of every parameter of actor and critic; a collective."""
+    """Return the norm of every parameter of actor and critic; a collective."""
     return {
         f"{engine}.{name}": float(tensor.double().norm())
         for engine, trained in trainer.engines.items()

@@ -1,4 +1,7 @@
-"""Trains a reward model or DPO on the ranks of this job; rank 0 prints the loss of each step and of the held-out pairs as JSON."""
+"""Train a reward model or DPO on the ranks of this job.
+
+Rank 0 prints the loss of each step and of the validation pairs as JSON.
+"""
 
 import json
 import sys
@@ -30,7 +33,7 @@ def main(method: str, model: str, folder: str, sizes: str) -> None:
     config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
     config.train_dataset.batch_size, config.total_train_epochs = 4, 3
     config.evaluator.freq_steps = 1
-    # Of nine held-out pairs the last batch holds one: the second rank has none of it.
+    # The last batch of nine validation pairs has one: the second rank has none of it.
     with trainer_class(config, PAIRS, PAIRS[:9]) as trainer:
         trainer.train()
         if trainer.ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""SAPO, M2PO and approximated proximal logprobs through the whole trainer: what is learned does not depend on micro-batches."""
+"""SAPO, M2PO and approximated proximal log-probs in the complete trainer, for any micro-batch size."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ FULL = RecordingOptions(Recording("full"))
 
 
 class OldRollouts(RandomRollouts):
-    """Every token was sampled by the first weights, near to what they say: a random model gives each token about 1/100."""
+    """Tokens sampled by version 0, with its approximate log-probs: about 1/100 per token of a random model."""
 
     def next_batch(self, step, version):
         batch = super().next_batch(step, 0)

@@ -1,4 +1,6 @@
-"""PPO with a critic through the whole trainer: held to plain torch and numpy, to other ranks, to its record and its checkpoints."""
+"""PPO with a critic in the complete trainer, tested against plain torch and numpy, other ranks, its
+record and its checkpoints.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -28,7 +30,7 @@ norms_of_weights = critic_program.norms_of_weights
 
 
 def keep_inputs(kept):
-    """Maker of an observer that puts the inputs of each step into `kept`."""
+    """Return a factory of an observer that appends the inputs of each step to `kept`."""
 
     def make(trainer):
         def observe(event, **facts):
@@ -41,7 +43,7 @@ def keep_inputs(kept):
 
 
 def values_of(model, inputs):
-    """What a Hugging Face classifier gives every real position of every row, by its own modules, a row at a time."""
+    """Compute the scores of a Hugging Face classifier at every real position, one row at a time."""
     values = torch.zeros(inputs["attention_mask"].shape)
     for row, mask in enumerate(inputs["attention_mask"]):
         ids = inputs["input_ids"][row, mask][None].long()
@@ -50,7 +52,7 @@ def values_of(model, inputs):
 
 
 def gae_by_numpy(inputs, discount, lam):
-    """Advantages and returns in float64, by sums over the trained tokens of each row."""
+    """Compute advantages and returns in float64, by sums over the tokens in the loss mask of each row."""
     advantages = np.zeros(inputs["values"].shape)
     for row, mask in enumerate(inputs["loss_mask"].bool().numpy()):
         steps, values = np.flatnonzero(mask), inputs["values"][row].double().numpy()
@@ -113,7 +115,7 @@ def saved_critic(folder, step):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """Options of a teacher, so that every loss takes part."""
+    """Options of a teacher, so that every loss is included."""
     teacher = critic_program.make_teacher(tmp_path_factory.mktemp("teacher"))
     return [
         f"teacher.path={teacher}",
@@ -134,7 +136,7 @@ def whole(tiny_model, tmp_path_factory, taught):
 
 
 def assert_same(found, expected):
-    """Within what the order of float32 sums can move in three steps."""
+    """Compare within the noise floor of float32 sums over three steps."""
     (steps, weights), (expected_steps, expected_weights) = found, expected
     for step, expected_step in zip(steps, expected_steps, strict=True):
         assert computed(step) == pytest.approx(computed(expected_step), rel=2e-4, abs=2e-6)
@@ -163,13 +165,13 @@ def test_ranks_do_not_change_what_is_learned(split, tiny_model, tmp_path, torchr
 
 
 def computed(stats):
-    """The statistics that do not count what ran where."""
+    """Return the statistics that do not depend on the number of micro-batches or ranks."""
     divided = ("num_micro_batches", "__count", "timeperf/")
     return {name: value for name, value in stats.items() if not any(part in name for part in divided)}
 
 
 def recorded(folder):
-    """Maker of a recorder in scope `full`, with anchors before every second step."""
+    """Return a factory of a recorder in scope `full`, with anchors before every second step."""
 
     def make(trainer):
         record = recorder_of(trainer, folder, RecordingOptions(Recording("full"), text=False))
@@ -184,7 +186,7 @@ def recorded(folder):
     return make
 
 
-def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(tiny_model, tmp_path):
+def test_a_recorded_run_replays_bitwise_and_actor_and_critic_are_distinguished(tiny_model, tmp_path):
     folder = tmp_path / "record"
     with build(tiny_model, tmp_path / "run", 4, observers=[recorded(folder)]) as trainer:
         trainer.train()
@@ -202,7 +204,7 @@ def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(ti
     assert report.steps[-1].num_parameters == num_parameters
     own, of_values = noise_reruns(record, Request(str(folder), 0, 3), report)[-1].settings
     assert own.replace("actor", "critic") == of_values  # the noise of values is measured as well
-    reached = goto(str(folder), 3, lambda scene: None)  # from the anchor, which holds the critic as well
+    reached = goto(str(folder), 3, lambda scene: None)  # from the anchor, which contains the critic as well
     assert (reached.anchor, reached.faithful, reached.num_parameters) == (2, True, num_parameters)
 
     with build(
@@ -222,7 +224,7 @@ def test_a_recorded_run_replays_to_the_same_bits_and_its_parts_are_told_apart(ti
     assert differences.verdict.cause == "configuration"
 
 
-def test_a_run_that_was_cut_off_continues_to_the_same_bits(tiny_model, tmp_path):
+def test_an_interrupted_run_continues_to_the_same_bits(tiny_model, tmp_path):
     recovering = [
         "recover.mode=auto",
         "recover.freq_steps=1",

@@ -47,7 +47,7 @@ def objective(**options):
     return PolicyObjective(PPOActorConfig(**defaults | options), lambda tensor: tensor, Stats())
 
 
-def test_entropy_is_handed_on_where_logprobs_are_recomputed():
+def test_entropy_is_returned_where_logprobs_are_recomputed():
     options = objective(use_decoupled_loss=True)
     inputs = options.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
     assert inputs["entropy"].tolist() == [[0.5, 0.5, 0.0]] * 4
@@ -55,9 +55,9 @@ def test_entropy_is_handed_on_where_logprobs_are_recomputed():
     assert "entropy" not in taken.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
 
 
-def test_grpo_advantages_by_hand_are_rewards_minus_their_group_mean_on_trained_positions():
+def test_grpo_advantages_are_rewards_minus_their_group_mean_on_positions_in_the_loss_mask():
     inputs = objective().learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
-    # Group means are 0.5 and 3. Position t speaks of token t + 1: the two trained tokens sit at positions 0 and 1.
+    # Group means are 0.5 and 3. Position t predicts token t + 1: the two tokens in the loss mask are at 0 and 1.
     want = [[0.5, 0.5, 0.0], [-0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert inputs["advantages"].tolist() == want
     assert inputs["logprobs"][0].tolist() == [-1.0, -2.0, 0.0]
@@ -79,7 +79,7 @@ def test_whose_logprobs_are_behaviour_and_proximal(options, behaviour, proximal)
     assert inputs["prox_logp"][0, 2] == 0.0  # nothing is trained there
 
 
-def test_kl_penalty_against_the_reference_by_hand():
+def test_kl_penalty_against_the_reference_equals_literal_numbers():
     reference = FixedScorer(torch.full((4, 3), -1.5))
     inputs = objective(kl_ctl=0.1, reward_norm=None).learning_inputs(
         batch(), FixedScorer(torch.zeros(4, 3)), reference, 0
@@ -133,7 +133,7 @@ def test_tokens_beyond_the_bound_are_left_out_and_counted():
     assert rejecting.stats.export()["rs_filtered_fraction"] == pytest.approx(0.25)
 
 
-def test_sapo_by_hand_is_a_gate_on_the_ratio_to_the_policy_that_sampled():
+def test_sapo_is_a_gate_on_the_ratio_to_the_behaviour_policy():
     subject = objective(use_sapo_loss=True, sapo_tau_pos=1.0, sapo_tau_neg=2.0)
     logprobs = (-torch.ones(6)).requires_grad_()
     loss = subject.loss(logprobs, torch.zeros(6), packed())
@@ -174,7 +174,7 @@ def clipped_by_numpy(ratio, weight, advantages, mask):
     return (np.maximum(-advantages * ratio, -advantages * ratio.clip(0.8, 1.2)) * weight)[mask].sum()
 
 
-def test_m2po_trusts_tokens_until_the_mean_square_of_the_whole_batch_is_reached():
+def test_m2po_trusts_tokens_until_the_mean_square_of_the_batch_is_reached():
     subject = objective(use_decoupled_loss=True, m2_threshold=0.05)
     # Proximal minus behaviour: squares 0.01, 0.04, 0.01, 0.09, 0.01, 1.0, 0.01, 0.04. Without the 1 the mean is 0.03.
     proximal = torch.tensor([[-0.9, -1.8], [-0.9, -1.7], [-0.9, -1.0], [-0.9, -1.8]])
@@ -196,7 +196,7 @@ def test_m2po_equals_numpy_and_drops_what_is_not_trusted_before_the_weights():
     assert subject.stats.export()["m2_filtered_fraction"] == pytest.approx(dropped)
 
 
-def test_loglinear_costs_no_forward_and_takes_the_share_from_the_age_of_each_token():
+def test_loglinear_needs_no_forward_and_takes_the_share_from_the_staleness_of_each_token():
     subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
     rows = batch()
     rows["versions"] = torch.tensor([[-1, 5, 4], [-1, 3, 1], [-1, 5, 5], [-1, 5, 5]], dtype=torch.int32)
@@ -223,7 +223,7 @@ def test_loglinear_equals_numpy_and_its_proximal_policy_has_no_gradient():
     np.testing.assert_allclose(gradient.numpy(), np.where(mask, -flat["advantages"], 0.0), rtol=1e-6)
 
 
-def test_metrics_learn_from_the_computed_policy_and_say_how_far_the_approximations_are():
+def test_metrics_train_on_the_computed_policy_and_record_the_errors_of_the_approximations():
     flat, logprobs = random_flat(3)
     flat["proximal_share"] = np.full(12, 0.5)
     mask = flat["loss_mask"] > 0
@@ -259,7 +259,7 @@ def test_metrics_learn_from_the_computed_policy_and_say_how_far_the_approximatio
         ({"mask_no_eos_with_zero": True}, {}),
     ],
 )
-def test_options_that_bound_the_update_are_logged_as_scalars(options, bounds):
+def test_options_that_limit_the_update_are_logged_as_scalars(options, bounds):
     stats, actor = Stats(), PPOActorConfig(eps_clip=0.25, **options)
     log_settings(stats, actor)
     told = {name: value for name, value in stats.export().items() if not name.endswith("__count")}

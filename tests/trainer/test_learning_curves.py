@@ -1,4 +1,4 @@
-"""Every method improves what it is measured by on held-out rows of a tiny task; the documents show the same trainings."""
+"""Every method improves its validation measure on a tiny task; the documents show the same runs."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ spec.loader.exec_module(learning_curves)
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A folder with an untrained model and one that is right sometimes."""
+    """A folder with an untrained model and one that is sometimes right."""
     folder = tmp_path_factory.mktemp("larger")
     teach(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Runs that train an adapter in place of the weights: each method's held-out measure rises."""
+"""Runs that train an adapter instead of the weights: each method's validation measure rises."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_held_out_pairs_are_ranked_by_a_reward_model_with_an_adapter(tmp_path):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    """A folder with an untrained model and one that is right sometimes."""
+    """A folder with an untrained model and one that is sometimes right."""
     folder = tmp_path_factory.mktemp("larger")
     teach(folder)
     return folder
@@ -42,7 +42,7 @@ def taught(tmp_path_factory) -> Path:
     ids=lambda method: method.name,
 )
 def test_held_out_measure_rises_with_an_adapter(method, taught):
-    """SFT begins with the taught model, too: with random weights beneath, there is little that an adapter can do."""
+    """SFT starts from the taught model, too: an adapter cannot do much with random base weights."""
     curve = learn(method, taught)
     assert curve[-1][0] == method.steps
     assert curve[-1][1] >= curve[0][1] + min(method.margin, 0.08)

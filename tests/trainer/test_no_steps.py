@@ -1,4 +1,4 @@
-"""A run that could not train a single step does not begin, whatever the method, and says why."""
+"""A run that would have no steps fails before it starts, with every method, and reports why."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""PPO with a critic on tiny real tasks: held-out answers improve, and values come to foretell returns; a student nears its teacher."""
+"""PPO with a critic on tiny real tasks: validation rewards rise, values learn to predict returns, and
+a student approaches its teacher.
+"""
 
 import importlib.util
 import random
@@ -62,8 +64,8 @@ def test_held_out_answers_improve(small_model, tmp_path):
     assert last["ppo_critic/new_value/avg"] == pytest.approx(last["ppo_actor/task_reward/avg"], abs=0.3)
 
 
-class Foretold(critic_program.Conversations):
-    """What a row is worth can be read from its prompt, and from nothing else."""
+class Predictable(critic_program.Conversations):
+    """The reward of a row depends on its prompt only."""
 
     def next_batch(self, step, version):
         batch = super().next_batch(step, version)
@@ -76,7 +78,7 @@ class Foretold(critic_program.Conversations):
         }
 
 
-def test_values_come_to_foretell_the_returns(small_model, tmp_path):
+def test_values_learn_to_predict_the_returns(small_model, tmp_path):
     overrides = [
         "actor.gae_lambda=1.0",
         "actor.discount=1.0",
@@ -86,7 +88,7 @@ def test_values_come_to_foretell_the_returns(small_model, tmp_path):
     measured = []
     observers = [critic_program.measure_into(measured)]
     with critic_program.build(
-        small_model, tmp_path, 24, *overrides, observers=observers, rollouts=Foretold
+        small_model, tmp_path, 24, *overrides, observers=observers, rollouts=Predictable
     ) as trainer:
         trainer.train()
     explained = [step["ppo_critic/explained_variance"] for step in measured]

@@ -1,4 +1,4 @@
-"""Training on pairs: held-out preferences come out right, pairs stay together, and what was saved is what was trained."""
+"""Training on pairs: validation accuracy rises, pairs stay together, and the saved model is the trained one."""
 
 import math
 from pathlib import Path
@@ -41,7 +41,7 @@ def make_config(method: str, folder, trial: str = "t"):
 
 @pytest.fixture
 def trainer(tiny_model, ranks, tmp_path, monkeypatch):
-    """A trainer in this process: `trainer(method, change, trial=...)`; `change` is told the config."""
+    """A trainer in this process: `trainer(method, change, trial=...)`; `change` is called with the config."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
@@ -93,7 +93,7 @@ def test_held_out_preferences_are_learned_with_ipo(trainer):
 
 
 @pytest.mark.parametrize("method", ["dpo", "rw"])
-def test_micro_batches_hold_whole_pairs_and_leave_no_trace(trainer, method, tmp_path):
+def test_micro_batches_keep_pairs_together_and_do_not_change_the_result(trainer, method, tmp_path):
     def few_tokens(config):
         config.actor.mb_spec.max_tokens_per_mb = 40
 
@@ -110,7 +110,7 @@ def test_micro_batches_hold_whole_pairs_and_leave_no_trace(trainer, method, tmp_
         torch.testing.assert_close(learned[1][name], tensor, rtol=0, atol=1e-4)
 
 
-def test_saved_reward_model_scores_as_it_did_for_anyone_and_when_trained_on(trainer, tmp_path):
+def test_saved_reward_model_scores_the_same_in_transformers_and_when_loaded_again(trainer, tmp_path):
     with trainer("rw") as run:
         run.train(stop=lambda step: step == 9)
         ours = held_out(run)
@@ -133,7 +133,7 @@ def test_saved_reward_model_scores_as_it_did_for_anyone_and_when_trained_on(trai
 
 
 @pytest.mark.parametrize("method", ["dpo", "rw"])
-def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(trainer, method):
+def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(trainer, method):
     def short(mode):
         def change(config):
             config.total_train_steps, config.recover.mode, config.recover.freq_steps = 4, mode, 2
@@ -151,7 +151,7 @@ def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(trainer,
         assert weights(run) == whole
 
 
-def test_each_held_out_pair_is_dealt_to_one_rank_in_as_many_batches_on_each():
+def test_each_validation_pair_goes_to_one_rank_in_equally_many_batches_on_each():
     pairs = [{"chosen_ids": [i]} for i in range(5)]
     dealt = [
         supervised.shard_batches(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)
@@ -211,7 +211,7 @@ def test_options_of_pairs_are_those_of_their_trainers(tmp_path):
         check_config(other)
 
 
-def test_what_is_no_reward_model_is_told(tmp_path):
+def test_a_model_that_is_no_reward_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="is not a folder here"):
         load_score_model(str(tmp_path / "nothing"))
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, what it does with damaged and foreign ones, and what stays in stats.jsonl."""
+"""The checkpoint that a run continues from, damaged and foreign ones, and the lines kept in stats.jsonl."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 
 @pytest.fixture
 def train(tiny_model, ranks, tmp_path, monkeypatch):
-    """Trains in this process: `train(mode, stop_after)` gives the weights at the end; four steps of two rows."""
+    """Train in this process: `train(mode, stop_after)` returns the final weights; four steps of two rows."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
@@ -60,7 +60,7 @@ def checkpoints(tmp_path):
 
 @pytest.fixture
 def steps_logged(tmp_path):
-    """The steps that stats.jsonl of a trial holds."""
+    """The steps in stats.jsonl of a trial."""
 
     def steps(trial: str = "t") -> list[int]:
         [file] = tmp_path.glob(f"logs/*/e/{trial}/stats.jsonl")
@@ -69,7 +69,7 @@ def steps_logged(tmp_path):
     return steps
 
 
-def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(train, checkpoints, steps_logged):
+def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(train, checkpoints, steps_logged):
     whole = train("disabled", trial="whole")
     train("auto", stop_after=2, freq_steps=2)  # its only checkpoint is the one before step 2
     assert steps_logged() == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_a_continued_run_ends_with_the_bits_of_one_that_was_not_cut_off(train, c
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_checkpoints_that_a_thread_writes_hold_the_same_bits(train, checkpoints):
+def test_checkpoints_that_a_thread_writes_contain_the_same_bits(train, checkpoints):
     assert train("auto", trial="beside", saver__mode="async") == train("auto", trial="waited")
     contents = []
     for trial in ("beside", "waited"):
@@ -92,7 +92,7 @@ def test_checkpoints_that_a_thread_writes_hold_the_same_bits(train, checkpoints)
     assert contents[0] == contents[1]
 
 
-def test_a_run_that_fails_gives_up_what_is_being_written_and_goes_on_from_the_one_before(
+def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_the_previous_one(
     train, checkpoints, monkeypatch
 ):
     whole = train("disabled", trial="whole")
@@ -131,7 +131,7 @@ def test_optimizer_states_that_were_not_saved_or_not_loaded_make_a_difference(tr
         assert train("auto", trial=trial, **{option: True}) != whole
 
 
-def test_timers_go_on_where_they_stood(ranks, tmp_path):
+def test_timers_continue_from_their_saved_state(ranks, tmp_path):
     now = [100.0]
     timer = Frequency(None, None, 60.0, 4, clock=lambda: now[0])
     now[0] = 145.0
@@ -149,7 +149,7 @@ def test_timers_go_on_where_they_stood(ranks, tmp_path):
     assert again._timers["saver"].is_due(4)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     train, checkpoints, steps_logged, caplog
 ):
     whole = train("auto")
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert steps_logged() == [0, 1, 2, 3]
 
 
-def test_fault_starts_anew_and_continues_only_what_it_has_begun_itself(
+def test_fault_starts_from_the_beginning_and_continues_only_its_own_run(
     train, checkpoints, monkeypatch, steps_logged
 ):
     train("auto")
@@ -177,7 +177,7 @@ def test_fault_starts_anew_and_continues_only_what_it_has_begun_itself(
     assert find_checkpoint(checkpoints(), "fault", is_restart=True).name == "step-000002"
 
 
-def test_resume_without_a_checkpoint_says_what_to_do(tmp_path):
+def test_resume_without_a_checkpoint_reports_what_to_do(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"recover.mode is 'resume' and .* has no complete checkpoint: use 'auto'"
     ):
@@ -185,7 +185,7 @@ def test_resume_without_a_checkpoint_says_what_to_do(tmp_path):
     assert find_checkpoint(tmp_path, "auto", is_restart=False) is None
 
 
-def test_statistics_are_cut_at_the_first_step_that_comes_again(tmp_path):
+def test_statistics_are_cut_at_the_first_step_that_is_repeated(tmp_path):
     file = tmp_path / "stats.jsonl"
     file.write_text(
         "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(4)) + '{"step": 4, "lo'

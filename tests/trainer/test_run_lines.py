@@ -18,14 +18,14 @@ def config(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heard():
-    """Also where whoever started the tests had SIGINT ignored, as a shell does for what runs in its background."""
+def interrupts_are_handled():
+    """Handle SIGINT even if the tests were started with it ignored, as a shell does for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config, capsys):
+def test_the_first_and_last_lines_name_the_folders_of_the_results(config, capsys):
     with RunLines(config, 0, 2, prints=True) as lines:
         lines.checkpoints.mkdir(parents=True)
         for step in (0, 1):
@@ -37,27 +37,27 @@ def test_a_run_says_where_its_results_are_at_its_beginning_and_at_its_end(config
     assert last.endswith(f"statistics in {lines.logs}/stats.jsonl, checkpoints in {lines.checkpoints}")
 
 
-def test_a_run_that_kept_no_model_says_which_options_keep_one(config, capsys):
+def test_the_last_line_names_the_options_that_save_models_if_none_was_saved(config, capsys):
     with RunLines(config, 0, 1, prints=True) as lines:
         lines(0, {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert "and no model was kept: saver.freq_epochs, freq_steps or freq_secs" in last
 
 
-def test_a_run_that_was_complete_says_that_nothing_is_left(config, capsys):
+def test_a_complete_run_reports_that_nothing_is_left(config, capsys):
     with RunLines(config, 3, 3, prints=True):
         pass
     assert capsys.readouterr().out.startswith("sums/first: all 3 steps were trained before; nothing is left to do\n")  # fmt: skip
 
 
-def test_other_ranks_tell_nothing(config, capsys):
+def test_other_ranks_print_nothing(config, capsys):
     with RunLines(config, 0, 2, prints=False) as lines:
         lines(0, {})
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
-def test_a_signal_leaves_the_loop_by_an_exception_and_is_told(config, capsys, number, name):
+def test_a_signal_ends_the_loop_by_an_exception_and_is_reported(config, capsys, number, name):
     def run():
         with RunLines(config, 0, 9, prints=True) as lines:
             lines(0, {})
@@ -89,7 +89,7 @@ def test_a_second_signal_ends_the_process_at_once(config):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def test_an_exception_is_named_with_the_checkpoint_to_go_on_from(config, capsys, monkeypatch, tmp_path):
+def test_an_exception_is_reported_with_the_checkpoint_to_continue_from(config, capsys, monkeypatch, tmp_path):
     def run(lines):
         with lines:
             raise ValueError("no reward")

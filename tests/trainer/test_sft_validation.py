@@ -1,4 +1,4 @@
-"""Held-out rows of supervised fine-tuning: what is told of them is what the model's own logits say, when it was asked for."""
+"""Validation of supervised fine-tuning: losses equal those of the model's logits, at the configured steps."""
 
 import json
 import math
@@ -22,7 +22,7 @@ HELD_OUT = [
 
 @pytest.fixture
 def train(tiny_model, ranks, tmp_path, monkeypatch):
-    """Trains two steps in this process, and returns the statistics of each."""
+    """Train two steps in this process, and return the statistics of each."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
@@ -43,7 +43,7 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
 
 
 def losses_per_row(model) -> list[float]:
-    """The mean negative log-likelihood of each held-out completion, by the model's own forward pass."""
+    """Compute the mean negative log-likelihood of each validation completion by the model's forward."""
     losses = []
     for row in HELD_OUT:
         ids = torch.tensor([row["input_ids"]])
@@ -52,7 +52,7 @@ def losses_per_row(model) -> list[float]:
     return losses
 
 
-def test_the_model_before_training_is_measured_as_its_own_logits_say(train, tiny_model):
+def test_the_loss_before_training_is_that_of_the_models_logits(train, tiny_model):
     first, _ = train(HELD_OUT, eval_before_train=True, freq_steps=2)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_the_model_before_training_is_measured_as_its_own_logits_say(train, tiny
     assert counts == {"n_seqs": 3, "n_tokens": 12, "n_valid_tokens": 6, "prompt_tokens": 6}
 
 
-def test_held_out_rows_are_measured_after_the_steps_that_the_config_names(train):
+def test_validation_runs_after_the_steps_of_the_config(train):
     first, second = train(HELD_OUT, freq_steps=2)
     assert not [name for name in first if name.startswith("eval")]
     assert second["eval-sft/loss/avg"] > 0

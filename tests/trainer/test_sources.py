@@ -1,4 +1,4 @@
-"""What ranks had in flight, dealt to another number of ranks."""
+"""Prompts in flight, resharded to another number of ranks."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def taken(feeds: list[PromptFeed], count: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
-def test_no_prompt_is_lost_or_comes_twice_when_some_are_in_flight_and_ranks_are_ahead(before, after):
+def test_no_prompt_is_lost_or_repeated_when_some_are_in_flight_and_ranks_are_ahead(before, after):
     old = feeds(before)
     finished = taken(old, 4 // before)
     in_flight = [[feed.take()[0] for _ in range(1 + 2 * (rank == 0))] for rank, feed in enumerate(old)]
@@ -34,7 +34,7 @@ def test_no_prompt_is_lost_or_comes_twice_when_some_are_in_flight_and_ranks_are_
     assert sorted(again)[: 8 + sum(sizes)] == list(range(4, 12 + sum(sizes)))
 
 
-def test_without_prompts_in_flight_the_new_ranks_get_what_they_would_have_had_all_along():
+def test_without_prompts_in_flight_the_new_ranks_get_the_rows_of_an_uninterrupted_run():
     old, new, fresh = feeds(2), feeds(4), feeds(4)
     taken(old, 2)
     for feed, state in zip(new, reshard([feed.state_dict([]) for feed in old], 4), strict=True):
@@ -52,7 +52,7 @@ def test_counts_keep_their_sum():
     assert [counts["failed"] for counts in dealt] == [1, 0, 0, 0]
 
 
-def test_loaders_alone_and_replays_go_on_where_all_ranks_stood():
+def test_loaders_alone_and_replays_continue_at_the_position_of_all_ranks():
     loaders = [PromptLoader(ROWS, 4, rank, 2) for rank in range(2)]
     for loader in loaders:
         loader.next_batch()
