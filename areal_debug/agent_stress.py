@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from areal_core.rollout.agent.workflow import AgentWorkflow
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import InferenceEngine, TokenSampler
 from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.staleness import StalenessControl
@@ -115,7 +115,7 @@ class Measured:
     running: int = 0
     most_at_once: int = 0
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         began = time.monotonic()

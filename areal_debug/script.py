@@ -49,7 +49,7 @@ def mistakes_as_sentences() -> Iterator[None]:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (
         rollout.ServerDied,
-        rollout.PushFailed,
+        rollout.WeightUpdateFailed,
         rollout.RequestRefused,
         rollout.NothingAccepted,
         rollout.RolloutStuck,

@@ -21,7 +21,7 @@ from areal_core.launch.errors import ServerFailed
 from areal_core.launch.sglang_server import SGLangServer
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.rollout.errors import NoSuchName
-from areal_core.rollout.name_service import FolderNames, announce_server
+from areal_core.rollout.name_service import FolderNames, register_server
 from areal_core.rollout.servers import last_lines
 from areal_debug.serve_state import (
     ServerState,
@@ -99,7 +99,7 @@ def join_run(stack: ExitStack, spec: ServeSpec) -> None:
     if spec.run:
         experiment, _, trial = spec.run.partition("/")
         names = FolderNames(spec.names_root)
-        name = announce_server(names, experiment, trial, spec.address)
+        name = register_server(names, experiment, trial, spec.address)
         stack.callback(leave_run, names, name)
 
 

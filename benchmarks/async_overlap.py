@@ -15,7 +15,7 @@ import random
 import time
 
 from areal_core.batch import Batch
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import TokenSampler
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.group import Plan
 from areal_core.rollout.live import LiveRollouts
@@ -38,7 +38,7 @@ def duration_s(request: ModelRequest) -> float:
 class OneCompletion:
     """A workflow that is nothing but a completion."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, int]) -> Batch:
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, int]) -> Batch:
         request = ModelRequest(input_ids=[data["number"]], sampling=Sampling())
         return episode_tensors(await engine.agenerate(request), 0.0)
 

@@ -21,7 +21,7 @@ import aiohttp
 from areal_core.batch import Batch
 from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import TokenSampler
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
@@ -82,7 +82,7 @@ async def run_client(server: Server, requests: list[ModelRequest], in_flight: in
 class OneCompletion:
     """A workflow that is nothing but a completion."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch:
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> Batch:
         return episode_tensors(await engine.agenerate(data["request"]), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Rewards that can be verified, computed in processes that can be killed."""
+"""Verifiable rewards, computed in worker processes that can be killed."""
 
 from areal_core.reward.functions import arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
 from areal_core.reward.pool import RewardPool

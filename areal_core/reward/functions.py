@@ -1,7 +1,7 @@
-"""Verifiable rewards, and how a reward function is found.
+"""Verifiable rewards, and the lookup of reward functions by name.
 
-A reward function is `f(prompt, completions, prompt_ids, completion_ids, **row) -> float`: two texts, their tokens, and
-the fields of the dataset's row.
+A reward function is `f(prompt, completions, prompt_ids, completion_ids, **row) -> float`: two
+texts, their tokens, and the fields of the dataset's row.
 """
 
 import importlib
@@ -24,9 +24,10 @@ GSM8K_ANSWER = re.compile(r"####\s*(.+)")
 def gsm8k_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
 ) -> float:
-    """1.0 if the completion's final answer equals the one after '####' in `answer` (or `answer` itself), else 0.0.
+    """Return 1.0 if the completion's final answer equals the expected one, else 0.0.
 
-    math_verify's own time-outs are off: they rest on signals, which work only in a main thread. The pool's are enough.
+    The expected answer is the text after '####' in `answer`, or `answer` itself. The time-outs of
+    math_verify are off: they use signals, which work only in a main thread. The pool has its own.
     """
     parse, verify, boxed_first = _math_verify()
     gold = GSM8K_ANSWER.search(answer)
@@ -45,17 +46,22 @@ def gsm8k_reward_fn(
 def arithmetic_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
 ) -> float:
-    """1.0 if the completion is the number `answer` and nothing else, 0.0 otherwise."""
+    """Return 1.0 if the completion is the number `answer` and nothing else, else 0.0."""
     return float(completions.strip() == answer.strip())
 
 
 def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
-    """A callable as it is, or the one named by 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. Raises RewardError."""
+    """Return a callable unchanged, or the function with a given name.
+
+    Names are 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. Raises RewardError.
+    """
     if callable(reward_fn):
         return reward_fn
     place, separator, name = reward_fn.rpartition(":" if ":" in reward_fn else ".")
     if not separator or not place or not name:
-        raise RewardError(f"reward function {reward_fn!r} is no name; expected 'package.module.function'")
+        raise RewardError(
+            f"reward function {reward_fn!r} is not a valid name; expected 'package.module.function'"
+        )
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
@@ -72,7 +78,7 @@ def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
 
 
 def name_of_reward_fn(reward_fn: str | RewardFn) -> str:
-    """The name under which another process finds this function: the inverse of `load_reward_fn`. Raises RewardError."""
+    """Return the name with which `load_reward_fn` finds this function. Raises RewardError."""
     if isinstance(reward_fn, str):
         return reward_fn
     name, module = reward_fn.__qualname__, reward_fn.__module__
@@ -82,7 +88,10 @@ def name_of_reward_fn(reward_fn: str | RewardFn) -> str:
             "define it at the top level of a module"
         )
     if module == "__main__":
-        return f"{Path(sys.modules['__main__'].__file__).resolve()}:{name}"
+        file = sys.modules["__main__"].__file__
+        if file is None:
+            raise RewardError(f"reward function {name} was defined interactively: define it in a file")
+        return f"{Path(file).resolve()}:{name}"
     return f"{module}:{name}"
 
 
@@ -98,10 +107,9 @@ def _module_of_file(path: str) -> ModuleType:
 
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool], list[Any]]:
-    """Imported on first use: it takes two seconds, and the trainer never needs it."""
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns at every call that its time-outs are off
+    """Import math_verify on first use: it takes two seconds, and the trainer never needs it."""
+    # It warns at every call that its time-outs are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     return parse, verify, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

@@ -1,11 +1,11 @@
-"""Reward functions in processes of their own: a stuck one is killed, a dead one is replaced, a failing one is named.
+"""Reward functions in worker processes: killed when stuck, replaced when dead.
 
-    await pool(...)  ->  queue of threads, one a worker  ->  pipe  ->  worker process (areal_core.reward.worker)
+    await pool(...)  ->  queue of threads, 1 per worker  ->  pipe  ->  worker process (areal_core.reward.worker)
                          waits for: a reply, the end of the process, or the time-out
                          and then:  returns it, starts a new process, or kills the process
 
-A worker is a fresh interpreter that imports the reward function and nothing of the trainer, so it has no torch, no GPU
-memory and no fork of a threaded process.
+A worker is a new interpreter that imports the reward function and nothing of the trainer, so it has
+no torch, no GPU memory and no fork of a threaded process.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ START_TIMEOUT_S = 120.0  # a reward function may import a large library
 class RewardPool:
     """`await pool(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
 
-    Runs at most `num_workers` calls at once, each for at most `timeout_s` seconds; time spent waiting for a worker does
-    not count. A call that runs out of time gives `timeout_reward`, or raises if that is None. A worker that dies is
-    replaced and its call tried again, `max_retries` times. An exception of the reward function, and a result that is no
-    finite number, raise RewardError with the row.
+    Run at most `num_workers` calls at once, each for at most `timeout_s` seconds; the wait for a
+    worker does not count. A call that times out returns `timeout_reward`, or raises if that is
+    None. A worker that dies is replaced and its call retried, `max_retries` times. An exception of
+    the reward function, and a result that is not a finite number, raise RewardError with the row.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class RewardPool:
     def submit(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
     ) -> "Future[float]":
-        """The same call, for code without an event loop."""
+        """Submit a call from code without an event loop."""
         return self._threads.submit(
             self._run, (prompt, completions, list(prompt_ids), list(completion_ids)), row
         )
 
     def close(self) -> None:
-        """End the workers, also those that are at work; their calls raise RewardError."""
+        """End the workers, also busy ones; their calls raise RewardError."""
         self.closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
@@ -108,7 +108,7 @@ class RewardPool:
             except (EOFError, OSError):
                 worker.kill()
                 if self.closed:
-                    raise RewardError("was at work when its pool was closed") from None
+                    raise RewardError("was running when its pool was closed") from None
                 continue
             if reply is not None:
                 return reward_of(json.loads(reply))
@@ -119,11 +119,14 @@ class RewardPool:
                 raise RewardError(late)
             logger.warning("%s %s; its reward is %s", self.name, late, self.timeout_reward)
             return self.timeout_reward
-        raise RewardError(f"took its process down {self.max_retries + 1} times")
+        raise RewardError(f"killed its process {self.max_retries + 1} times")
 
 
 def reward_of(reply: dict[str, Any]) -> float:
-    """The number in a worker's reply (`worker.answer`). Raises RewardError if there is none."""
+    """Return the number in a worker's reply (`worker.answer`).
+
+    Raises RewardError if there is none.
+    """
     if reply["error"]:
         raise RewardError(f"raised {reply['error']}\n{reply['traceback'].rstrip()}")
     if reply["value"] is None or not math.isfinite(reply["value"]):
@@ -132,7 +135,7 @@ def reward_of(reply: dict[str, Any]) -> float:
 
 
 class _Worker:
-    """One worker process, started when it is first needed."""
+    """One worker process, started on first use."""
 
     def __init__(self, reward_name: str, timeout_s: float) -> None:
         self.reward_name, self.timeout_s = reward_name, timeout_s
@@ -140,7 +143,10 @@ class _Worker:
         self.connection: Connection | None = None
 
     def call(self, job: bytes) -> bytes | None:
-        """The reply, or None if there was none in time. EOFError or OSError if the process died."""
+        """Return the reply, or None on a time-out.
+
+        Raises EOFError or OSError if the process died.
+        """
         if self.process is None:
             self._start()
         assert self.connection is not None
@@ -148,12 +154,12 @@ class _Worker:
         return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
 
     def interrupt(self) -> None:
-        """End the process under a call that waits for it in another thread, which then gets EOFError."""
+        """Kill the process during a call in another thread, which then gets EOFError."""
         if (process := self.process) is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End the process for good; the next call starts another."""
+        """Kill the process and wait for its end; the next call starts another."""
         self.interrupt()
         process, connection, self.process, self.connection = self.process, self.connection, None, None
         if process is not None and connection is not None:
@@ -172,14 +178,15 @@ class _Worker:
                 str(self.timeout_s),
             ],
             pass_fds=[theirs.fileno()],
-            # A session of its own: Ctrl-C is for the trainer, and what the function has started dies with it.
+            # A separate session: Ctrl-C reaches only the trainer, and the function's own child
+            # processes are killed with the worker.
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         theirs.close()
         self.connection = ours
-        # Importing the function must not count as time of its first call.
+        # The import of the function must not count as time of its first call.
         if not ours.poll(START_TIMEOUT_S):
             self.kill()
             raise RewardError(f"could not be imported within {START_TIMEOUT_S} s")

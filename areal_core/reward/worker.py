@@ -1,4 +1,4 @@
-"""The other end of a reward pool: reads jobs from a pipe, calls the reward function, writes replies. Started by pool.py.
+"""A worker process of `pool.py`: read jobs from a pipe, call the reward function, write replies.
 
 Usage: python -m areal_core.reward.worker PIPE_FD REWARD_NAME TIMEOUT_S
 """
@@ -16,11 +16,12 @@ from areal_core.reward.functions import RewardFn, load_reward_fn
 
 
 def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
+    """Serve jobs from the pipe with this file descriptor until it is closed."""
     connection = Connection(descriptor)
-    os.dup2(2, 1)  # what a reward function prints goes to stderr, not into a report on stdout
+    os.dup2(2, 1)  # output of a reward function goes to stderr, not into a report on stdout
     try:
         reward_fn: RewardFn | Exception = load_reward_fn(reward_name)
-    except Exception as error:  # told with the first job, which names its row
+    except Exception as error:  # reported with the first job, which names its row
         reward_fn = error
     connection.send_bytes(b"ready")
     while True:
@@ -28,7 +29,7 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
             arguments, row = json.loads(connection.recv_bytes())
         except EOFError:  # the pool is gone
             return
-        # The pool kills a stuck worker; should the pool be killed first, this ends it, also inside C code.
+        # The pool kills a stuck worker; this ends it if the pool was killed first, also inside C.
         faulthandler.dump_traceback_later(timeout_s + 1.0, exit=True)
         reply = json.dumps(answer(reward_fn, arguments, row)).encode()
         faulthandler.cancel_dump_traceback_later()
@@ -36,14 +37,12 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
 
 
 def answer(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str, Any]) -> dict[str, Any]:
-    """The value, or the error, of one call, as JSON types; `value` is None if it is not a number."""
+    """Return the value or error of one call, as JSON types; `value` is None unless a number."""
     try:
         if isinstance(reward_fn, Exception):
             raise reward_fn
         value = reward_fn(*arguments, **row)
-    except (
-        Exception
-    ) as error:  # the boundary: whatever a user's function raises is raised again in the trainer
+    except Exception as error:  # boundary: the trainer raises any exception of a user's function
         return {
             "value": None,
             "shown": "",

@@ -1,1 +1,1 @@
-"""Where batches come from: engines, workflows, and the source that turns them into a batch."""
+"""Rollouts: inference engines, workflows, and the sources of training batches."""

@@ -1,4 +1,6 @@
-"""Open connections from an event loop to inference servers: one session a server, so that one server can be hung up on."""
+"""Connections from an event loop to inference servers: one session per server."""
+
+from typing import Any
 
 import aiohttp
 
@@ -10,10 +12,10 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 class Connections:
-    """Connections that stay open; of one event loop.
+    """Persistent connections of one event loop.
 
     Args:
-        timeout_s: most seconds for one request.
+        timeout_s: maximum seconds for one request.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -22,19 +24,24 @@ class Connections:
 
     @property
     def servers(self) -> list[Server]:
-        """Those that were asked."""
+        """The servers to which a session is open."""
         return list(self._sessions)
 
-    async def post(self, server: Server, path: str, payload: dict) -> bytes:
-        """The body of a 200 reply. Raises `RequestRefused` for another status, and what aiohttp raises."""
+    async def post(self, server: Server, path: str, payload: dict[str, Any]) -> bytes:
+        """Return the body of a 200 reply.
+
+        Raises:
+            RequestRefused: another status.
+            aiohttp.ClientError, TimeoutError: no connection, or no complete reply in time.
+        """
         async with self._session(server).post(f"http://{server.address}{path}", json=payload) as reply:
             body = await reply.read()
         if reply.status == 200:
             return body
-        said = (
+        message = (
             f"{server.address}{path} answered {reply.status}: {body[:MESSAGE_LIMIT].decode(errors='replace')}"
         )
-        raise RequestRefused(said, reply.status)
+        raise RequestRefused(message, reply.status)
 
     def _session(self, server: Server) -> aiohttp.ClientSession:
         if server not in self._sessions:
@@ -46,10 +53,10 @@ class Connections:
         return self._sessions[server]
 
     async def hang_up(self, server: Server) -> None:
-        """Ends the requests that wait for a server, with an `aiohttp.ClientError`."""
+        """Abort the requests that wait for a server, with an `aiohttp.ClientError`."""
         await self._sessions.pop(server).close()
 
     async def close(self) -> None:
-        """Ends every request."""
+        """Abort every request and close all sessions."""
         for server in self.servers:
             await self.hang_up(server)

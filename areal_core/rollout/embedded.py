@@ -1,12 +1,13 @@
-"""Samples in the trainer's own process: concurrent requests are gathered into waves, and each wave is one batch.
+"""Sample in the trainer's process: concurrent requests are gathered into waves, one batch each.
 
 agenerate x N          waves task (same event loop)                                    a thread        trainer's thread
 request ------------>  waits until a few turns of the loop bring no new request
                        sorts by episode, so that arrival order changes nothing ------> generates
 awaits its future      resolves every future  <--------------------------------------- completions
 
-pause() waits for the batch that is being generated, and holds the next one until resume(): so new weights never meet half a batch,
-and all tokens of a batch have one version. The event loop is free all the while.
+pause() waits for the running batch and blocks the next one until resume(). So the weights never
+change in the middle of a batch, and all tokens of a batch have one version. The event loop is never
+blocked.
 """
 
 import asyncio
@@ -28,13 +29,16 @@ class EmbeddedEngine:
     """An `InferenceEngine` around a forward pass.
 
     Args:
-        forward: see `generate.Forward`. It must not be a collective: ranks sample different numbers of tokens.
+        forward: see `generate.Forward`. It must not be a collective, because ranks sample
+            different numbers of tokens.
         vocab_size: width of its logits.
-        seed: of the run; with version, prompt, sample and turn it fixes each row's random numbers.
+        seed: seed of the run; with version, prompt, sample and turn it determines each row's
+            random numbers.
         end_token_ids: the model's stop tokens.
         pad_token_id: any token id.
-        max_rows: most rows of one batch; a larger wave is run in parts.
-        device: of the forward pass.
+        max_rows: maximum rows of one batch; a larger wave is split.
+        device: device of the forward pass.
+        version: version of the weights that `forward` holds.
     """
 
     def __init__(
@@ -60,10 +64,10 @@ class EmbeddedEngine:
         self.device = device
         self._waiting: list[Waiting] = []
         self._waves: asyncio.Task[None] | None = None
-        self._sampling = threading.Lock()  # held by the batch that is being generated, or by whoever paused
+        self._sampling = threading.Lock()  # held by the running batch, or by the caller of pause
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Samples one completion. Raises `PromptTooLong` or `UnsupportedSampling`."""
+        """Sample one completion. Raises `PromptTooLong` or `UnsupportedSampling`."""
         req.num_new_tokens()
         future: asyncio.Future[tuple[Completion, int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((req, future))
@@ -79,22 +83,24 @@ class EmbeddedEngine:
         )
 
     def set_version(self, version: int) -> None:
+        """Set the version that the tokens of the next batch get."""
         self.version = version
 
     def pause(self) -> None:
-        """Waits until no batch is being generated, and lets none begin."""
+        """Wait until no batch is being generated, and block the next one."""
         self._sampling.acquire()
         self.is_paused = True
 
     def resume(self) -> None:
+        """Let the next batch start."""
         self.is_paused = False
         self._sampling.release()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     async def _run_waves(self) -> None:
-        """One wave after the other: what arrives while one is generated makes up the next."""
+        """Run one wave after the other; requests that arrive meanwhile form the next one."""
         while self._waiting:
             seen, quiet = 0, 0
             while quiet < QUIET_TURNS:
@@ -118,7 +124,7 @@ class EmbeddedEngine:
                 future.set_result((completion, version))
 
     def _generate(self, requests: Sequence[ModelRequest]) -> tuple[list[Completion], int]:
-        """The completions, and the version of the weights that sampled them."""
+        """Return the completions, and the version of the weights that sampled them."""
         with self._sampling:
             version = self.version
             completions = generate(
@@ -139,20 +145,24 @@ Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
 
 
 def row_seed(seed: int, version: int, req: ModelRequest) -> int:
-    """A 63-bit seed from the run's seed, the weights' version and the episode's name; the request's id stands in for a missing name."""
+    """Return a 63-bit seed from the run's seed, the weights' version and the episode's name.
+
+    The episode's name is the request's metadata, or its id where there is none.
+    """
     name = sorted(req.metadata.items()) if req.metadata else req.rid
     digest = hashlib.sha256(repr((seed, version, name)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class ReplicaPush:
-    """A `WeightPush` into the model that the engine samples with: every rank loads the full tensors into its own copy."""
+class ReplicaUpdate:
+    """A `WeightUpdate` of the engine's replica of the model: each rank loads its own copy."""
 
     def __init__(self, replica: Replica, engine: EmbeddedEngine) -> None:
         self.replica = replica
         self.engine = engine
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights between two batches. Collective, see `WeightUpdate.send`."""
         self.engine.pause()
         try:
             self.replica.load(weights)
@@ -161,4 +171,4 @@ class ReplicaPush:
             self.engine.resume()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""The episodes of one prompt: named requests, checked tensors, and rows that become part of a batch."""
+"""The episodes of one prompt: named requests, checked tensors, and rows of a batch."""
 
 import asyncio
 import time
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from areal_core.batch import PER_ROW, Batch, pad_and_concat, sort_canonical
 from areal_core.errors import RewardError
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import TokenSampler
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RolloutWorkflow
 
-# What a workflow returns: dtype, and whether per token [n, T] or per row [n].
+# Dtypes of the tensors that a workflow returns: per token [n, T], or per row [n] (`batch.PER_ROW`).
 ROW_DTYPES = {
     "input_ids": torch.int32,
     "attention_mask": torch.bool,
@@ -29,25 +29,27 @@ ROW_DTYPES = {
 
 
 class EpisodeEngine:
-    """The engine as one episode sees it: stamps the requests with the episode's name and the count of its turns.
+    """The `EpisodeSampler` of one episode: adds the episode's name and turn number to its requests.
 
-    It also knows where the episode stands, for the one who asks why a batch does not come.
+    It also records the progress of the episode, from which `watch.py` explains a long wait.
     """
 
-    def __init__(self, engine: InferenceEngine, prompt_id: int, sample_id: int) -> None:
+    def __init__(self, engine: TokenSampler, prompt_id: int, sample_id: int) -> None:
         self.prompt_id = prompt_id
         self.sample_id = sample_id
         self.num_generating = 0  # requests that wait for the engine
-        self.since = time.monotonic()  # when the last request was sent or answered
+        self.since = time.monotonic()  # time at which the last request was sent or answered
         self.is_finished = False  # its group may still wait for other samples
         self._engine = engine
         self._turn = 0
 
     @property
     def version(self) -> int:
+        """Version of the weights that sample now."""
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion, as the next turn of this episode."""
         name = {"prompt_id": self.prompt_id, "sample_id": self.sample_id, "turn": self._turn}
         self._turn += 1
         self.num_generating += 1
@@ -62,9 +64,10 @@ class EpisodeEngine:
 async def run_episodes(
     episodes: Sequence[EpisodeEngine], workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
 ) -> list[Batch | None]:
-    """What each episode returned, in order; None where the workflow left a sample out.
+    """Return the result of each episode, in order; None where the workflow left a sample out.
 
-    The first that raises cancels the others: its exception is raised, with a note that names it.
+    The first exception of an episode cancels the others and is raised, with a note that names the
+    episode.
     """
     tasks = [asyncio.create_task(_run_episode(e, workflow, data, check_format)) for e in episodes]
     try:
@@ -93,10 +96,10 @@ async def _run_episode(
 
 
 def refuse_unusable(rows: Batch) -> None:
-    """Checks what would hang or poison a step.
+    """Check for rows that would hang or corrupt a training step.
 
     Raises:
-        MalformedEpisode: no dict of tensors with the keys of a batch.
+        MalformedEpisode: not a dict of tensors with the keys of a batch.
         RewardError: a reward is not finite.
     """
     if not isinstance(rows, dict) or not rows.keys() >= ROW_DTYPES.keys():
@@ -111,7 +114,11 @@ def refuse_unusable(rows: Batch) -> None:
 
 
 def refuse_malformed(rows: Batch) -> None:
-    """Checks shapes, dtypes and masks (`rollout.check_trajectory_format`). Raises MalformedEpisode with expected and got."""
+    """Check shapes, dtypes and masks (`rollout.check_trajectory_format`).
+
+    Raises:
+        MalformedEpisode: one does not fit; the message holds the expected and the actual value.
+    """
     shape = rows["input_ids"].shape
     for name, dtype in ROW_DTYPES.items():
         tensor = rows[name]
@@ -126,19 +133,20 @@ def refuse_malformed(rows: Batch) -> None:
         raise MalformedEpisode("the workflow returned a loss_mask of 1 where attention_mask is false")
     if (rows["versions"][trained] < 0).any() or (rows["logprobs"][trained] > 0).any():
         raise MalformedEpisode(
-            "the workflow returned trained tokens (loss_mask 1) with a version below 0 or a logprob above 0"
+            "the workflow returned tokens in the loss mask with a version below 0 or a logprob above 0"
         )
 
 
 def oldest_version(rows: Sequence[Batch | None], otherwise: int) -> int:
-    """Version of the weights that sampled the oldest trained token; `otherwise` where there is none."""
+    """Return the version of the oldest token in the loss mask; `otherwise` where there is none."""
     trained = [r["versions"][r["loss_mask"] != 0] for r in rows if r is not None]
     return min((int(versions.min()) for versions in trained if len(versions)), default=otherwise)
 
 
 def assemble(groups: Sequence[tuple[int, Sequence[Batch | None]]]) -> Batch:
-    """One batch in canonical order, of the episodes of `(prompt_id, episodes)`."""
-    # An episode of several rows (one per turn, say) owns as many sample ids as the longest one has rows.
+    """Return one batch in canonical order from pairs `(prompt_id, episodes)`."""
+    # An episode of several rows (such as one per turn) gets as many sample ids as the longest one
+    # has rows.
     stride = max(len(rows["input_ids"]) for _, episodes in groups for rows in episodes if rows is not None)
     return sort_canonical(
         pad_and_concat(
@@ -153,7 +161,7 @@ def assemble(groups: Sequence[tuple[int, Sequence[Batch | None]]]) -> Batch:
 
 
 def stamp(rows: Batch, prompt_id: int, first_sample_id: int) -> dict[str, Tensor]:
-    """Adds `prompt_id` int64 [n] and `sample_id` int32 [n], counted from the first, to the n rows of an episode."""
+    """Add `prompt_id` int64 [n] and counted `sample_id` int32 [n] to the n rows of an episode."""
     num_rows = len(rows["input_ids"])
     return {
         **rows,

@@ -1,31 +1,35 @@
-"""What can go wrong between the trainer and an inference engine.
+"""Errors between the trainer and an inference engine.
 
 ValueError
-  UnsupportedSampling    a sampling option that this engine cannot honour
-  PromptTooLong          no room is left for a new token
-  MalformedReply         a server's reply without the fields that its wire format promises
+  UnsupportedSampling    a sampling option that this engine does not support
+  PromptTooLong          no space is left for a new token
+  MalformedReply         a server's reply without the fields that its wire format guarantees
   MalformedEpisode       a workflow's tensors that cannot become rows of a batch
+  WrongServer            an invalid address, or a server of another protocol version or model
+  BadName                a name that the name service cannot store
+  NameTaken              an entry of the name service that exists already
+  NoSuchName             an entry of the name service that does not exist
 RuntimeError
-  NoServers              nobody told the client where the servers are
+  NoServers              no inference server is configured or discovered
   ServerDied             a server stopped answering and no other is left
-  RequestRefused         a server answered, and said no
-  PushFailed             new weights did not reach every server
-  WeightsDiffer          after a push a server holds other weights than the trainer
+  RequestRefused         a server answered with an error
+  WeightUpdateFailed     new weights did not reach every server
+  WeightsDiffer          after a weight update a server holds other weights than the trainer
   NothingAccepted        the workflow or the filter rejected every prompt for several batches
-  RolloutStuck           what is waited for can never come
+  RolloutStuck           a wait that can never end
 """
 
 
 class UnsupportedSampling(ValueError):
-    """A sampling option that this engine cannot honour."""
+    """A sampling option that this engine does not support."""
 
 
 class PromptTooLong(ValueError):
-    """No room is left for a new token within `max_tokens`."""
+    """No space is left for a new token within `max_tokens`."""
 
 
 class MalformedReply(ValueError):
-    """A server's reply without the fields that its wire format promises."""
+    """A server's reply without the fields that its wire format guarantees."""
 
 
 class MalformedEpisode(ValueError):
@@ -33,23 +37,23 @@ class MalformedEpisode(ValueError):
 
 
 class WrongServer(ValueError):
-    """No address of a server, or one that speaks another version of the protocol or serves another model than the run's."""
+    """An invalid address, or a server of another protocol version or model than the run's."""
 
 
 class BadName(ValueError):
-    """A name that the name service cannot hold."""
+    """A name that the name service cannot store."""
 
 
 class NameTaken(ValueError):
-    """An entry of the name service that is there already."""
+    """An entry of the name service that exists already."""
 
 
 class NoSuchName(ValueError):
-    """An entry of the name service that is not there."""
+    """An entry of the name service that does not exist."""
 
 
 class NoServers(RuntimeError):
-    """Nobody told the client where the servers are."""
+    """No inference server is configured or discovered."""
 
 
 class ServerDied(RuntimeError):
@@ -57,19 +61,19 @@ class ServerDied(RuntimeError):
 
 
 class RequestRefused(RuntimeError):
-    """A server answered, and said no; `status` is its HTTP status."""
+    """A server answered with an error; `status` is its HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-class PushFailed(RuntimeError):
+class WeightUpdateFailed(RuntimeError):
     """New weights did not reach every server; raised on every rank."""
 
 
 class WeightsDiffer(RuntimeError):
-    """After a push a server holds other weights than the trainer; the message names the tensors."""
+    """After a weight update a server holds other weights than the trainer; names the tensors."""
 
 
 class NothingAccepted(RuntimeError):
@@ -77,4 +81,4 @@ class NothingAccepted(RuntimeError):
 
 
 class RolloutStuck(RuntimeError):
-    """What is waited for can never come; the message holds the numbers that contradict each other."""
+    """A wait that can never end; the message holds the numbers that contradict each other."""

@@ -4,8 +4,8 @@ trainer thread                               event loop thread (pipeline.py)
 submit(data, workflow) --------------------> queues a prompt; starts it when the limits allow
 prepare_batch(feed, ...)  <----------------- a batch that is ready, or the wait for one
 ... trains ...                               ... starts and finishes the prompts of the next batches ...
-set_version(v) ----------------------------> starts what the version before did not allow
-pause, resume -----------------------------> starts nothing, starts again; what runs goes on
+set_version(v) ----------------------------> starts what the previous version did not allow
+pause, resume -----------------------------> stops, restarts new prompts; running ones continue
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +28,18 @@ T = TypeVar("T")
 
 
 class Executor:
-    """Runs prompts through workflows. Its methods are called from any thread but its own.
+    """Run prompts through workflows. Its methods are called from any thread except its own.
 
     Args:
         engine: samples tokens. It is closed with the executor, unless the thread is shared.
-        control: the limits, and the counts of what happened.
+        control: the limits, and the counts of prompts.
         loop: the thread to share with another executor; by default one of its own.
-        max_failures: prompts per batch whose episodes may raise; one more raises the episode's own exception.
-        check_format: check shapes, dtypes and masks of what workflows return.
-        patience: when a wait is called long.
-        holds_rejected: rejected prompts of a feed keep their place in a batch, which is then smaller, instead of being replaced.
+        max_failures: prompts per batch whose episodes may raise; one more raises the episode's
+            exception.
+        check_format: check shapes, dtypes and masks of the tensors that workflows return.
+        patience: the durations after which a wait is reported.
+        holds_rejected: rejected prompts of a feed keep their place in a batch, which is then
+            smaller, instead of being replaced.
     """
 
     def __init__(
@@ -66,19 +68,23 @@ class Executor:
         n_samples: int = 1,
         should_accept: AcceptFn | None = None,
     ) -> int:
-        """Queues a prompt and returns its task id at once; it starts when the limits allow."""
+        """Queue a prompt and return its task id at once; it starts when the limits allow."""
         return self.loop.run(self._pipeline.submit(prompt_id, data, Plan(workflow, n_samples, should_accept)))
 
     def wait(self, count: int, timeout_s: float | None = None) -> list[Batch | None]:
-        """The rows of `count` submitted prompts that have finished, oldest first; None for one that was rejected or failed.
+        """Return the rows of `count` finished prompts, in the order in which they were submitted.
+
+        A prompt that was rejected or failed has None instead of rows.
 
         Raises:
-            TimeoutError, RolloutStuck, and the first exception of an episode beyond `max_failures`.
+            TimeoutError: not so many have finished within `timeout_s`.
+            RolloutStuck: not so many were submitted, or none of them can start.
+            Exception: of an episode, beyond `max_failures` of them.
         """
         return [group.batch() for group in self.loop.run(self._pipeline.wait(count, timeout_s))]
 
     def wait_for_task(self, task_id: int, timeout_s: float | None = None) -> Batch | None:
-        """The rows of one submitted prompt; None if it was rejected or failed. Raises as `wait` does."""
+        """Return the rows of one submitted prompt, or None, as `wait` does."""
         return self.loop.run(self._pipeline.wait_for_task(task_id, timeout_s)).batch()
 
     def rollout_batch(
@@ -90,10 +96,10 @@ class Executor:
         should_accept: AcceptFn | None = None,
         timeout_s: float | None = None,
     ) -> Batch:
-        """Runs these `(prompt_id, row)` and waits for all of them; the accepted rows in canonical order.
+        """Run these `(prompt_id, row)` and return the accepted rows in canonical order.
 
         Raises:
-            NothingAccepted: not one was accepted; and as `wait` does.
+            NothingAccepted: no prompt was accepted; and as `wait` does.
         """
         plan = Plan(workflow, n_samples, should_accept)
         groups = self.loop.run(self._pipeline.run_all(prompts, plan, timeout_s))
@@ -111,38 +117,40 @@ class Executor:
         should_accept: AcceptFn | None = None,
         timeout_s: float | None = None,
     ) -> Batch:
-        """`control.batch_size` accepted prompts for the current version, in canonical order; goes on sampling the next ones.
+        """Return the rows of `control.batch_size` accepted prompts, in canonical order.
 
-        With `holds_rejected` that many prompts, of which at least one was accepted.
+        The prompts of the next batches are sampled meanwhile and afterwards. With `holds_rejected`
+        the batch is of that many prompts, of which at least one was accepted.
 
         Raises:
-            NothingAccepted: prompt after prompt was rejected; and as `wait` does.
+            NothingAccepted: too many prompts in a row were rejected; and as `wait` does.
         """
         plan = Plan(workflow, n_samples, should_accept)
         groups = self.loop.run(self._pipeline.prepare(feed, plan, timeout_s))
         return assemble([(group.prompt_id, group.rows) for group in groups if group.rows is not None])
 
     def set_version(self, version: int) -> None:
-        """Tells the version of the trainer's weights, and starts what it allows."""
+        """Set the version of the trainer's weights, and start the prompts that it allows."""
         self.loop.run(self._pipeline.set_version(version))
 
     def continue_at(self, version: int) -> None:
-        """Goes on in a run that has consumed a batch for each version before this one."""
+        """Continue a run that has consumed a batch for each version before this one."""
         self.loop.run(self._pipeline.continue_at(version))
 
     def pause(self) -> None:
-        """Starts no new prompt; those that run go on."""
+        """Start no new prompts; running ones continue."""
         self.loop.run(self._pipeline.set_paused(True))
 
     def resume(self) -> None:
+        """Start new prompts again."""
         self.loop.run(self._pipeline.set_paused(False))
 
     def snapshot(self, read: Callable[[list[int]], T]) -> T:
-        """`read(prompt_ids)` of what the feed gave and no batch has taken yet, at one moment between two events."""
+        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken, atomically."""
         return self.loop.run(self._pipeline.snapshot(read))
 
     def close(self) -> None:
-        """Cancels what runs; closes engine and thread, unless the thread is shared."""
+        """Cancel running prompts; close engine and thread, unless the thread is shared."""
         self.loop.run(self._pipeline.close())
         if self._owns_loop:
             self.engine.close()  # which may need the loop

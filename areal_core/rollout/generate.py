@@ -1,7 +1,8 @@
-"""Batched sampling with a KV cache, as a pure function of the prompts, the rows' seeds and a forward pass.
+"""Batched sampling with a KV cache, as a pure function of prompts, seeds and a forward pass.
 
-Each row draws from uniforms of its own, fixed by its seed before anything is sampled, through the inverse of the cumulative
-distribution. So what a row samples depends on neither the rows beside it, nor their order, nor any global generator.
+Each row draws from its own uniform numbers, determined by its seed in advance, through the inverse
+of the cumulative distribution. So the tokens of a row depend neither on the other rows, nor on
+their order, nor on a global generator.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,13 +15,14 @@ from transformers import DynamicCache
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import Sampling
 
-# forward(input_ids [B, t], attention_mask [B, past + t], position_ids [B, t], cache) -> logits of the last position [B, vocab]
+# forward(input_ids [B, t], attention_mask [B, past + t], position_ids [B, t], cache)
+# -> logits of the last position [B, vocab]
 Forward = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one row sampled; the stop token is its last token."""
+    """The tokens sampled for one row; the stop token is the last one."""
 
     tokens: list[int]
     logprobs: list[float]  # log_softmax(logits / temperature) in float32, before top-k and top-p
@@ -28,14 +30,15 @@ class Completion:
 
 
 def cut_nothing() -> Collection[int]:
+    """Return no rows: the default of `cut_rows`."""
     return ()
 
 
 @dataclass
 class Rows:
-    """Per-row state of the rows still running, all [B] unless said."""
+    """State of the rows that are still running; all tensors are [B] unless noted."""
 
-    index: Tensor  # row of the request
+    index: Tensor  # index of the request
     temperature: Tensor  # float32; 1 where greedy
     greedy: Tensor  # bool
     top_p: Tensor
@@ -47,6 +50,7 @@ class Rows:
     attention_mask: Tensor  # int64 [B, width]
 
     def select(self, rows: Tensor) -> "Rows":
+        """Return these rows only; `rows` holds int64 indices."""
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
@@ -64,19 +68,19 @@ def generate(
     device: torch.device | str = "cpu",
     cut_rows: Callable[[], Collection[int]] = cut_nothing,
 ) -> list[Completion]:
-    """Samples one completion per row.
+    """Sample one completion per row.
 
     Args:
-        forward: the model. Called once per token, on left-padded rows; must not be a collective, because ranks sample
-            different numbers of tokens.
+        forward: the model. Called once per token, on left-padded rows; must not be a collective,
+            because ranks sample different numbers of tokens.
         input_ids: the prompts.
-        samplings: how to sample each row. `stop` strings and `frequency_penalty` are refused.
-        max_new_tokens: most tokens of each row (what is left of `max_tokens`).
+        samplings: sampling options of each row. `stop` strings and `frequency_penalty` are refused.
+        max_new_tokens: maximum number of new tokens of each row (the rest of `max_tokens`).
         seeds: each row's seed, 64-bit.
         vocab_size: width of the logits.
-        end_token_ids: stop tokens of every row that does not ignore them.
-        pad_token_id: fills the left.
-        cut_rows: called between two tokens; the rows that it names end there.
+        end_token_ids: stop tokens of every row without `ignore_eos`.
+        pad_token_id: the padding on the left.
+        cut_rows: called between two tokens; the rows that it returns end there, with "abort".
 
     Raises:
         UnsupportedSampling: an option that needs text or token counts.
@@ -111,7 +115,7 @@ def generate(
             break
         rows.attention_mask = torch.nn.functional.pad(rows.attention_mask, (0, 1), value=1)
         fed = sampled[:, None]
-        if num_running <= len(running) // 2:  # half of the work would be thrown away
+        if num_running <= len(running) // 2:  # half of the work would be wasted
             keep = running.nonzero().squeeze(1)
             rows, fed, running = rows.select(keep), fed[keep], running[keep]
             cache.batch_select_indices(keep)
@@ -122,7 +126,7 @@ def generate(
 
 
 def refuse_unsupported(sampling: Sampling) -> None:
-    """Raises `UnsupportedSampling` for options that only a server has."""
+    """Raise `UnsupportedSampling` for options that only a server has."""
     if sampling.stop:
         raise UnsupportedSampling(
             f"gconfig.stop is {sampling.stop!r}, but the embedded engine stops at token ids: use gconfig.stop_token_ids"
@@ -136,7 +140,7 @@ def refuse_unsupported(sampling: Sampling) -> None:
 def prefill(
     forward: Forward, input_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Logits after each prompt [B, vocab], the attention mask int64 [B, width], and the cache of the prompts.
+    """Return logits after each prompt [B, vocab], attention mask int64 [B, width], and KV cache.
 
     Rows with the same prompt, as the samples of a group, share one pass through the model.
     """
@@ -151,12 +155,12 @@ def prefill(
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
-    """Position of each token in its left-padded row, int64 [B, width]."""
+    """Return the position of each token in its left-padded row, int64 [B, width]."""
     return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def left_pad(input_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts that end at the same column: ids and attention mask, int64 [B, longest]."""
+    """Return token ids and attention mask of left-padded prompts, int64 [B, longest]."""
     width = max(len(row) for row in input_ids)
     ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in input_ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in input_ids])
@@ -171,7 +175,7 @@ def build_rows(
     vocab_size: int,
     attention_mask: Tensor,
 ) -> Rows:
-    """The requests as columns."""
+    """Return the requests' options as columns, on the CPU."""
     stops = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
     for row, sampling in enumerate(samplings):
         if not sampling.ignore_eos:
@@ -191,15 +195,15 @@ def build_rows(
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:
-    """float64 [count] in [0, 1), the first k of them the same for every count >= k."""
+    """Return float64 [count] in [0, 1); the first k are the same for every count >= k."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
-    """The next token of each row, int64 [B], and its logprob, float32 [B], from logits float32 [B, vocab].
+    """Return the next token int64 [B] and its logprob float32 [B], from logits float32 [B, vocab].
 
-    The logprob is of softmax(logits / temperature) after end tokens are barred by `min_new_tokens` and before top-k and
-    top-p, as in SGLang.
+    The logprob is of softmax(logits / temperature) after `min_new_tokens` has masked the stop
+    tokens and before top-k and top-p, as in SGLang.
     """
     early = rows.min_new > step
     if bool(early.any()):
@@ -213,7 +217,7 @@ def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(probs: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Inverse-CDF sampling, int64 [B], from probs [B, vocab] cut to the top k and to the top-p nucleus.
+    """Sample by inverse CDF, int64 [B], from probs [B, vocab] cut to the top k and top-p nucleus.
 
     Sums are float64: in float32 the tail of a large vocabulary would round away.
     """

@@ -1,4 +1,4 @@
-"""One prompt on its way, with all its samples: the unit that starts, is accepted or rejected, and is consumed, as a whole."""
+"""A prompt in flight with all its samples: started, accepted and consumed as a unit."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from areal_core.dataset.tokens import Row
 from areal_core.rollout.episode import EpisodeEngine, assemble
 from areal_core.rollout.workflow import RolloutWorkflow
 
-AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether the trainer shall see them
+AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with a prompt: `n_samples` episodes of a workflow; all of them are dropped unless `should_accept`."""
+    """The episodes of a prompt: `n_samples` of a workflow, all dropped unless `should_accept`."""
 
     workflow: RolloutWorkflow
     n_samples: int = 1
@@ -23,7 +23,7 @@ class Plan:
 
 @dataclass(eq=False)
 class Group:
-    """One prompt on its way."""
+    """One prompt in flight, or finished."""
 
     task_id: int
     prompt_id: int
@@ -36,12 +36,15 @@ class Group:
     rows: list[Batch | None] | None = None  # per episode; None unless accepted
 
     def batch(self) -> Batch | None:
-        """The accepted rows in canonical order."""
+        """Return the accepted rows in canonical order; None if the prompt was not accepted."""
         return None if self.rows is None else assemble([(self.prompt_id, self.rows)])
 
 
 def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> bool:
-    """What `should_accept` says of a prompt's rows. Its exception gets a note that names the prompt."""
+    """Return `should_accept` of a prompt's rows.
+
+    Its exception gets a note that names the prompt.
+    """
     if plan.should_accept is None:
         return True
     try:

@@ -1,14 +1,14 @@
-"""Samples in a thread of its own, so that requests can be cut, held and taken up again between two tokens.
+"""Sample in a separate thread, so that requests can be aborted or held between two tokens.
 
 callers (any thread)                   sampling thread
-submit(request) -> Future -----------> waits for requests and for no pause; takes up to `max_rows` of them as one wave
-pause("abort")     waits until ......> the wave is cut; every request, waiting ones too, is answered with what it has
-pause("retract")   waits until ......> the wave is cut; its requests wait again, ahead of the others, with what they have
-pause("in_place")  waits until ......> the wave holds between two tokens, with its cache
-resume() ----------------------------> goes on
-load(weights)      waits until ......> no token is being sampled; without a pause it makes one of its own ("retract")
+submit(request) -> Future -----------> waits for requests while not paused; runs up to `max_rows` of them as one wave
+pause("abort")     waits until ......> the wave is aborted; all requests, queued ones too, return their tokens so far
+pause("retract")   waits until ......> the wave is aborted; its requests are queued first again, with their tokens so far
+pause("in_place")  waits until ......> the wave stops between two tokens, and keeps its cache
+resume() ----------------------------> continues
+load(weights)      waits until ......> no token is being sampled; without a pause it pauses by itself ("retract")
 
-One condition guards all of it; `_between_tokens` is the only place where the thread can be stopped.
+One condition variable guards all state; the thread stops only in `_between_tokens`.
 """
 
 import threading
@@ -39,7 +39,7 @@ class LoadableModel(Protocol):
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a request brought until it ended or was cut."""
+    """The tokens of a request until it ended or was aborted."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -49,7 +49,7 @@ class Sampled:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request in progress."""
 
     request: ModelRequest
     future: Future[Sampled] = field(default_factory=Future)
@@ -59,7 +59,7 @@ class Job:
     is_aborted: bool = False
 
     def rest(self) -> ModelRequest:
-        """The request for what is left, after the tokens that are there; its id seeds other random numbers."""
+        """Return the request for the remaining tokens; its id seeds different random numbers."""
         done = len(self.tokens)
         sampling = replace(
             self.request.sampling,
@@ -72,24 +72,26 @@ class Job:
         )
 
     def add(self, completion: Completion, versions: list[str]) -> None:
+        """Append the tokens of a wave; `versions` are those of the wave's steps."""
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
         self.versions += versions[: len(completion.tokens)]
 
     def answer(self, finish: str) -> None:
+        """Resolve the future with the tokens so far."""
         self.future.set_result(Sampled(self.tokens, self.logprobs, self.versions, finish))
 
 
 class InterruptibleSampler:
-    """Samples waves of requests with one model.
+    """Sample waves of requests with one model.
 
     Args:
         model: see `LoadableModel`.
         vocab_size: width of its logits.
-        version: name of the weights it holds.
-        seed: with a request's id it fixes the request's random numbers.
+        version: name of the weights that it holds.
+        seed: with a request's id it determines the request's random numbers.
         end_token_ids: the model's stop tokens.
-        max_rows: most requests of one wave.
+        max_rows: maximum number of requests of one wave.
     """
 
     def __init__(
@@ -119,18 +121,18 @@ class InterruptibleSampler:
         self._thread.start()
 
     def submit(self, request: ModelRequest) -> Future[Sampled]:
-        """Raises `PromptTooLong` or `UnsupportedSampling`."""
+        """Queue a request. Raises `PromptTooLong` or `UnsupportedSampling`."""
         request.num_new_tokens()
         refuse_unsupported(request.sampling)
         job = Job(request)
-        job.future.set_running_or_notify_cancel()  # a waiter that gives up shall not cancel it under the thread's hands
+        job.future.set_running_or_notify_cancel()  # a waiter must not cancel it any more
         with self._changed:
             self._waiting.append(job)
             self._changed.notify_all()
         return job.future
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops sampling between two tokens, and holds new requests."""
+        """Stop sampling between two tokens, and queue new requests."""
         with self._changed:
             self._paused = mode
             self._changed.notify_all()
@@ -139,12 +141,13 @@ class InterruptibleSampler:
                 self._answer_waiting(lambda job: True)
 
     def resume(self) -> None:
+        """Continue sampling."""
         with self._changed:
             self._paused = None
             self._changed.notify_all()
 
     def abort(self, rid: str | None) -> None:
-        """Ends the requests whose id begins with `rid`, or all (None), with the tokens they have."""
+        """End the requests whose id starts with `rid`, or all (None), with their tokens so far."""
         with self._changed:
             for job in self._wave:
                 job.is_aborted = job.is_aborted or rid is None or job.request.rid.startswith(rid)
@@ -156,9 +159,10 @@ class InterruptibleSampler:
         version: str | None,
         in_flight: PauseMode = "retract",
     ) -> None:
-        """Copies weights in, by name, and renames them unless `version` is None; without a pause, as in one of mode `in_flight`.
+        """Copy weights in, by name, and set their version unless `version` is None.
 
-        Raises what the model raises for a tensor that does not fit; the ones before it are in.
+        Without a pause the requests in flight are treated as in a pause of mode `in_flight`. Raises
+        the model's exception for a tensor that does not fit; the tensors before it are loaded.
         """
         with self._changed:
             was_paused = self._paused
@@ -173,12 +177,12 @@ class InterruptibleSampler:
                 self._changed.notify_all()
 
     def num_unfinished(self) -> int:
-        """How many requests are running or waiting."""
+        """Return the number of requests that are running or queued."""
         with self._changed:
             return len(self._wave) + len(self._waiting)
 
     def close(self) -> None:
-        """Ends the thread; what is unfinished is answered with what it has."""
+        """End the thread; unfinished requests return their tokens so far."""
         self.pause("abort")
         with self._changed:
             self._is_closed = True
@@ -201,9 +205,10 @@ class InterruptibleSampler:
                     return
                 self._wave, self._waiting = self._waiting[: self._max_rows], self._waiting[self._max_rows :]
                 self._step_versions = [self.version]
+            completions: list[Completion] | Exception
             try:
                 completions = self._sample_wave()
-            except Exception as error:  # of the model, of any kind: its requests must not wait for ever
+            except Exception as error:  # of any type: the requests must not wait indefinitely
                 completions = error
             with self._changed:
                 wave, self._wave = self._wave, []
@@ -224,7 +229,7 @@ class InterruptibleSampler:
         )
 
     def _between_tokens(self) -> Collection[int]:
-        """Holds here while paused in place; names the rows to cut."""
+        """Wait here while paused in place; return the rows to abort."""
         with self._changed:
             while self._paused == "in_place":
                 self._is_held = True
@@ -237,7 +242,7 @@ class InterruptibleSampler:
             return [row for row, job in enumerate(self._wave) if job.is_aborted]
 
     def _finish(self, wave: list[Job], completions: list[Completion] | Exception) -> None:
-        """Answers the requests of a wave; those that a "retract" has cut wait again."""
+        """Resolve the requests of a wave; those that a "retract" has aborted are queued again."""
         if isinstance(completions, Exception):
             for job in wave:
                 job.future.set_exception(completions)

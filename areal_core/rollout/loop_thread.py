@@ -1,4 +1,4 @@
-"""Event loops in threads: the ways in, from code without a loop and from another loop."""
+"""Event loops in threads: calls into them from blocking code and from another loop."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from areal_core.rollout.errors import RolloutStuck
 
 T = TypeVar("T")
-UNWIND_S = 5.0  # a coroutine that is cancelled has so long to end
+UNWIND_S = 5.0  # time that a cancelled coroutine has to end
 
 
 class LoopThread:
-    """A thread with an event loop. What its coroutines touch is touched by this one thread only."""
+    """A thread with an event loop. State of its coroutines is accessed by this one thread only."""
 
     def __init__(self, name: str = "rollout") -> None:
         self.loop = asyncio.new_event_loop()
@@ -22,19 +22,20 @@ class LoopThread:
         self.thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts the coroutine."""
+        """Start the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the coroutine; an interrupt of the waiting thread cancels it.
+        """Run the coroutine and return its result; an interrupt of the waiting thread cancels it.
 
         Raises:
-            RolloutStuck: called on this very thread, say by a workflow: it would wait for itself.
+            RolloutStuck: called on this thread, for example by a workflow: it would wait for
+                itself.
         """
         if threading.current_thread() is self.thread:
             coroutine.close()
             raise RolloutStuck(
-                "an episode called its own executor and would wait for itself for ever: await the engine instead"
+                "an episode called its own executor and would wait for itself indefinitely: await the engine instead"
             )
         future = self.submit(coroutine)
         try:
@@ -44,7 +45,7 @@ class LoopThread:
             raise
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancels what still runs, and ends the thread; one that is blocked for longer than `timeout_s` is left behind."""
+        """Cancel all tasks and end the thread, unless it is blocked longer than `timeout_s`."""
         try:
             self.submit(self._cancel_all()).result(timeout_s)
         except TimeoutError:
@@ -61,21 +62,22 @@ class LoopThread:
 
 
 class FewPerTurn:
-    """Lets a few coroutines on in each turn of an event loop, so that thousands that become ready at once do not stop it for seconds."""
+    """Resume few coroutines per turn of an event loop, so that thousands do not block it."""
 
     def __init__(self, count: int = 8) -> None:
-        self._room = asyncio.Semaphore(count)
+        self._slots = asyncio.Semaphore(count)
 
     async def wait(self) -> None:
-        """Returns in one of the next turns."""
-        async with self._room:
+        """Return in one of the next turns."""
+        async with self._slots:
             await asyncio.sleep(0)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Awaits a coroutine that runs on another loop, in another thread.
+    """Await a coroutine that runs on another loop, in another thread.
 
-    A caller that is cancelled cancels it, and goes on only when it has ended there: otherwise what it still touches might be closed.
+    A caller that is cancelled cancels the coroutine, and continues only after it has ended:
+    otherwise objects that it still uses might be closed.
     """
     here = asyncio.get_running_loop()
     ended: asyncio.Future[asyncio.Task[T]] = here.create_future()

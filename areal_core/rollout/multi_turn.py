@@ -1,4 +1,4 @@
-"""Several attempts at one question: after a wrong answer the model is told so and answers again, in one row of tokens."""
+"""Several attempts at one question, in one row of tokens, with feedback after a wrong answer."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.rollout.agent.chat_template import continuation_tokens
 from areal_core.rollout.agent.export import conversation_row
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import TokenSampler
 from areal_core.rollout.types import ModelRequest, ModelResponse, sampling_from
-from areal_core.rollout.workflow import RewardFn
+from areal_core.rollout.workflow import RewardFn, prompt_tokens
 
 FEEDBACK = (
     "That is not right, or the answer could not be read. Think again, and give the answer in the same form."
@@ -17,16 +17,20 @@ FEEDBACK = (
 
 
 class MultiTurnWorkflow:
-    """Attempts at the chat in `data["messages"]` until one is rewarded, or `max_turns` have been made.
+    """Attempts at the chat in `data["messages"]` until one is rewarded, at most `max_turns`.
 
-    The row holds all attempts; what the user says between them is not trained. Its reward is the last attempt's, times
-    `turn_discount` for each attempt before it.
+    The row holds all attempts; the user's messages between them are outside the loss mask. Its
+    reward is the last attempt's, times `turn_discount` for each attempt before it.
 
     Args:
-        reward_fn, gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`. An attempt is right if its reward is above 0.
-        max_turns: most attempts.
+        reward_fn, gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`. An attempt is right
+            if its reward is above 0.
+        max_turns: maximum number of attempts.
         turn_discount: factor for each further attempt.
-        feedback: what the user says after a wrong one.
+        feedback: the user's message after a wrong attempt.
+
+    Raises:
+        ValueError: `max_turns` is below 1.
     """
 
     def __init__(
@@ -50,10 +54,9 @@ class MultiTurnWorkflow:
         self.feedback = [{"role": "user", "content": feedback}]
         self.template_kwargs = {"enable_thinking": enable_thinking}
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        prompt = self.tokenizer.apply_chat_template(
-            data["messages"], add_generation_prompt=True, return_dict=False, **self.template_kwargs
-        )
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Sample the attempts. Returns one row, `[1, T]` per token."""
+        prompt = prompt_tokens(self.tokenizer, data["messages"], self.template_kwargs)
         turns: list[ModelResponse] = []
         while True:
             turns.append(await engine.agenerate(ModelRequest(input_ids=prompt, sampling=self.sampling)))
@@ -73,6 +76,6 @@ class MultiTurnWorkflow:
         )
 
     def _next_prompt(self, turn: ModelResponse) -> list[int]:
-        """The exact tokens so far, and the feedback as the chat template spells it."""
-        said = turn.input_tokens + turn.output_tokens
-        return said + continuation_tokens(self.tokenizer, self.feedback, said[-1], self.template_kwargs)
+        """Return the exact tokens so far, followed by the feedback in the chat format."""
+        tokens = turn.input_tokens + turn.output_tokens
+        return tokens + continuation_tokens(self.tokenizer, self.feedback, tokens[-1], self.template_kwargs)

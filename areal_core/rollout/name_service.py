@@ -1,15 +1,14 @@
-"""Names under which the processes of a run find each other: a tree of small texts, in a folder that all machines see.
+"""The name service of a run: a tree of small texts, in a folder that all machines share.
 
     {root}/{user}/{experiment}/{trial}/gen_servers/{id}/ENTRY        "host:port" of one inference server
 
-An entry appears and changes by one rename, so a reader sees the old text, the new one, or none. Whether a server is alive is
-asked of the server; an entry only says that there was one.
+An entry appears and changes by one rename, so a reader sees the old text, the new one, or none. An
+entry does not imply that the server is alive: only a request to the server shows that.
 """
 
 import getpass
 import os
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,51 +18,55 @@ from areal_core.rollout.errors import BadName, NameTaken, NoSuchName
 from areal_core.rollout.servers import Server
 
 ENTRY = "ENTRY"
-POLL_S = 0.1
 ATTEMPTS = 1000
 
 
 class NameService(Protocol):
-    """A tree of texts. Names are parts with slashes between them: `user/experiment/trial/what`."""
+    """A tree of texts. Names are components joined by slashes: `user/experiment/trial/key`."""
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        """Raises `NameTaken` when there is one and `replace` is false, `BadName`."""
+        """Add an entry.
+
+        Raises:
+            NameTaken: it exists and `replace` is false.
+            BadName: the name is invalid.
+        """
         ...
 
     def get(self, name: str) -> str:
-        """Raises `NoSuchName`."""
+        """Return the text of an entry. Raises `NoSuchName`."""
         ...
 
     def delete(self, name: str) -> None:
-        """Raises `NoSuchName`."""
+        """Delete an entry. Raises `NoSuchName`."""
         ...
 
     def below(self, name: str) -> dict[str, str]:
-        """Every entry below a name, by its whole name, in order."""
+        """Return all entries below a name, by their full names, sorted."""
         ...
 
 
 class FolderNames:
-    """A `NameService` in a folder, for processes on one machine or on many that share a file system."""
+    """A `NameService` in a folder, for processes that share a file system."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
         folder = self.root.joinpath(*parts_of(name))
-        new = self._write_beside(folder, value)
+        new = self._write_new(folder, value)
         try:
             if replace:
                 os.replace(new, folder / ENTRY)
             else:
-                os.link(new, folder / ENTRY)  # unlike a rename it fails when there is one, on NFS as well
+                os.link(new, folder / ENTRY)  # unlike a rename it fails if it exists, also on NFS
         except FileExistsError as error:
             raise NameTaken(f"{name} is there already, under {self.root}") from error
         finally:
             new.unlink(missing_ok=True)
 
-    def _write_beside(self, folder: Path, value: str) -> Path:
-        """A new file in `folder`, which others may be deleting while it is empty."""
+    def _write_new(self, folder: Path, value: str) -> Path:
+        """Write a new file in `folder`, which other processes may delete while it is empty."""
         new = folder / f".{uuid.uuid4().hex}"
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
@@ -90,7 +93,7 @@ class FolderNames:
         while folder != self.root:
             try:
                 folder.rmdir()
-            except OSError:  # it holds other entries, or another process was quicker
+            except OSError:  # it contains other entries, or another process was faster
                 return
             folder = folder.parent
 
@@ -106,7 +109,7 @@ class FolderNames:
 
 
 class MemoryNames:
-    """A `NameService` inside one process."""
+    """A `NameService` within one process: a fake for tests, not used by a run."""
 
     def __init__(self) -> None:
         self._entries: dict[str, str] = {}
@@ -136,44 +139,30 @@ class MemoryNames:
 
 
 def parts_of(name: str) -> list[str]:
-    """Raises `BadName` for a name that is no path below the root."""
+    """Split a name into components. Raises `BadName` if it is not a path below the root."""
     parts = name.split("/")
     if any(part in ("", ".", "..", ENTRY) for part in parts):
         raise BadName(
-            f"the name {name!r} is not parts with single slashes between them, such as user/experiment/trial"
+            f"the name {name!r} is invalid: expected components joined by single slashes, "
+            "such as user/experiment/trial"
         )
     return parts
 
 
 def servers_name(experiment: str, trial: str) -> str:
-    """The name below which a run's inference servers are."""
+    """Return the name below which a run's inference servers are registered."""
     return f"{getpass.getuser()}/{experiment}/{trial}/gen_servers"
 
 
-def announce_server(names: NameService, experiment: str, trial: str, address: str) -> str:
-    """Adds a server (`host:port`) to a run, which may be running; the name of its entry, for `delete`."""
+def register_server(names: NameService, experiment: str, trial: str, address: str) -> str:
+    """Register a server (`host:port`) for a run, running or not; return its entry's name."""
     name = f"{servers_name(experiment, trial)}/{uuid.uuid4().hex}"
     names.add(name, address)
     return name
 
 
-def announced_servers(names: NameService, experiment: str, trial: str) -> Mapping[str, Server]:
-    """The servers of a run, by the name of their entry."""
+def discovered_servers(names: NameService, experiment: str, trial: str) -> Mapping[str, Server]:
+    """Return the registered servers of a run, by the name of their entry."""
     return {
         name: Server(value.strip()) for name, value in names.below(servers_name(experiment, trial)).items()
     }
-
-
-def wait_for_servers(
-    names: NameService, experiment: str, trial: str, count: int, timeout_s: float
-) -> Mapping[str, Server]:
-    """The servers of a run, once there are `count` of them. Raises `NoSuchName` when late."""
-    deadline = time.monotonic() + timeout_s
-    while len(servers := announced_servers(names, experiment, trial)) < count:
-        if time.monotonic() > deadline:
-            raise NoSuchName(
-                f"{len(servers)} of {count} inference servers have announced themselves below "
-                f"{servers_name(experiment, trial)} after {timeout_s:.0f} s"
-            )
-        time.sleep(POLL_S)
-    return servers

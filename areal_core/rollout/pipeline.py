@@ -1,25 +1,30 @@
-"""Prompts through workflows on one event loop: never more than allowed, as early as allowed, consumed before they are too old.
+"""The pipeline of prompts through workflows on one event loop.
+
+At most as many prompts run as the limits allow, they start as early as possible, and they are
+consumed within the allowed staleness.
 
     submit ---> pending --+
     prepare --> feed -----+--> start_more: while capacity() > 0, a task a prompt: its n_samples episodes --> engine, reward
                                    ^                     |
           set_version, resume, ----+        accepted | rejected | failed
           a result is fetched      |                     |
-                                   +--- makes room ------+--> ready (from the feed) | done (submitted)  --- wakes --> waiters
+                                   +--- frees capacity --+--> ready (from the feed) | done (submitted)  --- wakes --> waiters
 
-    who waits              for what                              who wakes it
+    waiter                 condition                             woken by
     a prompt               capacity() > 0, and no pause          a prompt that ends, a fetched result, set_version, resume
     wait, run_all          its prompts to end                    each prompt that ends
     prepare                batch_size prompts that may be        each prompt that ends, set_version
                            taken (`staleness.choose_batch`)
     an episode             the engine; its reward, its tools     the reply; the time limit of `RewardPool`
-    a request              generation that is not paused         the end of a push, the engine's resume()
+    a request              generation that is not paused         the end of a weight update, the engine's resume()
 
-Nothing polls: each event that can make room calls `start_more`, each that can satisfy a waiter wakes it. All state belongs to the event
-loop's thread, so there are no locks; `executor.py` is the way in from other threads.
+Nothing polls: each event that can free capacity calls `start_more`, each that can satisfy a waiter
+wakes it. All state belongs to the event loop's thread, so there are no locks; other threads use
+`executor.py`.
 
-A waiter is never left in silence. What cannot come, and what always fails or is rejected, is raised (`tolerance.py`); what only takes
-long is told by name, and again each time the wait has doubled (`watch.py`).
+A waiter never waits silently. A wait that cannot end, and prompts that always fail or are rejected,
+raise an exception (`tolerance.py`); a long wait is logged with the names of what it waits for, and
+again each time it has doubled (`watch.py`).
 """
 
 import asyncio
@@ -42,7 +47,10 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """What waits, runs and has finished. Construct and use it on one event loop; arguments as those of `Executor`."""
+    """The queued, running and finished prompts.
+
+    Used on one event loop; arguments as of `Executor`.
+    """
 
     def __init__(
         self,
@@ -64,12 +72,13 @@ class Pipeline:
         self._pending: deque[Group] = deque()
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted or held, from the feed, not yet consumed
-        self._done: dict[int, Group] = {}  # finished, submitted one by one, not yet fetched
+        self._done: dict[int, Group] = {}  # finished, from submit, not yet fetched
         self._feed: tuple[Feed, Plan] | None = None
         self._error: Exception | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
     async def submit(self, prompt_id: int | None, data: Row, plan: Plan) -> int:
+        """Queue a prompt and return its task id."""
         task_id = next(self._task_ids)
         self._pending.append(Group(task_id, task_id if prompt_id is None else prompt_id, data, plan))
         self._start_more()
@@ -78,6 +87,7 @@ class Pipeline:
     async def run_all(
         self, prompts: Sequence[tuple[int, Row]], plan: Plan, timeout_s: float | None
     ) -> list[Group]:
+        """Submit these `(prompt_id, row)`, wait for all, and return them in order."""
         ids = [await self.submit(prompt_id, data, plan) for prompt_id, data in prompts]
 
         def all_done() -> bool | None:
@@ -87,6 +97,7 @@ class Pipeline:
         return self._fetch(ids)
 
     async def wait(self, count: int, timeout_s: float | None) -> list[Group]:
+        """Wait for `count` submitted prompts and return those that were submitted first."""
         if count > (known := len(self._pending) + len(self._running) + len(self._done)):
             raise RolloutStuck(
                 f"wait({count}) would never return: {known} prompts were submitted and not fetched"
@@ -95,8 +106,9 @@ class Pipeline:
         return self._fetch(sorted(self._done)[:count])
 
     async def wait_for_task(self, task_id: int, timeout_s: float | None) -> Group:
-        on_the_way = {group.task_id for group in self._pending} | self._running.keys() | self._done.keys()
-        if task_id not in on_the_way:
+        """Wait for one submitted prompt."""
+        known = {group.task_id for group in self._pending} | self._running.keys() | self._done.keys()
+        if task_id not in known:
             raise RolloutStuck(f"there is no task {task_id}, or its result was fetched before")
         await self._until(lambda: task_id in self._done or None, f"task {task_id}", timeout_s)
         return self._fetch([task_id])[0]
@@ -108,23 +120,28 @@ class Pipeline:
         return groups
 
     async def prepare(self, feed: Feed, plan: Plan, timeout_s: float | None) -> list[Group]:
+        """Wait for the next batch of the feed's prompts; later ones keep being started."""
         self._feed = (feed, plan)
         self._start_more()
         return await self._until(self._take_batch, f"{self.control.batch_size} prompts", timeout_s)
 
     async def set_version(self, version: int) -> None:
+        """Set the trainer's version, and start the prompts that it allows."""
         self.control.version = version
         self._something_happened()
 
     async def continue_at(self, version: int) -> None:
+        """Continue a run that has consumed a batch for each version before this one."""
         self.control.continue_at(version)
         self._something_happened()
 
     async def set_paused(self, is_paused: bool) -> None:
+        """Stop or resume starting prompts; running ones continue."""
         self._is_paused = is_paused
         self._something_happened()
 
     async def snapshot(self, read: Callable[[list[int]], T]) -> T:
+        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken."""
         groups = [*self._ready, *(group for group in self._running.values() if group.from_feed)]
         return read(sorted(group.prompt_id for group in groups))
 
@@ -133,14 +150,14 @@ class Pipeline:
         self._wake()
 
     def _start_more(self) -> None:
-        """Starts what may start. Called after everything that can make room."""
+        """Start the prompts that may start. Called after every event that can free capacity."""
         try:
             while not self._is_paused and self._error is None and self.control.capacity() > 0:
                 group = self._next_group()
                 if group is None:
                     return
                 self._start(group)
-        except Exception as error:  # of the feed: a dataset that cannot be read. The waiter raises it
+        except Exception as error:  # of the feed, such as an unreadable file; the waiter raises it
             self._error = error
             self._wake()
 
@@ -163,7 +180,9 @@ class Pipeline:
         control, plan, is_held = self.control, group.plan, False
         try:
             rows = await run_episodes(group.episodes, plan.workflow, group.data, self.check_format)
-            accepted = any(part is not None for part in rows) and is_accepted(group.prompt_id, rows, plan)
+            accepted = any(episode is not None for episode in rows) and is_accepted(
+                group.prompt_id, rows, plan
+            )
             group.version = oldest_version(rows, otherwise=group.version)
         except Exception as error:
             control.failed += 1
@@ -186,7 +205,7 @@ class Pipeline:
         self._something_happened()
 
     def _take_batch(self) -> list[Group] | None:
-        """The prompts of the next batch, once they are there."""
+        """Return the prompts of the next batch, or None if the trainer must wait."""
         control = self.control
         self._drop_stale()
         self._ready.sort(key=lambda group: group.task_id)
@@ -203,9 +222,7 @@ class Pipeline:
         taken = set(chosen)
         groups = [self._ready[i] for i in chosen]
         self._ready = [group for i, group in enumerate(self._ready) if i not in taken]
-        if all(
-            group.rows is None for group in groups
-        ):  # no batch can be made of these: others take their place
+        if all(group.rows is None for group in groups):  # no batch is possible: others replace them
             control.held -= len(groups)
             self._tolerance.refuse_hopeless_filter()
             self._start_more()
@@ -224,7 +241,7 @@ class Pipeline:
             self._start_more()
 
     async def _until(self, ready: Callable[[], T | None], wanted: str, timeout_s: float | None) -> T:
-        """What `ready` gives once it is not None; it is asked again after every event."""
+        """Return the first value of `ready` that is not None; it is called after every event."""
         loop = asyncio.get_running_loop()
         end = None if timeout_s is None else loop.time() + timeout_s
         watch = Watch(self._patience, wanted)
@@ -238,38 +255,38 @@ class Pipeline:
                 self._tolerance.batch_taken()
                 return value
             if end is not None and loop.time() >= end:
-                raise TimeoutError(f"{wanted} were not there within {timeout_s} s: {self._counts()}")
+                raise TimeoutError(f"{wanted} were not finished within {timeout_s} s: {self._counts()}")
             woken = loop.create_future()
             self._waiters.append(woken)
-            left = self._patience.look_every_s if end is None else end - loop.time()
-            await asyncio.wait([woken], timeout=min(left, self._patience.look_every_s))
+            left = self._patience.check_every_s if end is None else end - loop.time()
+            await asyncio.wait([woken], timeout=min(left, self._patience.check_every_s))
             if not woken.done():
-                self._look(watch)
+                self._check_wait(watch)
 
-    def _look(self, watch: Watch) -> None:
-        """Nothing has happened for a while: raises if nothing ever will, and otherwise says what is waited for."""
+    def _check_wait(self, watch: Watch) -> None:
+        """Raise `RolloutStuck` if the wait can never end; otherwise report what it waits for."""
         control = self.control
         if self._is_paused:
             watch.paused("the executor, which starts nothing,")
         if self.engine.is_paused:
             watch.paused("the engine, which samples nothing,")
         if self._running:
-            watch.look([episode for group in self._running.values() for episode in group.episodes])
+            watch.report_slow([episode for group in self._running.values() for episode in group.episodes])
         elif not self._is_paused and control.capacity() <= 0:
             raise RolloutStuck(
-                f"{watch.wanted} are waited for and no prompt may start: at version {control.version} with "
+                f"{watch.wanted} are awaited and no prompt may start: at version {control.version} with "
                 f"max_head_offpolicyness {control.max_head_offpolicyness} and batch_size {control.batch_size} "
-                f"{control.staleness_limit()} prompts may be accepted or running, and {control.accepted} are; take the accepted "
-                f"ones and set_version({control.version + 1}), or raise max_head_offpolicyness"
+                f"{control.staleness_limit()} prompts may be accepted or running, and {control.accepted} are; consume the "
+                f"accepted ones and call set_version({control.version + 1}), or raise max_head_offpolicyness"
             )
         elif not self._is_paused:
-            raise RolloutStuck(f"{watch.wanted} are waited for and no prompt is left: {self._counts()}")
+            raise RolloutStuck(f"{watch.wanted} are awaited and no prompt is left: {self._counts()}")
 
     def _counts(self) -> str:
         c = self.control
         return (
-            f"{len(self._running)} run, {len(self._pending)} wait to start, {len(self._ready) + len(self._done)} have "
-            f"finished and are not fetched (so far {c.accepted} accepted, {c.rejected} rejected, {c.failed} failed)"
+            f"{len(self._running)} running, {len(self._pending)} queued, {len(self._ready) + len(self._done)} finished "
+            f"and not fetched (so far {c.accepted} accepted, {c.rejected} rejected, {c.failed} failed)"
         )
 
     def _wake(self) -> None:
@@ -279,7 +296,7 @@ class Pipeline:
                 waiter.set_result(None)
 
     async def close(self) -> None:
-        """Cancels what runs, and starts nothing any more."""
+        """Cancel running prompts, and start no more."""
         self._is_paused = True
         await self._cancel_running()
 
@@ -288,6 +305,6 @@ class Pipeline:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A task that was cancelled before its first step has not counted itself out.
+        # A task that was cancelled before its first step has not updated the count.
         self.control.running -= len(self._running)
         self._running.clear()

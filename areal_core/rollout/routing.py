@@ -1,7 +1,8 @@
-"""Which server takes a request: the next in turn, and for the other requests of a prompt the same one again.
+"""Routing of requests to servers: round-robin over prompts, one server per prompt.
 
-The samples of a prompt share its prefix, and so do the turns of a conversation, so one server's prefix cache serves them all. A server
-that has far more to do than the idlest one gives up that privilege: a group of 64 still spreads over two servers.
+The samples of a prompt share its prefix, and so do the turns of a conversation, so one server's
+prefix cache serves them all. A server with far more running requests than the least loaded one
+loses this affinity: a group of 64 still spreads over two servers.
 """
 
 import itertools
@@ -16,7 +17,10 @@ SPARE_REQUESTS = 8
 
 
 class Router:
-    """The servers that may be asked, and what each is doing. For one event loop, except that any thread may assign `servers`."""
+    """The usable servers and their running requests, for one event loop.
+
+    Any thread may assign `servers`.
+    """
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = list(servers)
@@ -25,7 +29,7 @@ class Router:
         self._homes: OrderedDict[Hashable, Server] = OrderedDict()
 
     def choose(self, prompt: Hashable, avoid: Server | None = None) -> Server | None:
-        """A server, not `avoid` while there is another; None when there is none."""
+        """Return a server, not `avoid` while there is another; None when there is none."""
         servers = self.servers
         candidates = [server for server in servers if server != avoid] or servers
         if not candidates:
@@ -46,7 +50,7 @@ class Router:
 
     @contextmanager
     def request_to(self, server: Server) -> Iterator[None]:
-        """Counts a request while it runs."""
+        """Count a request while it runs."""
         self._running[server] += 1
         try:
             yield
@@ -54,5 +58,5 @@ class Router:
             self._running[server] -= 1
 
     def drop(self, server: Server) -> None:
-        """Asks a server no more."""
+        """Stop using a server."""
         self.servers = [other for other in self.servers if other != server]

@@ -1,7 +1,9 @@
-"""What a server says of itself, and whether a run may use it: `/server_info` and `/model_info` against the run's model.
+"""The identity that a server reports, and the check of it against a run's model.
 
-A server that was pushed to by disk names the pushed folder as its model in `/model_info`; `/server_info` keeps the one it was
-started with. Neither names the size of the vocabulary, so sizes are compared where the server's `config.json` can be read here.
+`/server_info` and `/model_info` are read. After a weight update by disk `/model_info` names the
+folder of that update as the model; `/server_info` keeps the one with which the server was started.
+Neither reports the size of the vocabulary, so sizes are compared where the server's `config.json`
+can be read here.
 """
 
 import json
@@ -13,30 +15,30 @@ from typing import Any
 from areal_core.rollout.errors import MalformedReply, RequestRefused, WrongServer
 from areal_core.rollout.servers import Server, call
 
-OLDEST = (0, 5, 0)  # older ones do not name the version of their weights in a reply
-TOO_NEW = (0, 6, 0)  # the wire format is read from 0.5.23
+OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
+TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
 ASK_TIMEOUT_S = 5.0
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class ServerIdentity:
-    """What a server serves."""
+    """The model and options that a server reports."""
 
-    version: str  # of SGLang, or the one whose routes are spoken
-    model_path: str  # that it was started with
+    version: str  # of SGLang, or of the SGLang whose routes the server implements
+    model_path: str  # the model with which it was started
     architectures: tuple[str, ...]
-    weight_version: str  # "default" until it is pushed to
+    weight_version: str  # "default" before the first weight update
     device: str  # "cpu" or "cuda"
-    dtype: str  # "auto" where the model's config decides
+    dtype: str  # "auto" if the model's config defines it
     serves_adapters: bool
 
 
 def ask_identity(server: Server, timeout_s: float = 10.0) -> ServerIdentity:
-    """Asks a server.
+    """Query the identity of a server.
 
     Raises:
-        WrongServer: it has no such routes: too old, or no SGLang.
+        WrongServer: it lacks the routes: too old, or not SGLang.
         OSError: it does not answer.
     """
     try:
@@ -45,13 +47,13 @@ def ask_identity(server: Server, timeout_s: float = 10.0) -> ServerIdentity:
         return parse_identity(model, started)
     except (MalformedReply, RuntimeError) as error:
         raise WrongServer(
-            f"{server.address} is no SGLang server that this version can use ({error}); start one with sglang 0.5, "
+            f"{server.address} is not an SGLang server that this version can use ({error}); start one with sglang 0.5, "
             f"or with areal-debug serve"
         ) from error
 
 
 def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
-    """Parses the two replies. Raises `MalformedReply` with what was missing."""
+    """Parse the two replies. Raises `MalformedReply`, which names the missing field."""
     try:
         model, started = json.loads(model_info), json.loads(server_info)
         return ServerIdentity(
@@ -70,18 +72,20 @@ def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
 
 
 def weight_version(server: Server, timeout_s: float = 5.0) -> str:
-    """The version of the weights that a server holds. Raises `OSError`, `RequestRefused` or `MalformedReply`."""
+    """Query the version of the weights that a server holds.
+
+    Raises:
+        OSError, RequestRefused, MalformedReply: no answer, an error, or no version in the reply.
+    """
     body = call(server, "GET", "/model_info", timeout_s=timeout_s)
     try:
         return str(json.loads(body)["weight_version"])
     except (KeyError, TypeError, ValueError) as error:
-        raise MalformedReply(
-            f"{server.address}/model_info names no weight_version: {body[:200]!r}"
-        ) from error
+        raise MalformedReply(f"{server.address}/model_info has no weight_version: {body[:200]!r}") from error
 
 
 def ask_version(server: Server) -> str | None:
-    """The same; None when a server does not say."""
+    """Query the version of the weights, as `weight_version`; None without a valid answer."""
     try:
         return weight_version(server, ASK_TIMEOUT_S)
     except (OSError, MalformedReply, RequestRefused):
@@ -90,21 +94,21 @@ def ask_version(server: Server) -> str | None:
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model that a run trains, as its checkpoint folder describes it."""
+    """The model that a run trains, as described by its checkpoint folder."""
 
     path: str
     config: dict[str, Any]  # config.json; empty where the path is a hub name
-    needs_adapters: bool = False  # the run pushes adapters to servers of this model
+    needs_adapters: bool = False  # the run sends adapters to servers of this model
 
 
 def run_model(path: str, *, needs_adapters: bool = False) -> RunModel:
-    """Reads `config.json` of a checkpoint folder."""
+    """Read `config.json` of a checkpoint folder."""
     file = Path(path) / "config.json"
     return RunModel(path, json.loads(file.read_text()) if file.is_file() else {}, needs_adapters)
 
 
 def check_identity(server: Server, identity: ServerIdentity, model: RunModel) -> None:
-    """Raises `WrongServer`, one sentence, when the server speaks another version or serves another model."""
+    """Raise `WrongServer` if the server is of another SGLang release or serves another model."""
     release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
     if release < OLDEST or release >= TOO_NEW:
         wrong = "too old" if release < OLDEST else "newer than this version knows"
@@ -126,18 +130,18 @@ def check_identity(server: Server, identity: ServerIdentity, model: RunModel) ->
             )
     if model.needs_adapters and not identity.serves_adapters:
         raise WrongServer(
-            f"the server at {server.address} was started without --enable-lora, and the run pushes adapters: start it with them, "
+            f"the server at {server.address} was started without --enable-lora, and the run sends adapters: start it with that option, "
             "or set rollout.use_lora and sglang.enable_lora to false"
         )
     if not same_model(identity.model_path, model.path):
         raise WrongServer(
             f"the server at {server.address} serves {identity.model_path}, and the run trains {model.path}: start the server "
-            f"with the run's model, or give both paths the same last part if they hold the same files"
+            f"with the run's model, or give both paths the same last component if they hold the same files"
         )
 
 
-def why_not(server: Server, model: RunModel | None) -> str:
-    """Why a server that has come may not serve a run; "" when it may."""
+def rejection_reason(server: Server, model: RunModel | None) -> str:
+    """Return the reason why a discovered server may not serve a run; "" if it may."""
     try:
         if model is not None:
             check_identity(server, ask_identity(server), model)
@@ -147,5 +151,8 @@ def why_not(server: Server, model: RunModel | None) -> str:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two paths or hub names can mean the same model: machines may mount one folder in different places."""
+    """Return whether two paths or hub names can mean the same model.
+
+    Machines may mount one folder in different places, so equal last components suffice.
+    """
     return Path(one).resolve() == Path(other).resolve() or Path(one).name == Path(other).name

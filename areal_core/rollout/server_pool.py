@@ -1,8 +1,9 @@
-"""The servers of a run as its rank 0 commands them: blocking calls to all of them at once, while some come and some go.
+"""The pool of a run's servers on rank 0: blocking, concurrent calls; elastic membership.
 
-A server that stops answering is dropped and told of; the others go on, and only the death of the last one is an error. Servers
-that have announced themselves since are taken in by `refresh`, which the weight pushes call before they begin: so a new
-server is paused, pushed to and resumed with the others before any client asks it for a token.
+A server that stops answering is dropped with a warning; the others continue, and only the loss of
+the last one is an error. Servers discovered since are added by `refresh`, which the weight updates
+call first: so a new server is paused, updated and resumed with the others before any client
+requests a token from it.
 """
 
 import logging
@@ -20,8 +21,8 @@ from areal_core.rollout.server_identity import (
     ServerIdentity,
     ask_identity,
     check_identity,
+    rejection_reason,
     weight_version,
-    why_not,
 )
 from areal_core.rollout.servers import Server, call, is_reachable
 
@@ -35,11 +36,12 @@ class ServerPool:
     """Blocking calls to every server at once, one thread each.
 
     Args:
-        servers: the first of them, which are alive.
-        timeout_s: most seconds for one call.
-        discovery: where more may appear; by default the set is fixed.
-        model: what a new server must serve; None takes any.
-        pause_mode: what a pause does to requests in flight: "abort", "retract" or "in_place" (SGLang's).
+        servers: the initial servers, which are alive.
+        timeout_s: maximum seconds for one call.
+        discovery: finds further servers; by default the set is fixed.
+        model: the model that a new server must serve; None accepts any.
+        pause_mode: SGLang's treatment of requests in flight during a pause: "abort", "retract" or
+            "in_place".
     """
 
     def __init__(
@@ -60,14 +62,14 @@ class ServerPool:
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-call")
 
     def start_post(self, path: str, payload_of: Callable[[int], Any]) -> list[Future[str]]:
-        """Begins a POST to each server; `payload_of(i)` is the payload of server i."""
+        """Start a POST to each server; `payload_of(i)` is the payload of server i."""
         return [
             self._threads.submit(call, server, "POST", path, payload_of(i), self.timeout_s)
             for i, server in enumerate(self.servers)
         ]
 
     def raise_failures(self, futures: list[Future[str]]) -> None:
-        """Raises for the first server whose reply is in and is a failure."""
+        """Raise the failure of the first server whose reply has arrived and is one."""
         for server, future in zip(self.servers, futures, strict=True):
             error = future.exception() if future.done() else None
             if isinstance(error, OSError):
@@ -76,10 +78,12 @@ class ServerPool:
                 raise error
 
     def post(self, path: str, payload: Any) -> dict[Server, str]:
-        """POSTs the same payload to every server and waits; the bodies of the replies. Servers that die are dropped.
+        """POST the same payload to every server; return the bodies of all replies.
+
+        Servers that do not answer are dropped.
 
         Raises:
-            RequestRefused: a server said no; after every reply is in.
+            RequestRefused: a server answered with an error; raised after every reply has arrived.
             ServerDied: none is left.
         """
         futures = dict(zip(self.servers, self.start_post(path, lambda i: payload), strict=True))
@@ -90,7 +94,7 @@ class ServerPool:
         return {server: futures[server].result() for server in self.servers}
 
     def drop(self, server: Server, reason: str) -> None:
-        """Goes on without a server. Raises `ServerDied` when it was the last."""
+        """Continue without a server. Raises `ServerDied` if it was the last."""
         left = [other for other in self.servers if other != server]
         if not left:
             raise ServerDied(f"{reason}: the last server, {server.describe()}")
@@ -98,25 +102,31 @@ class ServerPool:
         logger.warning("inference server lost (%s): %s; %d left", reason, server.address, len(left))
 
     def refresh(self) -> None:
-        """Drops servers that refuse connections and takes in those that have come. Raises `ServerDied` when none is left."""
-        announced = self._discovery.servers()
+        """Drop unreachable servers and add discovered ones.
+
+        Raises `ServerDied` when none is left.
+        """
+        known = self._discovery.servers()
         answers = dict(
             zip(
-                announced,
-                self._threads.map(partial(is_reachable, timeout_s=CONNECT_S), announced),
+                known,
+                self._threads.map(partial(is_reachable, timeout_s=CONNECT_S), known),
                 strict=True,
             )
         )
-        for server in announced:
+        for server in known:
             if not answers[server]:
                 self._discovery.forget(server)
             elif server not in self.servers:
-                self._take_in(server)
+                self._add(server)
         for server in [server for server in self.servers if not answers.get(server, False)]:
-            self.drop(server, "no connection" if server in answers else "has left")
+            self.drop(server, "no connection" if server in answers else "unregistered")
 
     def has_lost_one(self) -> bool:
-        """Whether a server refuses connections, or does so soon: a process that was killed closes its sockets one by one."""
+        """Return whether a server refuses connections now or within a second.
+
+        A process that was killed closes its sockets one by one.
+        """
         deadline = time.monotonic() + DYING_S
         while all(is_reachable(server, CONNECT_S) for server in self.servers):
             if time.monotonic() > deadline:
@@ -124,9 +134,9 @@ class ServerPool:
             time.sleep(0.05)
         return True
 
-    def _take_in(self, server: Server) -> None:
-        """A server of another model is left alone: whoever started it beside a running training made the mistake, not the run."""
-        if reason := why_not(server, self._model):
+    def _add(self, server: Server) -> None:
+        """Add a server, unless it serves another model: that is a warning, no error of the run."""
+        if reason := rejection_reason(server, self._model):
             if server not in self._refused:
                 logger.warning("an inference server cannot join: %s", reason)
             self._refused.add(server)
@@ -135,7 +145,10 @@ class ServerPool:
         logger.warning("inference server joined: %s; %d now", server.address, len(self.servers))
 
     def identity(self) -> ServerIdentity:
-        """What the first server that answers says of itself. Raises `ServerDied` when none is left."""
+        """Return the identity of the first server that answers.
+
+        Raises `ServerDied` when none is left.
+        """
         while True:
             try:
                 return ask_identity(self.servers[0])
@@ -143,13 +156,13 @@ class ServerPool:
                 self.drop(self.servers[0], f"no answer ({error!r})")
 
     def check_model(self) -> None:
-        """Raises `WrongServer` for the first server that speaks another version or serves another model than the run's."""
+        """Raise `WrongServer` for the first server of another SGLang release or another model."""
         assert self._model is not None
         for server, identity in zip(self.servers, self._threads.map(ask_identity, self.servers), strict=True):
             check_identity(server, identity, self._model)
 
     def load_first_weights(self, version: int) -> None:
-        """Makes servers that another run has pushed to load the model's own weights again, from its folder."""
+        """Reload the model's own weights on servers that another run has updated."""
         assert self._model is not None
         first = ("default", str(version))
         for server in self.servers:
@@ -165,15 +178,16 @@ class ServerPool:
                 call(server, "POST", "/update_weights_from_disk", payload, self.timeout_s)
 
     def pause(self) -> None:
-        """Stops every request in flight, and holds new ones; what is cut, the client sends again."""
+        """Pause generation, and hold new requests; the client sends aborted requests again."""
         self.post("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
+        """Continue generation."""
         self.post("/continue_generation", {})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses, and lets generation go on however the body ends; the body's failure is the one that is told."""
+        """Pause generation during the body; an exception of the body takes precedence."""
         try:
             self.pause()
             yield
@@ -185,12 +199,9 @@ class ServerPool:
 
     @property
     def flushes(self) -> bool:
-        """Whether prefix caches can be emptied in a pause: requests that keep their place keep their cache."""
+        """True if prefix caches can be emptied in a pause; requests paused in place keep theirs."""
         return self.pause_mode != "in_place"
 
-    def flush_cache(self) -> None:
-        """Empties the prefix caches. Raises `RequestRefused` while requests are running."""
-        self.post("/flush_cache", {})
-
     def close(self) -> None:
+        """End the threads."""
         self._threads.shutdown()

@@ -1,7 +1,8 @@
-"""One inference server: where it is, what it last said, and a blocking call to it.
+"""One inference server: its address, the end of its log, and blocking calls to it.
 
-Control calls (pause, push, flush) are few and slow, and are made from the trainer's thread, so they are plain blocking HTTP
-(`server_pool.py`); only `/generate` is asynchronous (`sglang_client.py`).
+Control calls (pause, weight update, flush) are few and slow, and are made from the trainer's
+thread, so they are plain blocking HTTP (`server_pool.py`); only `/generate` is asynchronous
+(`sglang_client.py`).
 """
 
 import http.client
@@ -24,7 +25,7 @@ LINE_LIMIT = 300
 
 @dataclass(frozen=True)
 class Server:
-    """One inference server: `host:port`, and its log file where the launcher told of one. Raises `WrongServer`."""
+    """An inference server: `host:port`, and its log file if known. Raises `WrongServer`."""
 
     address: str
     log: Path | None = None
@@ -32,17 +33,19 @@ class Server:
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal():
-            raise WrongServer(f"{self.address!r} is no address of an inference server: give host:port")
+            raise WrongServer(
+                f"{self.address!r} is not an address of an inference server: expected host:port"
+            )
 
     def describe(self) -> str:
-        """The address, followed by the last log lines where they can be read."""
+        """Return the address, followed by the last log lines where they can be read."""
         if self.log is None or not self.log.exists():
             return self.address
         return f"{self.address}; the last lines of {self.log}:\n{last_lines(self.log)}"
 
 
 def last_lines(path: Path, num_lines: int = 15, max_bytes: int = 16384) -> str:
-    """The end of a log file, indented, without empty lines and the ends of very long ones."""
+    """Return the end of a log file, indented, without empty lines; very long lines are cut."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - max_bytes))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -50,27 +53,32 @@ def last_lines(path: Path, num_lines: int = 15, max_bytes: int = 16384) -> str:
 
 
 def servers_from_environment(environ: Mapping[str, str] = os.environ) -> list[Server]:
-    """The servers that the launcher named in `AREAL_LLM_SERVER_ADDRS` (`host:port,host:port`) and `..._LOGS`."""
+    """Return the servers in the variables that the launcher sets.
+
+    These are `AREAL_LLM_SERVER_ADDRS` (`host:port,host:port`) and `AREAL_LLM_SERVER_LOGS`. Raises
+    `NoServers` if the first is empty.
+    """
     addresses = [a for a in environ.get(ADDRESSES_VARIABLE, "").split(",") if a]
     if not addresses:
         raise NoServers(
             f"{ADDRESSES_VARIABLE} is not set: start the run with the launcher, or set it to host:port,host:port"
         )
-    logs = [Path(log) for log in environ.get(LOGS_VARIABLE, "").split(",") if log]
+    logs: list[Path | None] = [Path(log) for log in environ.get(LOGS_VARIABLE, "").split(",") if log]
     return [Server(a, log) for a, log in zip(addresses, logs or [None] * len(addresses), strict=True)]
 
 
 def environment_of(servers: list[Server]) -> dict[str, str]:
-    """The inverse of `servers_from_environment`."""
+    """Return the variables from which `servers_from_environment` reads these servers."""
     logs = [str(server.log) for server in servers if server.log is not None]
     return {ADDRESSES_VARIABLE: ",".join(s.address for s in servers), LOGS_VARIABLE: ",".join(logs)}
 
 
 def call(server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 60.0) -> str:
-    """One HTTP request; the body of a 200 reply.
+    """Send one HTTP request; return the body of a 200 reply.
 
     Raises:
-        RequestRefused: another status, or a JSON body with `"success": false`; never holds the payload.
+        RequestRefused: another status, or a JSON body with `"success": false`; the message never
+            contains the payload.
         OSError: no connection, or no reply in time.
     """
     connection = http.client.HTTPConnection(server.address, timeout=timeout_s)
@@ -83,22 +91,25 @@ def call(server: Server, method: str, path: str, payload: Any = None, timeout_s:
         raise ConnectionError(f"{server.address}{path}: {error!r}") from error
     finally:
         connection.close()
-    if reply.status != 200 or says_failure(text):
+    if reply.status != 200 or reports_failure(text):
         raise RequestRefused(
             f"{server.address}{path} answered {reply.status}: {text[:MESSAGE_LIMIT]}", reply.status
         )
     return text
 
 
-def says_failure(body: str) -> bool:
-    """Whether a reply is a JSON object with a false `success` (SGLang sends some of these with status 200)."""
+def reports_failure(body: str) -> bool:
+    """Return whether a reply is a JSON object with a false `success`.
+
+    SGLang sends some of these with status 200.
+    """
     if not body.startswith("{"):
         return False
     return json.loads(body).get("success") is False
 
 
 def is_reachable(server: Server, timeout_s: float = 10.0) -> bool:
-    """Whether something accepts connections at the address."""
+    """Return whether the address accepts connections."""
     host, _, port = server.address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
@@ -108,7 +119,7 @@ def is_reachable(server: Server, timeout_s: float = 10.0) -> bool:
 
 
 def is_healthy(server: Server, timeout_s: float = 5.0) -> bool:
-    """Whether `/health` answers 200."""
+    """Return whether `/health` answers 200."""
     try:
         call(server, "GET", "/health", timeout_s=timeout_s)
     except (OSError, RequestRefused):
@@ -119,7 +130,10 @@ def is_healthy(server: Server, timeout_s: float = 5.0) -> bool:
 def wait_until_healthy(
     servers: list[Server], timeout_s: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Polls `/health` once a second. `check` is called between polls and may raise. Raises `ServerDied` when late."""
+    """Poll `/health` until all servers answer, or raise `ServerDied` after `timeout_s`.
+
+    `check` is called between polls and may raise.
+    """
     deadline = time.monotonic() + timeout_s
     for server in servers:
         while not is_healthy(server):

@@ -1,18 +1,19 @@
-"""Samples tokens from SGLang servers over HTTP, and comes through pauses, weight pushes and the death of servers.
+"""Sample tokens from SGLang servers over HTTP, through pauses, weight updates and lost servers.
 
     agenerate (event loop)                                            what can happen to it
     ---------------------------------------------------------------   --------------------------------------------------
-    a server from the router <---- waits for one to come (elastic) -- none is left
-    POST /generate, prompt + tokens so far                            pause "abort": cut; the reply holds the tokens so far
-      ... the server holds it while it is paused ...                  pause "retract", "in_place": the reply comes later, whole
+    a server from the router <---- waits for one to join (elastic) -- none is left
+    POST /generate, prompt + tokens so far                            pause "abort": the reply holds the tokens so far
+      ... the server holds it while it is paused ...                  pause "retract", "in_place": a later, complete reply
     reply: tokens, logprobs, and the version of each token            the server dies: sent again, to another one
-    cut? again, with the longer prompt                                the server came back with old weights: thrown away
+    aborted? again, with the longer prompt                            the server restarted with old weights: discarded
 
-    set_version (trainer's thread), health check (every `health_interval_s` while requests run)
-    both ask every server that is known which weights it holds: one with the current weights is asked for tokens, no other
+`set_version` (trainer's thread) and the health check (every `health_interval_s` while requests run)
+query the weight version of every known server: only servers with the current weights get requests.
 
-Each token keeps the version that the *server* says it was sampled by, so a reply that crosses a push is stamped rightly. Where adapters are
-served (`lora_name`) a request names that of one version, which is then the version of its tokens; after a cut, that of the server.
+Each token has the version that the *server* reports, so a reply that spans a weight update has the
+right versions. Where adapters are served (`lora_name`) a request names the adapter of one version,
+which is then the version of its tokens; after an abort it is the server's current one.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from areal_core.rollout.connections import Connections
 from areal_core.rollout.discovery import Discovery
 from areal_core.rollout.errors import RequestRefused, ServerDied
 from areal_core.rollout.routing import Router
-from areal_core.rollout.server_identity import RunModel, ask_version, why_not
+from areal_core.rollout.server_identity import RunModel, ask_version, rejection_reason
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_wire import (
@@ -40,9 +41,9 @@ from areal_core.rollout.sglang_wire import (
 )
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
-MAX_MISSES = 3  # health checks in a row without an answer: what the server is doing is given to another
+MAX_MISSES = 3  # failed health checks in a row, after which requests go to other servers
 POLL_S = 0.5
-MAX_FAILURES = 100  # of one request; a server that takes requests and breaks them off would be asked for ever
+MAX_FAILURES = 100  # of one request: a server that always breaks it off is not retried indefinitely
 MAX_THREADS = 32
 logger = logging.getLogger(__name__)
 
@@ -51,17 +52,18 @@ class SGLangClient:
     """An `InferenceEngine` over one or more SGLang servers that hold the same weights.
 
     Args:
-        servers: the first of them, with the weights that `version` names.
-        timeout_s: most seconds for one completion.
+        servers: the initial servers, with the weights of `version`.
+        timeout_s: maximum seconds for one completion.
         num_retries: further attempts after a broken connection, a time-out or a 5xx.
-        retry_delay_s: seconds before the same server is asked again.
-        version: of the weights that servers have before anything is pushed to them.
-        discovery: where more servers may appear; by default the set is fixed.
-        model: what a server that appears must serve; None takes any.
-        server_wait_s: most seconds to wait for a server when none is left and more may appear.
+        retry_delay_s: seconds before a request is sent to the same server again.
+        version: version of the weights that servers have before the first weight update.
+        discovery: finds further servers; by default the set is fixed.
+        model: the model that a new server must serve; None accepts any.
+        server_wait_s: maximum seconds to wait for a server when none is left and more may join.
         health_interval_s: seconds between two health checks.
         pause_mode: see `ServerPool`.
-        lora_name: of the adapters that are pushed, before their version; None where whole weights are.
+        lora_name: name of the adapters without their version; None if weight updates send all
+            weights.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class SGLangClient:
         self._server_wait_s = server_wait_s
         self._health_interval_s = health_interval_s
         self._lora_name = lora_name
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="ask-servers")
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers")
         self._searching = asyncio.Lock()
         self._misses: Counter[Server] = Counter()
         self._connections = Connections(timeout_s)
@@ -105,12 +107,12 @@ class SGLangClient:
         self._last_failure = "none was given"
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Samples one completion, over as many requests as aborts and deaths cut it into.
+        """Sample one completion, in several requests if it is aborted or a server dies.
 
         Raises:
-            PromptTooLong: no room to sample.
+            PromptTooLong: no space is left for a new token.
             RequestRefused: a server answered 4xx, or servers answered 5xx too often.
-            ServerDied: no server is left, and none came in time.
+            ServerDied: no server is left, and none joined in time.
         """
         budget = req.num_new_tokens()
         tokens: list[int] = []
@@ -136,25 +138,29 @@ class SGLangClient:
         )
 
     def set_version(self, version: int) -> None:
-        """Says which weights were pushed, and from now on asks the servers that hold them."""
+        """Set the current version of the weights, and use only servers that hold it from now on."""
         self.version = version
         self.refresh()
 
     def pause(self) -> None:
+        """Pause generation on the servers in use."""
         self.is_paused = True
         self._pool.servers = list(self.router.servers)
         self._pool.pause()
 
     def resume(self) -> None:
+        """Continue generation."""
         self._pool.resume()
         self.is_paused = False
 
     def refresh(self) -> None:
-        """Asks every known server for its weights. From any thread; blocks for the slowest answer, at most some seconds."""
+        """Query the weight version of every known server, and select the usable ones.
+
+        Callable from any thread; blocks until the slowest answer, at most some seconds.
+        """
         with self._refreshing:
-            current = (
-                self.version
-            )  # before the servers are asked: an answer may be older than a push that ends meanwhile
+            # Read before the servers are queried: a weight update may end before an answer arrives.
+            current = self.version
             known = self._discovery.servers()
             held = dict(zip(known, self._threads.map(ask_version, known), strict=True))
             for server, version in held.items():
@@ -164,49 +170,52 @@ class SGLangClient:
             ]
 
     def _is_usable(self, server: Server, version: str | None, current: int) -> bool:
-        """Whether a server holds the current weights, or newer ones, as during a push; some missed answers are forgiven."""
+        """Return whether a server holds the current weights, or newer ones during a weight update.
+
+        A server in use may miss some answers.
+        """
         if version is None:
             return server in self.router.servers and self._misses[server] < MAX_MISSES
         number = parse_version(version)
         if not (current == self._first_version if number is None else number >= current):
             return False
-        if server not in self._approved and not why_not(server, self._model):
+        if server not in self._approved and not rejection_reason(server, self._model):
             logger.info("sampling from %s", server.address)
             self._approved.add(server)
         return server in self._approved
 
     def close(self) -> None:
-        """Call from outside the event loop, while it runs; inside, await `aclose`."""
+        """Close from outside the event loop, while it runs; inside, await `aclose`."""
         if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result()
         self._pool.close()
         self._threads.shutdown()
 
     async def aclose(self) -> None:
-        """Ends what is running with `ServerDied`."""
+        """End running requests with `ServerDied`."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
         await self._connections.close()
 
     async def _generate(self, req: ModelRequest, sampled: list[int], budget: int, was_cut: bool) -> Chunk:
-        """One chunk, from whichever server has the weights."""
-        # No `rid`: after a broken connection the first attempt may still run, and a second with its name is refused.
+        """Request one chunk from a server with the current weights."""
+        # No `rid`: after a broken connection the first attempt may still run, and a second one
+        # with the same id is refused.
         payload = generate_payload(req.input_ids + sampled, req.sampling, budget, len(sampled))
         prompt = req.metadata.get("prompt_id", req.rid)
         failed: Counter[Server] = Counter()
-        avoid, asks_version = None, was_cut
+        avoid, needs_version = None, was_cut
         while not self._is_closed:
             server = self.router.choose(prompt, avoid) or await self._wait_for_server()
             if server == avoid:
                 await asyncio.sleep(self._retry_delay_s)
             version = self.version
-            if self._lora_name and asks_version:  # a push tells the servers before it tells this client
-                version = max(version, await self._held_by(server))
+            if self._lora_name and needs_version:  # an update reaches servers before this client
+                version = max(version, await self._version_on(server))
             try:
                 with self.router.request_to(server):
-                    asked = payload | self._adapter(version)
-                    body = await self._connections.post(server, "/generate", asked)
+                    body = await self._connections.post(server, "/generate", payload | self._adapter(version))
                 chunk = parse_generate(body, version if self._lora_name else None)
             except (aiohttp.ClientError, TimeoutError) as error:
                 avoid = server
@@ -219,7 +228,7 @@ class SGLangClient:
                         f"a request failed {MAX_FAILURES} times: {self._last_failure}"
                     ) from error
             except RequestRefused as error:
-                avoid, asks_version = server, True
+                avoid, needs_version = server, True
                 failed[server] += 1
                 may_pass = error.status >= 500 and failed.total() <= self._num_retries
                 if failed.total() > MAX_FAILURES or not (may_pass or await self._lacks(version, server)):
@@ -227,41 +236,42 @@ class SGLangClient:
             else:
                 if self._is_current(chunk, version):
                     return chunk
-                self._last_failure = f"{server.address} came back without the weights of version {version}"
+                self._last_failure = f"{server.address} restarted without the weights of version {version}"
                 self._drop(server)
         raise ServerDied("the client was closed while this request ran")
 
     def _is_current(self, chunk: Chunk, version: int) -> bool:
-        """Whether no token is older than the weights that the server had when it was asked: else it has been started anew."""
+        """Return whether no token is of an older version, as after a restart of the server."""
         if version == self._first_version:
             return True
         return all(v is not None and v >= version for v in chunk.versions)
 
     def _adapter(self, version: int) -> dict[str, str]:
-        """What a request says of the adapter; before the first push there is none, and a new one changes nothing."""
+        """Return the request's adapter field; none before the first update: the adapter is 0."""
         if self._lora_name is None or version == self._first_version:
             return {}
         return {"lora_path": adapter_name(self._lora_name, version)}
 
     async def _lacks(self, version: int, server: Server) -> bool:
-        """Whether a server refuses because it has another version's adapter: a newer one, or, after it was started anew, none."""
+        """Return whether a server has another version's adapter, or none after a restart."""
         if self._lora_name is None:
             return False
-        if (held := await self._held_by(server)) < version:
-            self._last_failure = f"{server.address} came back without the adapter of version {version}"
+        if (held := await self._version_on(server)) < version:
+            self._last_failure = f"{server.address} restarted without the adapter of version {version}"
             self._drop(server)
         return held != version
 
-    async def _held_by(self, server: Server) -> int:
-        """The version of a server's weights; the first where it says nothing."""
-        number = parse_version(await asyncio.to_thread(ask_version, server) or "")
+    async def _version_on(self, server: Server) -> int:
+        """Return the version of a server's weights; the first where it reports none."""
+        reported: str | None = await asyncio.to_thread(ask_version, server)
+        number = parse_version(reported or "")
         return self._first_version if number is None else number
 
     async def _wait_for_server(self) -> Server:
-        """Raises `ServerDied` at once where no more can come."""
+        """Wait for a usable server. Raises `ServerDied`, at once if no more can join."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._server_wait_s
-        async with self._searching:  # one request asks for all
+        async with self._searching:  # one request searches for all
             while self._may_come() and loop.time() < deadline:
                 await asyncio.to_thread(self.refresh)
                 await asyncio.sleep(0 if self.router.servers else POLL_S)
@@ -283,7 +293,7 @@ class SGLangClient:
             self._watching = loop.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Checks the servers' health as long as requests run; what a hung server was doing is given to others."""
+        """Check the servers while requests run; requests of a hung server are sent to others."""
         while self._num_running:
             await asyncio.sleep(self._health_interval_s)
             await asyncio.to_thread(self.refresh)

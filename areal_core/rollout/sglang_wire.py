@@ -1,4 +1,4 @@
-"""SGLang's `/generate` on the wire: a request's JSON, and the parsed reply."""
+"""The wire format of SGLang's `/generate`: a request's JSON, and the parsed reply."""
 
 import json
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from areal_core.rollout.types import Sampling
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one reply brought: some tokens, and why there are no more."""
+    """The tokens of one reply, and the reason for its end."""
 
     tokens: list[int]
-    logprobs: list[float]  # log_softmax(logits / temperature) before top-k and top-p (SGLang >= 0.4.6)
+    logprobs: list[float]  # log_softmax(logits / temperature) before top-k, top-p (SGLang >= 0.4.6)
     versions: list[int | None]  # None where the server has no numbered weights yet
     finish: str  # "stop", "length" or "abort"
 
 
 def adapter_name(name: str, version: int | str) -> str:
-    """What the servers call an adapter's tensors of one version."""
+    """Return the name of one version of an adapter on the servers."""
     return f"{name}-v{version}"
 
 
 def generate_payload(
     input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int
 ) -> dict[str, Any]:
-    """The JSON of a request that goes on after `num_sampled` tokens of the completion are in `input_ids`."""
+    """Return a request's JSON; the last `num_sampled` of `input_ids` are of the completion."""
     params = {
         "max_new_tokens": num_new_tokens,
         "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
@@ -49,15 +49,20 @@ def generate_payload(
 
 
 def parse_generate(body: bytes, version: int | None = None) -> Chunk:
-    """Parses a reply of `/generate`. Raises `MalformedReply` with what was missing.
+    """Parse a reply of `/generate`.
 
     Args:
-        version: of all tokens, where the request named it; None for what the server says.
+        version: version of all tokens, if the request named it; None for those in the reply.
+
+    Raises:
+        MalformedReply: a field is missing, or the lists differ in length.
     """
     try:
         meta = json.loads(body)["meta_info"]
         finish = meta["finish_reason"]
-        if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # cut before its first token
+        if finish["type"] == "abort" and not meta.get(
+            "output_token_logprobs"
+        ):  # aborted before its first token
             return Chunk([], [], [], "abort")
         logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
         tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]
@@ -67,8 +72,8 @@ def parse_generate(body: bytes, version: int | None = None) -> Chunk:
         ]
         versions: list[int | None] = []
         for span in spans:
-            said = parse_version(span["version"]) if version is None else version
-            versions += [said] * (span["end"] - span["start"])
+            of_span = parse_version(span["version"]) if version is None else version
+            versions += [of_span] * (span["end"] - span["start"])
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise MalformedReply(
             f"a /generate reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
@@ -81,5 +86,5 @@ def parse_generate(body: bytes, version: int | None = None) -> Chunk:
 
 
 def parse_version(text: str) -> int | None:
-    """The weight version that a push gave the server; None for a server that was never pushed to ("default")."""
+    """Return the number of a weight version; None before the first weight update ("default")."""
     return int(text) if text.isdecimal() else None

@@ -1,9 +1,10 @@
-"""One batch for ranks that hold the same rows: the head of their group samples it.
+"""One batch for ranks that hold the same rows: rank 0 of their group samples it.
 
-head     next_batch: executor ... batch ── share ──> trains ── update_weights: push ── executor: next version
-others   next_batch: wait for the head's ─ share ──> trains ── update_weights: push (its collectives)
+rank 0   next_batch: executor ... batch ── share ──> trains ── update_weights: send ── executor: next version
+others   next_batch: wait for rank 0 ───── share ──> trains ── update_weights: send (its collectives)
 
-The others wait in `share`, a collective of the group, for as long as the head waits for its rollouts.
+The other ranks wait in `share`, a collective of the group, as long as rank 0 waits for its
+rollouts.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.source import TrainedWeights, pushed_tensors
-from areal_core.rollout.weight_push import WeightPush
+from areal_core.rollout.source import TrainedWeights, update_tensors
+from areal_core.rollout.weight_push import WeightUpdate
 
 Share = Callable[[Any], Any]
 
@@ -23,23 +24,25 @@ class SharedRollouts:
     """A `RolloutSource` on each rank of a group.
 
     Args:
-        sampled: the rollouts of the group's head; None on its other ranks.
-        push: on the other ranks, their part in bringing weights to the engine; None where that is to gather them.
-        share: the head's value on every rank of the group; a collective of the group.
-        pushes_adapter: as of `LiveRollouts`.
+        sampled: the rollouts of rank 0 of the group; None on its other ranks.
+        weight_update: takes part in sending weights, on the other ranks; None where these only
+            gather the tensors.
+        share: returns rank 0's value on every rank of the group; a collective of the group.
+        adapter_only: as of `LiveRollouts`.
     """
 
     def __init__(
         self,
         sampled: LiveRollouts | None,
-        push: WeightPush | None,
+        weight_update: WeightUpdate | None,
         share: Share,
-        pushes_adapter: bool = False,
+        adapter_only: bool = False,
     ) -> None:
-        self.sampled, self.push, self.share, self.pushes_adapter = sampled, push, share, pushes_adapter
+        self.sampled, self.weight_update = sampled, weight_update
+        self.share, self.adapter_only = share, adapter_only
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
-        """The head's batch, and its random state, with which a replay goes on from the batch, too."""
+        """Return rank 0's batch, and adopt its random state, as a replay of the batch does."""
         sampled = None
         if self.sampled is not None:
             sampled = (self.sampled.next_batch(step, version), rng_state())
@@ -48,26 +51,29 @@ class SharedRollouts:
         return batch
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Send the weights, or take part in gathering them."""
         if self.sampled is not None:
             self.sampled.update_weights(engine, version)
             return
-        tensors = pushed_tensors(engine, self.pushes_adapter)
-        if self.push is not None:
-            self.push.push(tensors, version)
+        tensors = update_tensors(engine, self.adapter_only)
+        if self.weight_update is not None:
+            self.weight_update.send(tensors, version)
         else:
-            for _ in tensors:  # the head, which loads them, is in each `full_tensor`
+            for _ in tensors:  # rank 0, which loads them, is in each `full_tensor`
                 pass
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the head; the other ranks keep nothing."""
+        """Return the state of rank 0; the other ranks have none."""
         return {} if self.sampled is None else self.sampled.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state` on rank 0."""
         if self.sampled is not None:
             self.sampled.load_state_dict(state)
 
     def close(self) -> None:
+        """Close the rollouts or the weight update."""
         if self.sampled is not None:
             self.sampled.close()
-        elif self.push is not None:
-            self.push.close()
+        elif self.weight_update is not None:
+            self.weight_update.close()

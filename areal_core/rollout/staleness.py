@@ -1,13 +1,15 @@
-"""How many prompts may be on their way, and which of the finished ones the trainer takes: arithmetic, no threads.
+"""Staleness control: how many prompts may be in flight, and which ones form the next batch.
 
-A prompt that starts at version `s` may be consumed at version `s + max_head_offpolicyness` at the latest. Two rules keep that, and
-no sample has to be thrown away for it:
+Arithmetic only, no threads. A prompt that starts at version `s` may be consumed at version
+`s + max_head_offpolicyness` at the latest. Two rules guarantee that without discarding samples:
 
-* **Start**: until version `v` no more than `(max_head_offpolicyness + v + 1) * batch_size` prompts are accepted or running in all, and
-  no more than `(max_head_offpolicyness + 1) * batch_size` of them are not consumed yet (which says the same, unless a version moved
-  without a batch). So what is out always fits into the batches that are still in time.
-* **Take**: the oldest finished prompts, unless those left behind would then no longer fit into the batches they are in time for: then
-  the trainer waits for one of them. (To take whatever is finished lets a long episode age without a bound.)
+* **Start**: until version `v` at most `(max_head_offpolicyness + v + 1) * batch_size` prompts are
+  accepted or running in total, and at most `(max_head_offpolicyness + 1) * batch_size` of them are
+  not yet consumed (which is equivalent, unless a version moved without a batch). So all prompts in
+  flight fit into the batches within the limit.
+* **Consume**: the oldest finished prompts, unless the remaining ones would then no longer fit into
+  the batches within their limit: then the trainer waits for one of those. (Consuming any finished
+  prompt would let the staleness of a long episode grow without bound.)
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 
 def per_rank(total: int, num_ranks: int) -> int:
-    """A rank's share of a limit; at least 1, because a share of 0 would let nothing start for ever."""
+    """Return a rank's share of a limit; at least 1, since with 0 no prompt could start."""
     return max(1, total // num_ranks)
 
 
@@ -24,10 +26,12 @@ class StalenessControl:
     """The counts of one data-parallel rank. The unit is the prompt with all its samples.
 
     Args:
-        batch_size: prompts that the trainer takes from this rank per version.
-        max_concurrent: most prompts at work at a time.
-        max_head_offpolicyness: versions that the trainer may be ahead of a sample's oldest token.
-        num_steps: version at which training ends; what no step would take is not started. None: unknown.
+        batch_size: prompts that the trainer consumes from this rank per version.
+        max_concurrent: maximum number of running prompts.
+        max_head_offpolicyness: maximum staleness, in versions between the trainer and a sample's
+            oldest token.
+        num_steps: version at which training ends; prompts that no step would consume are not
+            started. None: unknown.
     """
 
     batch_size: int
@@ -35,21 +39,21 @@ class StalenessControl:
     max_head_offpolicyness: int = 0
     num_steps: int | None = None
     version: int = 0
-    accepted: int = 0  # since the run began, consumed ones included; a stale one is taken off again
-    held: int = 0  # rejected, and keeping their place in a batch, which is then smaller
+    accepted: int = 0  # since the run started, including consumed ones, excluding stale ones
+    held: int = 0  # rejected, but counted in a batch, which is then smaller
     consumed: int = 0
     running: int = 0
     rejected: int = 0
     failed: int = 0
-    stale: int = 0  # finished, but too old: only when versions move without a batch being taken
+    stale: int = 0  # finished, but too stale: only if versions move without a batch
 
     def capacity(self) -> int:
-        """How many prompts may start now; negative when more are out than the limits allow."""
-        room = self.max_concurrent - self.running
-        return min(room, self.staleness_limit() - (self.accepted + self.held + self.running))
+        """Return how many prompts may start now; negative if too many are in flight."""
+        free = self.max_concurrent - self.running
+        return min(free, self.staleness_limit() - (self.accepted + self.held + self.running))
 
     def staleness_limit(self) -> int:
-        """How many prompts may have been accepted, be held or be running by now."""
+        """Return the maximum number of accepted, held and running prompts at this version."""
         ahead = self.max_head_offpolicyness + 1
         limits = [(ahead + self.version) * self.batch_size, ahead * self.batch_size + self.consumed]
         if self.num_steps is not None:
@@ -57,17 +61,17 @@ class StalenessControl:
         return min(limits)
 
     def continue_at(self, version: int) -> None:
-        """Goes on in a run that has consumed a batch for each version before this one."""
+        """Continue a run that has consumed a batch for each version before this one."""
         self.version = version
         self.accepted, self.held, self.consumed = version * self.batch_size, 0, version * self.batch_size
 
     def drop_stale(self, count: int) -> None:
-        """Replaces accepted prompts that turned out too old."""
+        """Count accepted prompts as stale, so that others replace them."""
         self.accepted -= count
         self.stale += count
 
     def is_too_old(self, version: int) -> bool:
-        """Whether a sample whose oldest token is of `version` may no longer be consumed."""
+        """Return whether a sample with an oldest token of `version` is too stale to be consumed."""
         return version + self.max_head_offpolicyness < self.version
 
 
@@ -78,10 +82,10 @@ def choose_batch(
     max_head_offpolicyness: int,
     batch_size: int,
 ) -> list[int] | None:
-    """Which finished prompts to train on at `version`.
+    """Choose the finished prompts to train on at `version`.
 
     Args:
-        ready: version of the oldest token of each finished prompt; none too old.
+        ready: version of the oldest token of each finished prompt; none too stale.
         running: version at which each running prompt started.
 
     Returns:
@@ -93,7 +97,8 @@ def choose_batch(
         return None
     still_useful = [started for started in running if started + max_head_offpolicyness >= version]
     behind = sorted([ready[i] for i in left] + still_useful)
-    # The batches to come take them in this order: the one at place p is consumed p // batch_size versions after the next.
+    # Later batches consume them in this order: the one at place p is consumed p // batch_size
+    # versions after the next.
     in_time = all(
         started + max_head_offpolicyness >= version + 1 + place // batch_size
         for place, started in enumerate(behind)

@@ -1,7 +1,8 @@
-"""How many prompts that the trainer cannot use are put up with, before that is called an error.
+"""Tolerance for prompts that the trainer cannot use: how many are replaced before an error.
 
-A failed prompt is logged and replaced `max_failures` times a batch, then the workflow's own exception is raised. Rejected ones, and ones
-that are too old, are replaced until so many have come in a row that no end is in sight.
+A failed prompt is logged and replaced `max_failures` times per batch, then the workflow's exception
+is raised. Rejected prompts, and ones that are too stale, are replaced until there are too many in a
+row.
 """
 
 import logging
@@ -16,7 +17,7 @@ MAX_BATCHES, MIN_PROMPTS = 4, 32  # in a row: four batches, at least 32 prompts
 
 
 class Tolerance:
-    """Counts since the last batch."""
+    """The counts of unusable prompts since the last batch."""
 
     def __init__(self, max_failures: int, control: StalenessControl) -> None:
         self.max_failures = max_failures
@@ -25,14 +26,15 @@ class Tolerance:
         self._rejections = 0  # in a row, across batches
 
     def batch_taken(self) -> None:
+        """Reset the counts that are per batch."""
         self._failures = self._stale = 0
 
     def judged(self, accepted: bool) -> None:
-        """A prompt was accepted, or rejected."""
+        """Count a prompt that was accepted or rejected."""
         self._rejections = 0 if accepted else self._rejections + 1
 
     def failed(self, group: Group, error: Exception) -> bool:
-        """Whether this failure is one too many; if not, it is logged."""
+        """Return whether this failure exceeds the limit; otherwise log it."""
         self._failures += 1
         if self._failures > self.max_failures:
             return True
@@ -43,7 +45,7 @@ class Tolerance:
         return False
 
     def too_old(self, stale: Sequence[Group]) -> None:
-        """Logs that these were dropped. Raises RolloutStuck when it is always so."""
+        """Log dropped stale prompts. Raises RolloutStuck if there are too many in a row."""
         self._stale += len(stale)
         facts = (
             f"their oldest tokens are of version {stale[0].version}, the trainer is at {self.control.version} and "
@@ -51,12 +53,12 @@ class Tolerance:
         )
         if self._stale >= self._too_many():
             raise RolloutStuck(
-                f"{self._stale} prompts in a row were too old: {facts}; was the engine told of the new weights?"
+                f"{self._stale} prompts in a row were too old: {facts}; did the engine get the new weights?"
             )
         logger.warning("%d prompts (the first is %d) were dropped: %s", len(stale), stale[0].prompt_id, facts)
 
     def refuse_hopeless_filter(self) -> None:
-        """Raises NothingAccepted when everything is rejected."""
+        """Raise NothingAccepted if too many prompts in a row were rejected."""
         if self._rejections >= self._too_many():
             raise NothingAccepted(
                 f"{self._rejections} prompts in a row were rejected at version {self.control.version}: let the workflow or "

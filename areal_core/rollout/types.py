@@ -1,4 +1,4 @@
-"""What a workflow asks of an engine, and what it gets back: token ids in, token ids with logprobs and versions out."""
+"""Requests to an engine and its responses: token ids in; token ids, logprobs and versions out."""
 
 import uuid
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ TOP_K_OFF = 100_000_000
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the field names are those of the `gconfig` section of a config."""
+    """Sampling options; the field names are those of the `gconfig` section of a config."""
 
     n_samples: int = 1
     max_new_tokens: int = 16384
@@ -30,13 +30,20 @@ class Sampling:
 
 
 def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
-    """A `Sampling` with the attributes of `gconfig` (a config section or another `Sampling`), some of them changed."""
+    """Return a `Sampling` with the attributes of `gconfig` (a config section or a `Sampling`).
+
+    `changes` override some of them.
+    """
     return Sampling(**{f.name: getattr(gconfig, f.name) for f in fields(Sampling)} | changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """One completion wanted. `metadata` names the episode (`prompt_id`, `sample_id`, `turn`): seeded engines sample from it."""
+    """A request for one completion.
+
+    `metadata` names the episode (`prompt_id`, `sample_id`, `turn`); seeded engines derive their
+    random numbers from it.
+    """
 
     input_ids: list[int]
     sampling: Sampling
@@ -44,20 +51,23 @@ class ModelRequest:
     metadata: Mapping[str, int] = field(default_factory=dict)
 
     def num_new_tokens(self) -> int:
-        """How many tokens may still be sampled. Raises `PromptTooLong` when none may."""
-        room = min(self.sampling.max_tokens - len(self.input_ids), self.sampling.max_new_tokens)
-        if room <= 0:
+        """Return the maximum number of new tokens. Raises `PromptTooLong` if it is 0."""
+        limit = min(self.sampling.max_tokens - len(self.input_ids), self.sampling.max_new_tokens)
+        if limit <= 0:
             raise PromptTooLong(
                 f"a prompt of {len(self.input_ids)} tokens leaves no room to sample: max_tokens is "
                 f"{self.sampling.max_tokens}, max_new_tokens is {self.sampling.max_new_tokens}; raise them or "
                 f"filter the dataset by max_length"
             )
-        return room
+        return limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResponse:
-    """One completion. The three output lists have one entry per sampled token, the stop token included."""
+    """One completion.
+
+    The three output lists have one entry per sampled token, the stop token included.
+    """
 
     input_tokens: list[int]
     output_tokens: list[int]

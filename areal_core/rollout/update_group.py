@@ -1,7 +1,8 @@
 """The process group over which rank 0 sends weights to inference servers.
 
-Rank 0 of the trainer is rank 0 of the group; server i holds the next `ranks_per_server` ranks. Both sides must enter each
-collective at the same time, so the HTTP request that makes a server enter it runs in a thread while this side waits in it.
+Rank 0 of the trainer is rank 0 of the group; server i has the next `ranks_per_server` ranks. Both
+sides must enter each collective at the same time, so the HTTP request that makes a server enter it
+runs in a thread while this side waits in it.
 """
 
 import socket
@@ -9,28 +10,35 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to mypy
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
 from areal_core.rollout.server_pool import ServerPool
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 GROUP_NAME = "update_weight_group"
 
 
 class UpdateGroup:
-    """Rank 0's end of the group. Raises `RequestRefused` or `ServerDied` when a server does not join."""
+    """Rank 0's side of the group.
+
+    Raises `RequestRefused` or `ServerDied` if a server does not join.
+    """
 
     def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
         self.pool = pool
         self.servers = list(pool.servers)
-        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # a name that a server has seen before is refused
+        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
         host = own_address(self.servers[0].address)
         world_size = 1 + len(self.servers) * ranks_per_server
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
         joining = pool.start_post(
             "/init_weights_update_group",
             lambda i: {
@@ -54,11 +62,14 @@ class UpdateGroup:
         self,
         world_size: int,
         backend: str,
-        store: dist.TCPStore,
+        store: TCPStore,
         timeout: timedelta,
         joining: list[Future[str]],
     ) -> dist.ProcessGroup:
-        """Waits for the servers in a thread: they never come when one has refused, and the reason is known at once."""
+        """Form the group in a thread; raise the error of a server that refuses.
+
+        The group then never forms.
+        """
         formed: Future[dist.ProcessGroup] = Future()
 
         def form() -> None:
@@ -74,11 +85,12 @@ class UpdateGroup:
         return formed.result()
 
     def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
-        """Sends the tensors, in order, to every server, which loads them under their names.
+        """Send the tensors, in order, to every server, which loads them by name.
 
         Raises:
-            RuntimeError: `ServerDied`, `RequestRefused` or one of the backend: the death of one server shows in many ways, the refusal of
-                another that waited for it among them. What servers hold is then a mixture, and the group is of no more use.
+            RuntimeError: `ServerDied`, `RequestRefused` or an error of the backend; the death of a
+                server may also appear as the refusal of another one that waited for it. Servers
+                then hold a mixture of weights, and the group is unusable.
         """
         request = {
             "names": [name for name, _ in bucket],
@@ -88,12 +100,14 @@ class UpdateGroup:
             **extra,
         }
         replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
-        works = [
+        broadcasts = (
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
             for _, tensor in bucket
-        ]
+        )
+        works = [work for work in broadcasts if work is not None]  # None only outside the group
         try:
-            # A server that has refused or died never enters the broadcast, so waiting in it alone would not end.
+            # A server that has refused or died never enters the broadcast, so waiting only for the
+            # broadcast would not end.
             while not all(work.is_completed() for work in works):
                 self.pool.raise_failures(replies)
                 time.sleep(0.001)
@@ -102,28 +116,40 @@ class UpdateGroup:
             wait(replies)
             self.pool.raise_failures(replies)
         finally:
-            works.clear()  # a traceback would keep them, they the group, and the group its connections
+            works.clear()  # otherwise a traceback keeps them, the group and its connections alive
 
     def close(self) -> None:
-        """Leaves the group: servers that wait in it get an error once nothing refers to it here."""
+        """Leave the group: servers that wait in it get an error once nothing refers to it here."""
         dist.destroy_process_group(self._group)
         self._group = None
 
 
 def form_group(
-    store: dist.TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
+    store: TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group outside the default one, of which this process is `rank`. Raises `RuntimeError` when the others do not come."""
-    # Private, but the only way to a group of processes that have no default group in common; SGLang's end is made so too.
+    """Return a group outside the default one, in which this process is `rank`.
+
+    Raises:
+        RuntimeError: the other processes do not join in time.
+    """
+    # Private, but the only way to form a group of processes without a common default group; SGLang
+    # does the same on its side.
     group, _ = _new_process_group_helper(
-        world_size, rank, [], dist.Backend(backend), PrefixStore(name, store), name, timeout=timeout
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        cast("GroupName", name),
+        timeout=timeout,
     )
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 
 def own_address(peer: str) -> str:
-    """The address by which `peer` (`host:port`) sees this machine."""
+    """Return the address of this machine as seen by `peer` (`host:port`)."""
     host, _, port = peer.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
         return connection.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Says what a long wait waits for: by name, after some seconds, and again each time the wait has doubled."""
+"""Reports of long waits: what is awaited, and again each time the wait has doubled."""
 
 import logging
 import time
@@ -12,49 +12,50 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Patience:
-    """When a wait is called long.
+    """The durations after which a wait is reported.
 
-    An episode that asks the engine for nothing is in a reward, a tool or an agent's own code. A reward process is killed after 15 s
-    (`RewardPool`), so that more than 20 s are remarkable. A completion may well take minutes.
+    An episode without a request to the engine is in a reward, a tool or an agent's code. A reward
+    process is killed after 15 s (`RewardPool`), so more than 20 s are unusual. A completion may
+    take minutes.
     """
 
-    look_every_s: float = 1.0
+    check_every_s: float = 1.0
     paused_s: float = 5.0
     own_code_s: float = 20.0
     generation_s: float = 60.0
 
 
 class Watch:
-    """One wait for `wanted`, from now on."""
+    """One wait for `wanted`, which starts now."""
 
     def __init__(self, patience: Patience, wanted: str) -> None:
         self.wanted = wanted
         self._patience = patience
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         self._next_s: dict[str, float] = {}
 
     def paused(self, what: str) -> None:
-        """Someone has called `pause` of `what`, and the wait goes on since."""
-        waited_s = time.monotonic() - self._began
+        """Report that `what` is paused, if it has been for long."""
+        waited_s = time.monotonic() - self._start
         if self._is_due(what, waited_s, self._patience.paused_s):
-            self._say(f"{what} has been paused for all of {waited_s:.0f} s; call its resume()")
+            self._report(f"{what} has been paused for all of {waited_s:.0f} s; call its resume()")
 
-    def look(self, episodes: Sequence[EpisodeEngine]) -> None:
-        """Names the running episodes that have stood still for longest."""
+    def report_slow(self, episodes: Sequence[EpisodeEngine]) -> None:
+        """Report the running episodes without progress for the longest time."""
         now = time.monotonic()
         running = [episode for episode in episodes if not episode.is_finished]
-        by_age = sorted(running, key=lambda episode: episode.since)
-        own_code = [episode for episode in by_age if episode.num_generating == 0]
-        generating = [episode for episode in by_age if episode.num_generating > 0]
+        oldest_first = sorted(running, key=lambda episode: episode.since)
+        own_code = [episode for episode in oldest_first if episode.num_generating == 0]
+        generating = [episode for episode in oldest_first if episode.num_generating > 0]
         if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
-            self._say(
+            self._report(
                 f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {name(own_code[0])} "
                 f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
             )
         if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
-            self._say(
+            self._report(
                 f"{len(generating)} episodes wait for the engine, {name(generating[0])} for "
-                f"{now - generating[0].since:.0f} s: are the completions long, or has somebody paused the servers?"
+                f"{now - generating[0].since:.0f} s: are the completions long, or are the servers paused?"
             )
 
     def _is_due(self, what: str, waited_s: float, after_s: float) -> bool:
@@ -63,9 +64,10 @@ class Watch:
         self._next_s[what] = 2 * waited_s
         return True
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         logger.warning("waiting for %s: %s", self.wanted, text)
 
 
 def name(episode: EpisodeEngine) -> str:
+    """Return an episode's name for messages."""
     return f"prompt {episode.prompt_id}, sample {episode.sample_id}"

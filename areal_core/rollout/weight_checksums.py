@@ -1,16 +1,17 @@
-"""Whether the servers hold the weights that were pushed: SGLang's `/weights_checker` against checksums of our own.
+"""Checksums of the weights that were sent, compared with those of SGLang's `/weights_checker`.
 
-The route answers, for each rank of a server, a 64-bit hash of every parameter under the *server's* name, so ours must be taken of
-the tensors as the server lays them out:
+The route returns, for each rank of a server, a 64-bit hash of every parameter under the *server's*
+name, so ours must be computed of the tensors in the server's layout:
 
-    pushed                                    held
-    ...self_attn.{q,k,v}_proj.weight    ->    ...self_attn.qkv_proj.weight      the parts after one another
+    sent                                      held by the server
+    ...self_attn.{q,k,v}_proj.weight    ->    ...self_attn.qkv_proj.weight      the parts concatenated
     ...mlp.{gate,up}_proj.weight        ->    ...mlp.gate_up_proj.weight        the same
-    model.embed_tokens.weight           ->    the same name                     zero rows up to a multiple of 64
+    model.embed_tokens.weight           ->    the same name                     padded with zero rows to a multiple of 64
     any                                 ->    the same name                     in the server's dtype
 
-A server on the CPU hashes with SHA-256, one on a GPU with a hash of 32-bit words (`words_hash`); read in SGLang 0.5.23. What cannot be
-compared (tensor-parallel shards, fused experts, quantised weights) is counted and named, and is no mismatch.
+A server on the CPU hashes with SHA-256, one on a GPU with a hash of 32-bit words (`words_hash`), as
+of SGLang 0.5.23. Weights that cannot be compared (tensor-parallel shards, fused experts, quantised
+weights) are counted and named, and are no mismatch.
 """
 
 import hashlib
@@ -29,20 +30,23 @@ FUSED = {
 }
 PADDED = ("embed_tokens.weight", "lm_head.weight")
 PADDING_ROWS = 64
-# What is computed from the config alone, and so is never pushed.
+# Buffers that are computed from the config alone, and so are never sent.
 DERIVED = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq")
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What one server answered: by parameter, 16 hex digits from each rank that holds it."""
+    """The checksums of one server: by parameter, 16 hex digits from each rank that holds it."""
 
     checksums: dict[str, list[str]]
     is_sharded: bool  # tensor parallel: a rank holds parts of tensors
 
 
 def parse_checksums(body: str) -> HeldWeights:
-    """Parses a reply of `/weights_checker`. Raises `MalformedReply` with what was missing."""
+    """Parse a reply of `/weights_checker`.
+
+    Raises `MalformedReply`, which names the missing field.
+    """
     try:
         ranks = json.loads(body)["ranks"]
         checksums: dict[str, list[str]] = {}
@@ -58,7 +62,7 @@ def parse_checksums(body: str) -> HeldWeights:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """The names under which the parts of a server's parameter are pushed."""
+    """Return the names under which the parts of a server's parameter are sent."""
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
             return tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
@@ -67,7 +71,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a comparison found, in the server's names."""
+    """The result of a comparison, in the server's names."""
 
     differ: list[str]
     not_compared: list[str]
@@ -75,19 +79,19 @@ class Difference:
 
 @dataclass
 class ExpectedWeights:
-    """Checksums of pushed tensors, laid out as servers hold them.
+    """Checksums of the tensors that are sent, in the servers' layout.
 
     Args:
-        names: the servers' names.
-        hash_tensor: `sha256_of` or `words_hash`, as the servers' device has it.
-        dtype: in which the servers hold weights, where that is known.
+        names: the servers' names of parameters.
+        hash_tensor: `sha256_of` or `words_hash`, by the servers' device.
+        dtype: the servers' dtype of weights, if known.
     """
 
     names: Iterable[str]
     hash_tensor: Callable[[Tensor], str]
     dtype: torch.dtype | None = None
     checksums: dict[str, set[str]] = field(default_factory=dict, init=False)
-    unheld: list[str] = field(default_factory=list, init=False)  # pushed under names that no server has
+    unheld: list[str] = field(default_factory=list, init=False)  # sent names that no server has
     _holders: dict[str, list[str]] = field(default_factory=dict, init=False)
     _waiting: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
@@ -97,7 +101,7 @@ class ExpectedWeights:
                 self._holders.setdefault(part, []).append(name)
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hands the tensors through and takes their checksums; parts are kept until all of their parameter are there."""
+        """Yield the tensors and hash them; parts are kept until their parameter is complete."""
         for name, tensor in weights:
             if name not in self._holders:
                 self.unheld.append(name)
@@ -114,16 +118,14 @@ class ExpectedWeights:
     def _add(self, name: str, parts: list[Tensor]) -> None:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         layouts = [whole if self.dtype is None else whole.to(self.dtype)]
-        if (
-            self.dtype is None and whole.dtype == torch.float32
-        ):  # what SGLang may make of it with dtype "auto"
+        if self.dtype is None and whole.dtype == torch.float32:  # dtype "auto" may be any of these
             layouts += [whole.to(torch.bfloat16), whole.to(torch.float16)]
         if name.endswith(PADDED) and (missing := -len(whole) % PADDING_ROWS):
             layouts += [torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in layouts]
         self.checksums[name] = {self.hash_tensor(layout) for layout in layouts}
 
     def compare(self, held: HeldWeights) -> Difference:
-        """Names the parameters that differ, and those of which nothing can be said."""
+        """Return the parameters that differ, and those that cannot be compared."""
         names = [name for name in held.checksums if not name.endswith(DERIVED)]
         if held.is_sharded:
             return Difference([], names)
@@ -135,13 +137,13 @@ class ExpectedWeights:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [bytes], on the tensor's device."""
+    """Return the tensor's bytes, uint8 [bytes], on its device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def sha256_of(tensor: Tensor) -> str:
-    """16 hex digits: the first 8 bytes of the SHA-256 of the tensor's bytes, as a server on the CPU takes it."""
-    return hashlib.sha256(memoryview(bytes_of(tensor).cpu().numpy())).hexdigest()[:16]
+    """Return 16 hex digits of the SHA-256 of the tensor's bytes, as a server on the CPU does."""
+    return hashlib.sha256(bytes_of(tensor).cpu().numpy().data).hexdigest()[:16]
 
 
 MASK_32, MASK_64 = (1 << 32) - 1, (1 << 64) - 1
@@ -153,11 +155,13 @@ HALVES = ((0x27D4EB2D, SEED, 15), (0x165667B1, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF
 
 
 def words_hash(tensor: Tensor) -> str:
-    """16 hex digits, as a server on a GPU takes them.
+    """Return 16 hex digits, as a server on a GPU does.
 
-    The bytes are 32-bit words, zero-padded. A word is mixed with its position (MurmurHash3's 32-bit finaliser), the mixed words of
-    a tile of 8,192 are summed, the sum is mixed with the length, two such halves are one 64-bit value, the tiles' values are
-    summed, and the sum goes through the finaliser of SplitMix64. On the tensor's device, in int64: torch has no uint32 arithmetic.
+    The bytes are 32-bit words, zero-padded. A word is mixed with its position (MurmurHash3's 32-bit
+    finaliser), the mixed words of a tile of 8,192 are summed, the sum is mixed with the length, two
+    such halves form one 64-bit value, the tiles' values are summed, and the sum goes through the
+    finaliser of SplitMix64. Computed on the tensor's device in int64: torch has no uint32
+    arithmetic.
     """
     raw = bytes_of(tensor)
     words = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
@@ -173,30 +177,36 @@ def words_hash(tensor: Tensor) -> str:
 
 
 def mixed_position(position: Tensor, multiplier: int, seed: int, rotation: int) -> Tensor:
+    """Hash 32-bit positions, int64 [n]."""
     rotated = ((position << rotation) | (position >> (32 - rotation))) & MASK_32
     return ((multiply_32(position, multiplier) + seed) & MASK_32) ^ rotated
 
 
 def tile_sums(words: Tensor, num_words: int) -> Tensor:
-    """Mixed sums of tiles of 8,192 words, int64 [tiles]; `num_words` are those of the whole tensor."""
+    """Return mixed sums of tiles of 8,192 words, int64 [tiles]; `num_words` of the full tensor."""
     padded = torch.nn.functional.pad(words, (0, -len(words) % TILE_WORDS))
     return mix_32((padded.view(-1, TILE_WORDS).sum(1) & MASK_32) ^ (num_words * 4 & MASK_32))
 
 
 def mix_32(x: Tensor) -> Tensor:
+    """Apply MurmurHash3's 32-bit finaliser to int64 values below 2**32."""
     x = multiply_32(x ^ (x >> 16), 0x85EBCA6B)
     x = multiply_32(x ^ (x >> 13), 0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def multiply_32(x: Tensor, factor: int) -> Tensor:
-    """x * factor modulo 2**32 in int64, where the product of two 32-bit numbers may overflow: half of the factor at a time."""
+    """Return x * factor modulo 2**32, in int64.
+
+    The product of two 32-bit numbers may overflow int64, so the factor is split into halves.
+    """
     low = x * (factor & 0xFFFF)
     high = (x * (factor >> 16) & 0xFFFF) << 16
     return (low + high) & MASK_32
 
 
 def mix_64(x: int) -> int:
+    """Apply the finaliser of SplitMix64."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
     return x ^ (x >> 31)

@@ -1,18 +1,19 @@
-"""New weights for the SGLang servers: through a folder, or by broadcast from rank 0.
+"""Weight updates of the SGLang servers: through a folder, or by broadcast from rank 0.
 
     every rank                       rank 0 only                              each server
     -------------------------        -------------------------------------    ---------------------------
-                                     takes in new servers, drops dead ones
-                                     pause_generation                         cuts or holds what is in flight
+                                     adds new servers, drops dead ones
+                                     pause_generation                         aborts or holds requests in flight
     for name, tensor in weights      gathers tensors into buckets
       (full_tensor: collective)      a bucket is full: send it                loads it
-                                     compares checksums, when it is time      /weights_checker
-                                     continue_generation                      goes on, cache flushed
-    agree: rank 0 tells every rank how it went; a failure is raised on all of them
+                                     compares checksums, when due             /weights_checker
+                                     continue_generation                      continues, cache flushed
+    agree: rank 0 broadcasts the outcome; a failure is raised on every rank
 
-A rank that stopped iterating would leave the others waiting in `full_tensor`, so rank 0 keeps iterating after a failure and
-raises it at the end. A server that dies in the middle of a broadcast breaks the group: the ranks agree to iterate once more, and the
-servers that are left stay paused until they have all of the new weights.
+A rank that stopped iterating would leave the others waiting in `full_tensor`, so rank 0 keeps
+iterating after a failure and raises it at the end. A server that dies in the middle of a broadcast
+breaks the group: the ranks agree to iterate once more, and the remaining servers stay paused until
+they have all of the new weights.
 """
 
 import logging
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied, WeightsDiffer
+from areal_core.rollout.errors import RequestRefused, ServerDied, WeightsDiffer, WeightUpdateFailed
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.update_group import UpdateGroup
 from areal_core.rollout.weight_check import WeightCheck
@@ -39,25 +40,30 @@ DONE, AGAIN, FAILED = "done", "again", "failed"
 logger = logging.getLogger(__name__)
 
 
-class WeightPush(Protocol):
-    """Brings weights to where tokens are sampled."""
+class WeightUpdate(Protocol):
+    """Transfer of weights to the inference engine."""
 
-    def push(self, weights: NamedTensors, version: int) -> None:
-        """Pushes all `weights` as `version`. Collective: every rank calls it and iterates to the end, perhaps more than once."""
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send all `weights` as `version`.
+
+        Collective: every rank calls it and iterates to the end, perhaps more than once.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the servers and groups."""
+        ...
 
 
-class DiskPush:
-    """Writes safetensors into `folder/v{version}` (which the servers must see), has them loaded, deletes them.
+class DiskUpdate:
+    """A `WeightUpdate` through safetensors files in `folder/v{version}`, deleted after loading.
 
     Args:
         pool: the servers; None on ranks other than 0.
-        folder: where to write.
+        folder: destination of the files; the servers must be able to read it.
         model_path: checkpoint folder whose `config.json` describes the weights.
-        bucket_bytes: size of a file, and of what rank 0 holds in memory.
-        check: which pushes are compared with what the servers then hold.
+        bucket_bytes: maximum bytes of a file, and of the tensors that rank 0 holds in memory.
+        check: selects the updates that are compared with the servers' weights.
         grace_s: seconds between the pause and the loading.
     """
 
@@ -78,25 +84,27 @@ class DiskPush:
         self.check = check or WeightCheck(every=0)
         self.grace_s = grace_s
 
-    def push(self, weights: NamedTensors, version: int) -> None:
-        from_rank_0(weights, None if self.pool is None else lambda tensors: self._send(tensors, version))
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
+        pool = self.pool
+        from_rank_0(weights, None if pool is None else lambda tensors: self._send_to(pool, tensors, version))
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def _send_to(self, pool: ServerPool, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         folder = self.folder / f"v{version}"
         try:
-            self.pool.refresh()
-            self._write(self.check.watch(weights, self.pool), folder)
-            with self.pool.paused():
+            pool.refresh()
+            self._write(self.check.watch(weights, pool), folder)
+            with pool.paused():
                 time.sleep(self.grace_s)
-                self.pool.post(
+                pool.post(
                     "/update_weights_from_disk",
                     {
                         "model_path": str(folder),
                         "weight_version": str(version),
-                        "flush_cache": self.pool.flushes,
+                        "flush_cache": pool.flushes,
                     },
                 )
-                self.check.compare(self.pool, version)
+                self.check.compare(pool, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,20 +118,22 @@ class DiskPush:
             )
 
     def close(self) -> None:
+        """Close the pool."""
         if self.pool is not None:
             self.pool.close()
 
 
-class BroadcastPush:
-    """Broadcasts weights from rank 0 to the servers, in a process group of their own: gloo on CPU, NCCL on GPU.
+class BroadcastUpdate:
+    """A `WeightUpdate` by broadcast from rank 0, in a separate process group with the servers.
 
     Args:
         pool: the servers; None on ranks other than 0.
-        backend: "gloo" or "nccl".
-        bucket_bytes: most bytes of one request, and of what rank 0 holds beside the model.
+        backend: "gloo" (CPU) or "nccl" (GPU).
+        bucket_bytes: maximum bytes of one request, and of memory on rank 0 in addition to the
+            model.
         ranks_per_server: tensor- and pipeline-parallel ranks of one server.
-        timeout_s: most seconds to wait for the group to form, or for one bucket.
-        check: which pushes are compared with what the servers then hold.
+        timeout_s: maximum seconds to wait for the group to form, or for one bucket.
+        check: selects the updates that are compared with the servers' weights.
         grace_s: seconds between the pause and the first tensor.
     """
 
@@ -147,63 +157,71 @@ class BroadcastPush:
         self.grace_s = grace_s
         self._group: UpdateGroup | None = None
 
-    def push(self, weights: NamedTensors, version: int) -> None:
-        send = None if self.pool is None else lambda tensors: self._send(tensors, version)
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
+        pool = self.pool
+        send = None if pool is None else lambda tensors: self._send_to(pool, tensors, version)
         while from_rank_0(weights, send) == AGAIN:
             if iter(weights) is weights:  # the same on every rank
-                raise PushFailed(
-                    "the push broke off, for the reason logged, and weights that are an iterator cannot be sent again"
+                raise WeightUpdateFailed(
+                    "the weight update was interrupted (the reason is in the log), and weights that are an "
+                    "iterator cannot be sent again"
                 )
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """One attempt. Raises `SendAgain`, and leaves the servers paused, when another attempt can go better."""
+    def _send_to(self, pool: ServerPool, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Make one attempt. Raises `SendAgain`, with the servers paused, if another may succeed."""
         was_formed = self._group is not None
         try:
-            self.pool.refresh()
-            self.pool.pause()
+            pool.refresh()
+            pool.pause()
             time.sleep(self.grace_s)
-            self._broadcast(self.check.watch(weights, self.pool), version)
-            self.check.compare(self.pool, version)
+            self._broadcast(pool, self.check.watch(weights, pool), version)
+            self.check.compare(pool, version)
         except BaseException as error:
-            self._leave()  # so that servers which wait in it get an error
-            if self._may_go_better(error, was_formed):
-                self.pool.refresh()
+            self._leave()  # so that servers that wait in it get an error
+            if self._may_retry(pool, error, was_formed):
+                pool.refresh()
                 raise SendAgain from error
             with suppress(ServerDied, RequestRefused):
-                self.pool.resume()
+                pool.resume()
             raise
-        self.pool.resume()
+        pool.resume()
 
-    def _may_go_better(self, error: BaseException, was_formed: bool) -> bool:
-        """After a death, without the dead; in a new group, when a server may have been started anew since this one was formed."""
+    def _may_retry(self, pool: ServerPool, error: BaseException, was_formed: bool) -> bool:
+        """Return whether another attempt may succeed.
+
+        It may after the loss of a server, without it, and in a new group, if a server may have been
+        restarted since this one was formed.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, WeightsDiffer):
             return False
-        return was_formed or self.pool.has_lost_one()
+        return was_formed or pool.has_lost_one()
 
-    def _broadcast(self, weights: NamedTensors, version: int) -> None:
-        has_sessions = self._begin()
-        # After the last call that goes on without a server that dies: from here on the group and the pool are the same servers.
-        if self._group is None or self._group.servers != self.pool.servers:
+    def _broadcast(self, pool: ServerPool, weights: NamedTensors, version: int) -> None:
+        has_sessions = self._begin(pool)
+        # After the last call that tolerates the loss of a server: from here on the servers of the
+        # group and of the pool are the same.
+        if self._group is None or self._group.servers != pool.servers:
             self._leave()
-            self._group = UpdateGroup(self.pool, self.backend, self.ranks_per_server, self.timeout_s)
+            self._group = UpdateGroup(pool, self.backend, self.ranks_per_server, self.timeout_s)
         for bucket, is_last in bucketed(weights, self.bucket_bytes):
-            # The version and the flush come with the last bucket: before it the server holds a mixture.
-            last = {"weight_version": str(version), "flush_cache": self.pool.flushes}
+            # The version and the flush come with the last bucket: until then the weights are mixed.
+            last = {"weight_version": str(version), "flush_cache": pool.flushes}
             self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
         if has_sessions:
-            self.pool.post("/end_weight_update", {})
+            pool.post("/end_weight_update", {})
 
-    def _begin(self) -> bool:
-        """Opens the servers' update session. False for older servers, which have no such route."""
+    def _begin(self, pool: ServerPool) -> bool:
+        """Open the servers' update session. Returns False for older servers without this route."""
         try:
-            self.pool.post("/begin_weight_update", {})
+            pool.post("/begin_weight_update", {})
         except RequestRefused as refused:
             if refused.status == 404:
                 return False
-            # A push that broke off, perhaps of a run before this one, has left a session open.
+            # An interrupted update, perhaps of an earlier run, has left a session open.
             with suppress(RequestRefused):
-                self.pool.post("/end_weight_update", {})
-            self.pool.post("/begin_weight_update", {})
+                pool.post("/end_weight_update", {})
+            pool.post("/begin_weight_update", {})
         return True
 
     def _leave(self) -> None:
@@ -212,17 +230,21 @@ class BroadcastPush:
         self._group = None
 
     def close(self) -> None:
+        """Leave the group and close the pool."""
         self._leave()
         if self.pool is not None:
             self.pool.close()
 
 
 class SendAgain(Exception):
-    """A broadcast broke off; the servers that are left need all the tensors again."""
+    """A broadcast was interrupted; the remaining servers need all tensors again."""
 
 
 def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Groups of tensors of at most `bucket_bytes` (or one larger tensor), each with whether it is the last."""
+    """Yield lists of tensors of at most `bucket_bytes` (or one larger tensor).
+
+    Each comes with True if it is the last.
+    """
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -235,31 +257,32 @@ def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tu
 
 
 def from_rank_0(weights: NamedTensors, send: Callable[[Iterator[tuple[str, Tensor]]], None] | None) -> str:
-    """Runs `send`, which rank 0 passes, on an iterator over the weights, while the other ranks iterate. Collective.
+    """Run rank 0's `send` on an iterator over the weights, while other ranks iterate. Collective.
 
     Returns:
         DONE, or AGAIN after a `SendAgain`.
 
     Raises:
-        PushFailed: on every rank.
+        WeightUpdateFailed: on every rank.
     """
     tensors = iter(weights)
     failure = None
     if send is not None:
         try:
             send(tensors)
-        except Exception as error:  # of any kind: it must reach the other ranks, which wait for this one
+        except Exception as error:  # of any type: it must reach the other ranks, which wait
             failure = error
-    # What rank 0 has left after a failure, and all elsewhere: the other ranks are in each full_tensor.
+    # The rest on rank 0 after a failure, all weights elsewhere: each full_tensor is collective.
     for _ in tensors:
         pass
-    outcome, _, why = broadcast_text(outcome_of(failure)).partition(" ")
+    outcome, _, reason = broadcast_text(outcome_of(failure)).partition(" ")
     if outcome == FAILED:
-        raise PushFailed(f"the weights did not reach the servers: {why}") from failure
+        raise WeightUpdateFailed(f"the weights did not reach the servers: {reason}") from failure
     return outcome
 
 
 def outcome_of(failure: Exception | None) -> str:
+    """Return DONE, AGAIN, or FAILED with the error's text; log the cause of AGAIN."""
     if failure is None:
         return DONE
     if isinstance(failure, SendAgain):
@@ -269,7 +292,7 @@ def outcome_of(failure: Exception | None) -> str:
 
 
 def broadcast_text(text: str) -> str:
-    """Rank 0's text, on every rank. Collective."""
+    """Return rank 0's text on every rank. Collective."""
     if not dist.is_initialized():
         return text
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,32 +1,33 @@
-"""An episode: one row of data in, one dict of tensors out, with any number of calls to the engine between.
+"""Workflows: one row of data in, one dict of tensors out, with any number of engine calls.
 
-A workflow is any object with `arun_episode(engine, data)`. `RLVRWorkflow` is the common one: one completion, one
-verifiable reward.
+A workflow is any object with `arun_episode(engine, data)`. `RLVRWorkflow` is the common one: one
+completion, one verifiable reward.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import FINISH_REASONS
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import EpisodeSampler, TokenSampler
 from areal_core.rollout.types import ModelRequest, ModelResponse, sampling_from
 
 RewardFn = Callable[..., Awaitable[float]]
 
 
 class RolloutWorkflow(Protocol):
-    """Turns a row of data into an episode."""
+    """An object that turns a row of data into an episode."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Runs one episode.
+    async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Run one episode.
 
         Returns:
-            Tensors with the rows first, `[n, T]` or `[n]`, with the keys of ARCHITECTURE.md, "The batch"
-            (`prompt_id` and `sample_id` are stamped by the caller); None to leave this sample out.
+            Tensors with the rows first, `[n, T]` or `[n]`, with the keys of ARCHITECTURE.md, "The
+            batch" (`prompt_id` and `sample_id` are added by the caller); None to leave this sample
+            out.
         """
         ...
 
@@ -35,8 +36,10 @@ class RLVRWorkflow:
     """One completion of the chat in `data["messages"]`, and its reward.
 
     Args:
-        reward_fn: awaited as `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`, texts and id lists.
-        gconfig: anything with the attributes of `Sampling`; the tokenizer's end and pad tokens become stop tokens.
+        reward_fn: awaited as `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`,
+            with two texts and two lists of token ids.
+        gconfig: an object with the attributes of `Sampling`; the tokenizer's end and pad tokens
+            become stop tokens.
         tokenizer: a Transformers tokenizer with a chat template.
         enable_thinking: passed to the chat template.
     """
@@ -54,13 +57,10 @@ class RLVRWorkflow:
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        prompt_ids = self.tokenizer.apply_chat_template(
-            data["messages"],
-            add_generation_prompt=True,
-            return_dict=False,
-            enable_thinking=self.enable_thinking,
-        )
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Sample one completion and compute its reward. Returns one row, `[1, T]` per token."""
+        options = {"enable_thinking": self.enable_thinking}
+        prompt_ids = prompt_tokens(self.tokenizer, data["messages"], options)
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, sampling=self.sampling))
         reward = await self.reward_fn(
             self.tokenizer.decode(prompt_ids),
@@ -74,12 +74,20 @@ class RLVRWorkflow:
         return episode_tensors(response, reward)
 
 
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: dict[str, Any]
+) -> list[int]:
+    """Return the tokens of a chat up to the next reply; `options` are the template's."""
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    return cast(list[int], tokens)  # with return_dict=False and one chat
+
+
 def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]:
-    """One row of a batch from one completion: `[1, T]` per token, `[1]` per row."""
+    """Return one row of a batch from one completion: `[1, T]` per token, `[1]` per row."""
     num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
 
-    def per_token(on_prompt: float, on_output: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([[on_prompt] * num_prompt + on_output], dtype=dtype)  # [1, T]
+    def per_token(on_prompt: float, on_output: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[on_prompt] * num_prompt + list(on_output)], dtype=dtype)  # [1, T]
 
     return {
         "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),

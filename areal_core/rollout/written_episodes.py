@@ -1,4 +1,4 @@
-"""Episodes as text for people: one line of JSON a row, in a folder for each version of the weights."""
+"""Episodes as readable text: one JSON line per row, in a folder per version of the weights."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import FINISH_REASONS
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import EpisodeSampler
 from areal_core.rollout.workflow import RolloutWorkflow
 
 
 class WrittenWorkflow:
-    """A workflow whose episodes are also written to `folder/{version}/{prompt_id}.jsonl`, rejected prompts included.
+    """A workflow that also writes its episodes to `folder/{version}/{prompt_id}.jsonl`.
 
-    All of a prompt's samples run on one rank, in one thread: nobody else writes to its file.
+    Rejected prompts are included. All samples of a prompt run on one rank, in one thread, so its
+    file has only one writer.
     """
 
     def __init__(self, workflow: RolloutWorkflow, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -24,8 +25,8 @@ class WrittenWorkflow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workflow, name)
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """The workflow's own episode."""
+    async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Run the workflow's episode and write its rows."""
         version = engine.version
         rows = await self._workflow.arun_episode(engine, data)
         if rows is not None:
@@ -39,7 +40,10 @@ class WrittenWorkflow:
 
 
 def text_lines(rows: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Of each row its prompt (what comes before the first sampled token), completion, reward, and how it ended."""
+    """Return the prompt, completion, reward and finish reason of each row.
+
+    The prompt is the text before the first token in the loss mask.
+    """
     lines = []
     for row in range(rows["input_ids"].shape[0]):
         real = rows["attention_mask"][row]

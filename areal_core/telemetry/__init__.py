@@ -1,6 +1,6 @@
-"""What a run says about itself: statistics, where they go, one line a step, and a trace.
+"""Telemetry of a run: statistics, their loggers, one summary line per step, and a trace.
 
-The names below are imported when they are asked for: whoever only reads traces needs no torch.
+The names below are imported on first access, so reading traces needs no torch.
 """
 
 import importlib

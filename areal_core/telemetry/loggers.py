@@ -1,4 +1,7 @@
-"""Where a step's statistics go: a JSON line, TensorBoard, Weights & Biases, Trackio, or any callable `(step, stats)`; on rank 0 only."""
+"""Loggers of a step's statistics: JSON lines, TensorBoard, Weights & Biases, Trackio, callables.
+
+They run on rank 0 only. A callable is called as `(step, stats)`.
+"""
 
 import importlib
 import json
@@ -14,16 +17,23 @@ Stats = dict[str, float]
 
 
 class Logger(Protocol):
-    """What takes the statistics of a step, which counts from 0, and is told when there are no more."""
+    """A destination for the statistics of each step."""
 
-    def __call__(self, step: int, stats: Stats) -> None: ...
+    def __call__(self, step: int, stats: Stats) -> None:
+        """Log the statistics of a step, counted from 0."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish; called once, after the last step."""
+        ...
 
 
 class JsonlLogger:
-    """One JSON object a line, the step first. Floats read back to the same bits; nan and inf are the strings 'nan',
-    'inf' and '-inf', which JSON has no numbers for."""
+    """One JSON object per line, with the step first.
+
+    Floats are read back bit-exactly; nan and inf are the strings 'nan', 'inf' and '-inf', since
+    JSON has no numbers for them.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -40,10 +50,11 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """One scalar a name.
+    """One TensorBoard scalar per name.
 
     Args:
-        first_step: of a run that continues: readers forget what was written of it and of later ones before.
+        folder: destination of the event files.
+        first_step: first step of a resumed run; readers discard earlier entries from this step on.
     """
 
     def __init__(self, folder: str | Path, first_step: int = 0) -> None:
@@ -61,10 +72,10 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """One Weights & Biases run, which a run that continues under the same id goes on with.
+    """One Weights & Biases run; a resumed run with the same id continues it.
 
     Args:
-        options: arguments of `wandb.init`; those that are None are left to the package.
+        options: arguments of `wandb.init`; None selects the package's default.
 
     Raises:
         ConfigError: the package is not installed.
@@ -82,14 +93,15 @@ class WandbLogger:
 
 
 class TrackioLogger:
-    """One Trackio run: in a Hugging Face space, or in files of this machine.
+    """One Trackio run: in a Hugging Face space, or in local files.
 
     Args:
-        mode: "online" wants a `space_id`; "local" never uses one.
-        options: arguments of `trackio.init`; those that are None are left to the package.
+        mode: "online" requires a `space_id`; "local" ignores it.
+        space_id: the Hugging Face space, as "user/name".
+        options: arguments of `trackio.init`; None selects the package's default.
 
     Raises:
-        ConfigError: the package is not installed, or there is no space to send to.
+        ConfigError: the package is not installed, or the mode is "online" without a space.
     """
 
     def __init__(self, mode: str, space_id: str | None, **options: Any) -> None:
@@ -110,11 +122,11 @@ class TrackioLogger:
 
 
 def import_service(name: str, mode: str) -> ModuleType:
-    """The package of a logger that is asked for. Raises ConfigError when it is not installed."""
+    """Import the package of a logger. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # the package is there, and something that it needs is not
+        if error.name != name:  # the package is installed, but one of its dependencies is not
             raise
         raise ConfigError(
             f"stats_logger.{name}.mode is {mode!r} and the package {name} is not installed: "
@@ -123,12 +135,12 @@ def import_service(name: str, mode: str) -> ModuleType:
 
 
 def without_none(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 class StatsLogger:
-    """Hands the statistics of every `every_steps`-th step to all loggers; does nothing on ranks other than 0."""
+    """Pass the statistics of every `every_steps`-th step to all loggers, on rank 0 only."""
 
     def __init__(
         self,
@@ -140,13 +152,15 @@ class StatsLogger:
         self.loggers, self.printers, self.rank, self.every_steps = loggers, printers, rank, every_steps
 
     def commit(self, step: int, stats: Stats) -> None:
-        """`step` counts from 0."""
+        """Log a step, counted from 0."""
         if self.rank != 0 or (step + 1) % self.every_steps:
             return
-        for log in (*self.loggers, *self.printers):
+        destinations: list[Callable[[int, Stats], None]] = [*self.loggers, *self.printers]
+        for log in destinations:
             log(step, stats)
 
     def close(self) -> None:
+        """Close all loggers."""
         for log in self.loggers:
             log.close()
 
@@ -160,6 +174,6 @@ class StatsLogger:
 
 
 def read_stats(path: str | Path) -> list[Stats]:
-    """The lines that a `JsonlLogger` wrote, numbers restored; `step` is one of the names."""
+    """Read the lines of a `JsonlLogger`, with numbers restored; `step` is one of the names."""
     with Path(path).open(encoding="utf-8") as lines:
         return [{name: float(value) for name, value in json.loads(line).items()} for line in lines]

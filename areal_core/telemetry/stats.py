@@ -1,8 +1,8 @@
-"""What a step measured: values per token or per sequence under a mask, scalars and timings, then one dict over all ranks.
+"""Statistics of a step: masked values, scalars and timings, reduced over ranks.
 
-Each record is reduced at once, on its own device and without waiting for it, to count, sum, minimum and maximum. At the
-end of a step the ranks exchange these by name, as one small object, so a rank that has recorded nothing under some name
-cannot leave the others waiting in a collective.
+Each record is reduced at once, on its own device and without synchronisation, to count, sum,
+minimum and maximum. At the end of a step the ranks exchange these by name, as one small object, so
+a rank that has recorded nothing under some name cannot leave the others waiting in a collective.
 """
 
 import functools
@@ -19,12 +19,12 @@ from torch import Tensor
 
 
 class Reduce(Enum):
-    """What becomes of a name's values."""
+    """The reduction of a name's values."""
 
     AVG_MIN_MAX = "avg_min_max"  # name/avg, name/min, name/max
     AVG = "avg"  # name
     SUM = "sum"  # name
-    SCALAR = "scalar"  # name: mean over calls and ranks; name__count: how many there were
+    SCALAR = "scalar"  # name: mean over calls and ranks; name__count: their number
     TIMING = "timing"  # name: mean over calls and ranks
 
 
@@ -39,6 +39,7 @@ class Moments:
     maximum: float
 
     def joined(self, other: "Moments") -> "Moments":
+        """Return the moments of both sets of values."""
         return Moments(
             self.reduce,
             self.count + other.count,
@@ -52,10 +53,12 @@ Records = dict[str, Moments]
 
 
 class Stats:
-    """Collects one step. Scopes belong to the thread or task that opened them; records are not shared between threads.
+    """The statistics of one step.
+
+    Scopes belong to the thread or task that opened them; records are not shared between threads.
 
     Args:
-        counts: whether this rank's records count; of ranks that hold the same rows, one's do.
+        counts: True if this rank's records are included; of ranks with the same rows only one is.
     """
 
     def __init__(self, counts: bool = True) -> None:
@@ -63,7 +66,7 @@ class Stats:
         self._scope: ContextVar[str] = ContextVar("scope", default="")
         self._masks: dict[str, Tensor] = {}
         self._records: dict[str, list[tuple[Reduce, Tensor]]] = {}
-        # Told of each timing as it ends: its name, and its start and end by time.perf_counter_ns.
+        # Called at the end of each timing with its name, start and end (time.perf_counter_ns).
         self.timing_listeners: list[Callable[[str, int, int], None]] = []
 
     @contextmanager
@@ -76,7 +79,7 @@ class Stats:
             self._scope.reset(token)
 
     def denominator(self, **masks: Tensor) -> None:
-        """Boolean masks over which later statistics average. Each is reported as the number of its true elements."""
+        """Set boolean masks for later averages; each is reported as its number of true elements."""
         for name, mask in masks.items():
             if mask.dtype != torch.bool:
                 raise ValueError(f"denominator {name!r} has dtype {mask.dtype}; expected torch.bool")
@@ -84,7 +87,7 @@ class Stats:
             self._record(name, Reduce.SUM, mask.detach(), torch.ones_like(mask))
 
     def stat(self, denominator: str, reduce: Reduce = Reduce.AVG_MIN_MAX, **values: Tensor) -> None:
-        """Values in the shape of the mask `denominator`, which was given in this scope or one around it."""
+        """Record values of the shape of the mask `denominator`, of this or an outer scope."""
         mask = self._mask(denominator)
         for name, value in values.items():
             if value.shape != mask.shape:
@@ -95,7 +98,7 @@ class Stats:
             self._record(name, reduce, value.detach(), mask)
 
     def scalar(self, **values: float | Tensor) -> None:
-        """Single numbers."""
+        """Record single numbers."""
         for name, value in values.items():
             number = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1)
             self._record(name, Reduce.SCALAR, number, torch.ones_like(number, dtype=torch.bool))
@@ -108,17 +111,17 @@ class Stats:
             yield
         finally:
             end_ns = time.perf_counter_ns()
-            for tell in self.timing_listeners:
-                tell(name, start_ns, end_ns)
+            for listener in self.timing_listeners:
+                listener(name, start_ns, end_ns)
             seconds = torch.tensor([(end_ns - start_ns) / 1e9], dtype=torch.float64)
             four = _four_numbers(seconds, torch.ones(1, dtype=torch.bool))
             self._records.setdefault(f"timeperf/{name}", []).append((Reduce.TIMING, four))
 
     def export(self, gather: "Callable[[Records], list[Records]] | None" = None) -> dict[str, float]:
-        """Everything recorded since the last export, reduced over ranks and sorted by name; the collection starts anew.
+        """Return everything recorded since the last export, reduced over ranks and sorted by name.
 
-        Every rank must call this. `gather` returns the records of all ranks in rank order. Names without a single
-        element anywhere are left out.
+        Collective: every rank must call it. The records are cleared. `gather` returns the records
+        of all ranks in rank order. Names without an element on any rank are left out.
         """
         counted = self._records if self.counts else {}
         records = {name: _joined(entries) for name, entries in counted.items()}
@@ -136,7 +139,7 @@ class Stats:
             if full in self._masks:
                 return self._masks[full]
         raise ValueError(
-            f"there is no denominator {name!r} in scope {self._scope.get()!r}; there are {', '.join(self._masks) or 'none'}"
+            f"there is no denominator {name!r} in scope {self._scope.get()!r}; known: {', '.join(self._masks) or 'none'}"
         )
 
     def _record(self, name: str, reduce: Reduce, values: Tensor, mask: Tensor) -> None:
@@ -144,7 +147,10 @@ class Stats:
 
 
 def gather_over_ranks(records: Records) -> list[Records]:
-    """The records of every rank of the default group, in rank order; just ours without torch.distributed."""
+    """Return the records of all ranks in rank order; only ours without torch.distributed.
+
+    Collective.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [records]
     gathered: list[Records] = [{}] * torch.distributed.get_world_size()
@@ -153,7 +159,10 @@ def gather_over_ranks(records: Records) -> list[Records]:
 
 
 def _four_numbers(values: Tensor, mask: Tensor) -> Tensor:
-    """[4] float64 on the device of `values`: count, sum, minimum, maximum over the mask. No wait for the device."""
+    """Return [4] float64 on the device of `values`: count, sum, minimum, maximum over the mask.
+
+    Does not synchronise with the device.
+    """
     values = values.double()
     inside = torch.where(mask, values, 0.0)
     lowest = torch.where(mask, values, torch.inf).flatten()

@@ -1,4 +1,4 @@
-"""One line a step, for a person who watches."""
+"""A readable summary of each step, in one line."""
 
 from areal_core.telemetry.loggers import Stats
 
@@ -26,9 +26,10 @@ NUM_TOKENS = ("ppo_actor/n_tokens", "sft/n_tokens", "dpo/n_tokens", "rw/n_tokens
 def step_summary(
     step: int, stats: Stats, total_steps: int | None = None, seconds: float | None = None
 ) -> str:
-    """`step 3/10  reward 0.250  loss -0.0120 ...`, steps counted from 1; what was not measured is left out.
+    """Return `step 3/10  reward 0.250  loss -0.0120 ...`, steps counted from 1.
 
-    `seconds` is the duration of the step, for the tokens per second.
+    Columns without a value are left out. `seconds` is the duration of the step, for the tokens per
+    second.
     """
     parts = [f"step {step + 1}" + (f"/{total_steps}" if total_steps else "")]
     for column, names, shape in COLUMNS:
@@ -42,4 +43,5 @@ def step_summary(
 
 
 def first_of(stats: Stats, names: tuple[str, ...]) -> float | None:
+    """Return the value of the first name that was recorded."""
     return next((stats[name] for name in names if name in stats), None)

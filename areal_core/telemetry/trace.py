@@ -1,15 +1,15 @@
-"""A trace of a run: what each rank did when, as one file that Perfetto and chrome://tracing open.
+"""A trace of a run: the timeline of each rank, in one file for Perfetto and chrome://tracing.
 
-trainer thread         stages (through Stats.timing), pushes, counters  --+
+trainer thread         stages (Stats.timing), weight updates, counters  --+
 rollout thread         episodes > generation, reward                    --+-> events in memory, under a lock
                                                                           |
-after every `save_interval` steps, when there are many, and at the end: flush hands them to
-writer thread          JSON -> rank-00000.jsonl, rank-00001.jsonl ...   a header with the rank's clock, then one event a line
-the rank that ends last: merge -> trace.json (`trace_merge.py`); nobody waits for anybody
+after every `save_interval` steps, when there are many, and at the end: flush passes them to
+writer thread          JSON -> rank-00000.jsonl, rank-00001.jsonl ...   a header with the rank's clock, then one event per line
+the rank that ends last: merge -> trace.json (`trace_merge.py`); no rank waits for another
 
-Overlapping work needs rows of its own to be drawn: an episode takes the lowest free lane, and what happens inside it (one
-generation after the other, the reward) is drawn below it. Concurrent generations of one episode take further lanes.
-Instrumented code holds a `Trace` or nothing; nothing here changes what it does.
+Overlapping work needs separate tracks: an episode takes the lowest free track, and its sequential
+work (generations, the reward) is drawn on the same one. Concurrent generations of one episode take
+further tracks. Instrumented code has a `Trace` or none; tracing does not change its behaviour.
 """
 
 import heapq
@@ -30,28 +30,29 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
-TRAINER_LANE = 0
-HEADER = "areal_trace_rank"  # the name of the line that starts a rank's file, and each continuation of it
+TRAINER_TRACK = 0
+HEADER = "areal_trace_rank"  # name of the first line of a rank's file and of each continuation
 FOOTER = "areal_trace_end"
-MAX_BUFFERED = 5_000  # events; they wait for the end of a step unless there are so many
+MAX_BUFFERED = 5_000  # events; written at the end of a step, or when there are so many
 
 
 @dataclass
 class Span:
-    """Something that is going on: its lane, and the finished parts of it as (name, start, seconds)."""
+    """A running activity: its track, and the phases of it that have finished."""
 
     name: str
     category: str
     parent: "Span | None"
-    shares_lane: bool  # with its parent
-    lane: int
+    shares_track: bool  # with its parent
+    track: int
     start_ns: int
     args: dict[str, Any]
-    part_is_open: bool = False
+    has_open_child: bool = False
     phases: list[tuple[str, int, int]] = field(default_factory=list)  # name, start_ns, end_ns
 
     @property
     def root_name(self) -> str:
+        """Name of the outermost span."""
         return self.name if self.parent is None else self.parent.root_name
 
 
@@ -62,10 +63,10 @@ class Trace:
     """The trace of one rank. Safe to use from several threads and tasks.
 
     Args:
-        folder: where the ranks' files are.
+        folder: folder of the ranks' files.
         rank, world_size: of this process.
-        options: what a reader needs to give advice, as JSON types; written into the header.
-        continued: append to what an earlier start of the same run has written.
+        options: options of the run for readers, as JSON types; written into the header.
+        continued: append to the file of an earlier start of the same run.
     """
 
     def __init__(
@@ -74,26 +75,27 @@ class Trace:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rank, self.world_size = folder, rank, world_size
         if continued:
-            cut_half_line(rank_file(folder, rank))
+            remove_partial_line(rank_file(folder, rank))
         self._file: TextIO = rank_file(folder, rank).open("a" if continued else "w", encoding="utf-8")
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
-        self._free_lanes: list[int] = []
-        self._num_lanes = 0
+        self._free_tracks: list[int] = []
+        self._num_tracks = 0
         self._num_running = 0
         self._origin_ns = time.perf_counter_ns()
-        # A step of 1,000 episodes takes 50 ms to write down: neither the trainer nor the event loop should wait for it.
+        # The events of 1,000 episodes take 50 ms to write; neither the trainer nor the event loop
+        # should wait for that.
         self._to_write: queue.Queue[list[dict[str, Any]] | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write, name="trace", daemon=True)
         self._writer.start()
         header = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
-        # The wall clock is read once: within a rank, time never runs backwards.
+        # The wall clock is read once: within a rank, time is monotonic.
         header |= {"start_ns": time.time_ns(), **options}
         self._to_write.put([{"ph": "M", "name": HEADER, "args": header}])
 
     @contextmanager
     def span(self, name: str, category: str, parent: Span | None = None, **args: Any) -> Iterator[Span]:
-        """Times what runs inside, as a part of `parent`: by default of the span that this task is in, if any."""
+        """Time the body, as a child of `parent`, by default of the current span of this task."""
         span = self._open(name, category, parent or _CURRENT.get(), args)
         token = _CURRENT.set(span)
         try:
@@ -104,7 +106,7 @@ class Trace:
 
     @contextmanager
     def episode(self, prompt_id: int, sample_id: int) -> Iterator[Span]:
-        """Times one episode and counts it as running; its `args` may be added to."""
+        """Time one episode and count it as running; the body may add to its `args`."""
         self._count_running(+1)
         try:
             name = f"episode {prompt_id}.{sample_id}"
@@ -114,37 +116,37 @@ class Trace:
             self._count_running(-1)
 
     def stage(self, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """A part of a training step, on the trainer's lane; `perf_counter_ns` times."""
-        self.complete(name, "stage", start_ns, end_ns, TRAINER_LANE, args)
+        """Record a stage of a training step, on the trainer's track; `perf_counter_ns` times."""
+        self.complete(name, "stage", start_ns, end_ns, TRAINER_TRACK, args)
 
     def complete(
-        self, name: str, category: str, start_ns: int, end_ns: int, lane: int, args: dict[str, Any]
+        self, name: str, category: str, start_ns: int, end_ns: int, track: int, args: dict[str, Any]
     ) -> None:
-        """Something that has begun and ended."""
+        """Record a finished activity."""
         event = {"ph": "X", "name": name, "cat": category, "ts": self._us(start_ns)}
-        self._add(event | {"dur": (end_ns - start_ns) / 1000, "tid": lane, "args": args})
+        self._add(event | {"dur": (end_ns - start_ns) / 1000, "tid": track, "args": args})
 
     def counter(self, name: str, **values: float) -> None:
-        """Values from now on, one curve each; those that are not finite, which JSON has no numbers for, are left out."""
+        """Record values that hold from now on, one curve each; non-finite ones are left out."""
         values = {curve: value for curve, value in values.items() if math.isfinite(value)}
         if not values:
             return
-        event = {"ph": "C", "name": name, "cat": "counter", "tid": TRAINER_LANE, "args": values}
+        event = {"ph": "C", "name": name, "cat": "counter", "tid": TRAINER_TRACK, "args": values}
         self._add(event | {"ts": self._us(time.perf_counter_ns())})
 
     def instant(self, name: str, category: str, **args: Any) -> None:
-        """Something without duration, across the whole rank."""
-        event = {"ph": "i", "s": "p", "name": name, "cat": category, "tid": TRAINER_LANE, "args": args}
+        """Record an event without duration, of the complete rank."""
+        event = {"ph": "i", "s": "p", "name": name, "cat": category, "tid": TRAINER_TRACK, "args": args}
         self._add(event | {"ts": self._us(time.perf_counter_ns())})
 
     def flush(self) -> None:
-        """Hands what is in memory to the writer; does not wait for the disk."""
+        """Pass buffered events to the writer; does not wait for the disk."""
         with self._lock:
             events, self._events = self._events, []
         self._to_write.put(events)
 
     def close(self) -> None:
-        """Writes the rest, and says that this rank has ended. Call once."""
+        """Write the remaining events, and mark this rank as ended. Call once."""
         self.flush()
         self._to_write.put([{"ph": "M", "name": FOOTER, "args": {}}])
         self._to_write.put(None)
@@ -158,39 +160,40 @@ class Trace:
                     self._file.write("".join(lines))
                     self._file.flush()
                     self._to_write.task_done()
-        except OSError as error:  # a full disk must not end a run that is only watched
+        except OSError as error:  # a full disk must not end a run because of its trace
             logger.warning("the trace %s ends here: %s", self._file.name, error)
             while self._to_write.get() is not None:
                 continue
 
     def _open(self, name: str, category: str, parent: Span | None, args: dict[str, Any]) -> Span:
-        """Begins a span: on its parent's lane, while no other part of the parent is drawn there."""
+        """Start a span: on its parent's track, unless another child of it is drawn there."""
         with self._lock:
-            shares_lane = parent is not None and not parent.part_is_open
-            if shares_lane:
-                parent.part_is_open = True
-            lane = parent.lane if shares_lane else self._take_lane()
+            if parent is not None and not parent.has_open_child:
+                parent.has_open_child = True
+                shares_track, track = True, parent.track
+            else:
+                shares_track, track = False, self._take_track()
         if parent is not None:
             args["episode"] = parent.root_name
-        return Span(name, category, parent, shares_lane, lane, time.perf_counter_ns(), args)
+        return Span(name, category, parent, shares_track, track, time.perf_counter_ns(), args)
 
     def _close(self, span: Span) -> None:
-        """Ends a span and writes it down."""
+        """End a span and record it."""
         end_ns = time.perf_counter_ns()
         with self._lock:
-            if span.shares_lane:
-                span.parent.part_is_open = False
+            if span.parent is not None and span.shares_track:
+                span.parent.has_open_child = False
             else:
-                heapq.heappush(self._free_lanes, span.lane)
+                heapq.heappush(self._free_tracks, span.track)
             if span.parent is not None:
                 span.parent.phases.append((span.category, span.start_ns, end_ns))
-        self.complete(span.name, span.category, span.start_ns, end_ns, span.lane, span.args)
+        self.complete(span.name, span.category, span.start_ns, end_ns, span.track, span.args)
 
-    def _take_lane(self) -> int:
-        if self._free_lanes:
-            return heapq.heappop(self._free_lanes)
-        self._num_lanes += 1
-        return TRAINER_LANE + self._num_lanes
+    def _take_track(self) -> int:
+        if self._free_tracks:
+            return heapq.heappop(self._free_tracks)
+        self._num_tracks += 1
+        return TRAINER_TRACK + self._num_tracks
 
     def _count_running(self, change: int) -> None:
         with self._lock:
@@ -210,12 +213,12 @@ class Trace:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its events."""
+    """Return the file of a rank's events."""
     return folder / f"rank-{rank:05d}.jsonl"
 
 
-def cut_half_line(file: Path) -> None:
-    """Removes the end of a file behind its last line, which a rank that was killed had begun to write."""
+def remove_partial_line(file: Path) -> None:
+    """Remove the incomplete last line of a file, left by a rank that was killed."""
     if not file.exists():
         return
     with file.open("rb+") as events:

@@ -1,6 +1,7 @@
-"""Where a run is traced: wrappers around workflow, engine, reward and push, and an observer of the training loop.
+"""Tracing of a run: wrappers of workflow, engine, reward and weight update, and a loop observer.
 
-Each wrapper behaves as what it wraps and only takes the time. Without tracing none of them is there.
+Each wrapper behaves as the object that it wraps and only measures time. Without tracing there are
+no wrappers.
 """
 
 import json
@@ -15,16 +16,16 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import EpisodeSampler
 from areal_core.rollout.types import ModelRequest, ModelResponse
-from areal_core.rollout.weight_push import NamedTensors, WeightPush
+from areal_core.rollout.weight_push import NamedTensors, WeightUpdate
 from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
 
 logger = logging.getLogger(__name__)
 
-# Statistics that are drawn over time: the name of the track, and each curve's name among the statistics.
+# Statistics that are drawn over time: the name of the track, and the statistic of each curve.
 TRACKS = {
     "prompts": {name: f"rollout/{name}" for name in ("accepted", "rejected", "failed", "stale")},
     "reward": {"mean": "rollout/reward"},
@@ -32,12 +33,14 @@ TRACKS = {
 
 
 class Tracing:
-    """All that traces one rank of a run, or, without a `trace`, nothing: then every part is passed through as it is.
+    """The tracing of one rank of a run; without a `trace` every object is returned unchanged.
 
     Args:
+        trace: the trace of this rank; None disables tracing.
         save_interval: steps between two writes.
-        profile_steps: steps that torch.profiler watches.
-        sessions: write one line an episode, too, of which so many are held in memory; None for no such file.
+        profile_steps: steps that are profiled by torch.profiler.
+        sessions: number of lines of the session log (one per episode) that are buffered in memory;
+            None for no such file.
     """
 
     def __init__(
@@ -58,19 +61,19 @@ class Tracing:
             self._sessions = SessionLog(trace.folder / f"sessions-r{trace.rank:05d}.jsonl", sessions)
 
     def workflow(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
-        """The workflow, its episodes and generations traced."""
+        """Return the workflow with its episodes and generations traced."""
         return workflow if self._trace is None else TracedWorkflow(workflow, self._trace, self._sessions)
 
     def reward(self, reward_fn: RewardFn) -> RewardFn:
-        """The reward, traced."""
+        """Return the reward function, traced."""
         return reward_fn if self._trace is None else traced_reward(reward_fn, self._trace)
 
-    def push(self, push: WeightPush | None) -> WeightPush | None:
-        """The push of weights, traced."""
-        return push if self._trace is None or push is None else TracedPush(push, self._trace)
+    def weight_update(self, update: WeightUpdate | None) -> WeightUpdate | None:
+        """Return the weight update, traced."""
+        return update if self._trace is None or update is None else TracedUpdate(update, self._trace)
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
-        """The end of a step: draws those of its statistics that have a track, and writes when it is time to."""
+        """End a step: record its statistics that have a track, and write the trace if due."""
         if self._trace is None:
             return
         for track, curves in TRACKS.items():
@@ -79,12 +82,13 @@ class Tracing:
             self._trace.flush()
 
     def close(self) -> None:
-        """Ends this rank's files; the last rank merges the traces of all."""
+        """End this rank's files; the last rank merges the traces of all."""
         if self._sessions is not None:
             self._sessions.close()
         if self._trace is not None:
             self._trace.close()
-            with warned_of_disk("the trace was not merged"):  # `areal-debug trace` will
+            # `areal-debug trace` merges it otherwise.
+            with disk_errors_as_warnings("the trace was not merged"):
                 merge_if_all_ended(self._trace.folder, self._trace.world_size)
 
 
@@ -95,7 +99,7 @@ class TracedWorkflow:
     """A workflow whose episodes, generations included, are traced.
 
     Args:
-        sessions: is told of each finished episode (`SessionLog`).
+        sessions: called with each finished episode (`SessionLog`).
     """
 
     def __init__(
@@ -106,8 +110,11 @@ class TracedWorkflow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workflow, name)
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """The workflow's own episode. Its span says how it went: accepted, rejected (by the workflow), failed or cancelled."""
+    async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Run the workflow's episode in a span with its status.
+
+        The status is accepted, rejected (by the workflow), failed or cancelled.
+        """
         with ExitStack() as afterwards:
             span = afterwards.enter_context(self._trace.episode(engine.prompt_id, engine.sample_id))
             if self._sessions is not None:
@@ -123,15 +130,16 @@ class TracedWorkflow:
 
 
 class TracedEngine:
-    """The engine as one episode sees it; its generations are parts of the episode, whichever task asks for them."""
+    """The engine of one episode; generations are children of the episode's span, from any task."""
 
-    def __init__(self, engine: InferenceEngine, trace: Trace, episode: Span) -> None:
+    def __init__(self, engine: EpisodeSampler, trace: Trace, episode: Span) -> None:
         self._engine, self._trace, self._episode = engine, trace, episode
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion in a span."""
         with self._trace.span("generation", "generation", self._episode) as span:
             response = await self._engine.agenerate(req)
             span.args |= {"prompt_tokens": len(response.input_tokens), "tokens": len(response.output_tokens)}
@@ -140,7 +148,7 @@ class TracedEngine:
 
 
 def traced_reward(reward_fn: RewardFn, trace: Trace) -> RewardFn:
-    """The same reward; its span includes the wait for a free worker."""
+    """Return the reward function in a span, which includes the wait for a free worker."""
 
     async def reward(*args: Any, **row: Any) -> float:
         with trace.span("reward", "reward"):
@@ -149,26 +157,27 @@ def traced_reward(reward_fn: RewardFn, trace: Trace) -> RewardFn:
     return reward
 
 
-class TracedPush:
-    """A weight push that is drawn on the trainer's lane, with its version."""
+class TracedUpdate:
+    """A weight update that is drawn on the trainer's track, with its version."""
 
-    def __init__(self, push: WeightPush, trace: Trace) -> None:
-        self._push, self._trace = push, trace
+    def __init__(self, update: WeightUpdate, trace: Trace) -> None:
+        self._update, self._trace = update, trace
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._push, name)
+        return getattr(self._update, name)
 
-    def push(self, weights: NamedTensors, version: int) -> None:
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the weights, as a stage named "push" of the step."""
         start_ns = time.perf_counter_ns()
         try:
-            self._push.push(weights, version)
+            self._update.send(weights, version)
         finally:
             self._trace.stage("push", start_ns, time.perf_counter_ns(), version=version)
         self._trace.counter("weight version", version=version)
 
 
 class TraceObserver:
-    """What the training loop tells: which prompts a step takes and how old its tokens are, and what ended it."""
+    """An observer of the training loop: prompts and staleness of each step, and a final error."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -180,26 +189,26 @@ class TraceObserver:
             self._trace.instant("error", "error", error=facts["error"][:300])
 
     def _batch(self, step: int, version: int, batch: dict[str, Tensor]) -> None:
-        prompts = batch["prompt_id"].unique().tolist()
+        prompts = sorted(set(batch["prompt_id"].tolist()))
         tokens = int(batch["attention_mask"].sum())
         self._trace.instant("batch", "batch", step=step, version=version, prompts=prompts, tokens=tokens)
-        ages = version - batch["versions"][batch["loss_mask"].bool()].float()
-        if len(ages):
-            self._trace.counter("staleness", mean=float(ages.mean()), max=float(ages.max()))
+        staleness = version - batch["versions"][batch["loss_mask"].bool()].float()  # [tokens]
+        if len(staleness):
+            self._trace.counter("staleness", mean=float(staleness.mean()), max=float(staleness.max()))
 
 
 class SessionLog:
-    """One JSON line an episode: how long it took and where, as `sessions-r00000.jsonl` beside the trace.
+    """One JSON line per episode with its durations, in `sessions-r00000.jsonl` next to the trace.
 
     Args:
-        flush_threshold: episodes held in memory.
+        flush_threshold: number of episodes that are buffered in memory.
     """
 
     def __init__(self, path: Path, flush_threshold: int) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._lines: list[str] = []
         self._flush_threshold = flush_threshold
-        # Seconds since the epoch of the clock that spans are taken with.
+        # Seconds between the epoch and the origin of the spans' clock.
         self._origin_s = time.time() - time.perf_counter()
 
     def __call__(self, episode: Span) -> None:
@@ -226,20 +235,22 @@ class SessionLog:
             self.flush()
 
     def flush(self) -> None:
+        """Write the buffered lines."""
         lines, self._lines = self._lines, []
-        with warned_of_disk(f"{len(lines)} episodes are missing in {self._file.name}"):
+        with disk_errors_as_warnings(f"{len(lines)} episodes are missing in {self._file.name}"):
             self._file.write("".join(lines))
             self._file.flush()
 
     def close(self) -> None:
+        """Write the buffered lines and close the file."""
         self.flush()
-        with warned_of_disk(f"{self._file.name} may lack its end"):
+        with disk_errors_as_warnings(f"{self._file.name} may lack its end"):
             self._file.close()
 
 
 @contextmanager
-def warned_of_disk(consequence: str) -> Iterator[None]:
-    """Turns a full or broken disk into a warning: it must not end a run that is only watched."""
+def disk_errors_as_warnings(consequence: str) -> Iterator[None]:
+    """Log an OSError as a warning: a full disk must not end a run because of its trace."""
     try:
         yield
     except OSError as error:
@@ -247,7 +258,10 @@ def warned_of_disk(consequence: str) -> Iterator[None]:
 
 
 class StepProfiler:
-    """An observer that runs torch.profiler over the training part of some steps: `profile-r00000-step3.json`, a Chrome trace."""
+    """An observer that profiles the training part of some steps with torch.profiler.
+
+    It writes Chrome traces: `profile-r00000-step3.json`.
+    """
 
     def __init__(self, folder: Path, rank: int, steps: Sequence[int]) -> None:
         self._folder, self._rank, self._steps = folder, rank, frozenset(steps)
@@ -266,7 +280,7 @@ class StepProfiler:
 
 
 def row_facts(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """What an episode's rows say about it."""
+    """Return reward, token count, row count and versions of an episode's rows."""
     reward = float(rows["rewards"].float().mean())
     return {
         "reward": reward if math.isfinite(reward) else str(reward),
@@ -277,5 +291,5 @@ def row_facts(rows: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def version_range(versions: list[int]) -> dict[str, int]:
-    """The oldest and the newest weights that sampled these tokens."""
+    """Return the oldest and the newest version of the weights that sampled these tokens."""
     return {"oldest_version": min(versions), "newest_version": max(versions)} if versions else {}

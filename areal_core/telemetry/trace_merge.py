@@ -1,7 +1,8 @@
-"""The files of all ranks as one Chrome trace: a process a rank, on one clock that starts with the first rank.
+"""Merge of the files of all ranks into one Chrome trace: a process per rank, on a common clock.
 
-Lines are shifted and copied one by one, so that a merge needs no memory however long the run was. A rank that was killed
-leaves a file that ends anywhere: its last line may be cut, everything before it is kept.
+The clock starts with the first rank. Lines are shifted and copied one by one, so a merge needs
+constant memory. A rank that was killed leaves a file whose last line may be incomplete; everything
+before it is kept.
 """
 
 import json
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_LANE, rank_file
+from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_TRACK, rank_file
 
 MERGED = "trace.json"
 
 
 @dataclass(frozen=True)
 class RankHeader:
-    """Where and when a rank began, and the options that it wrote down."""
+    """The place and time of a rank's start, and the options that it recorded."""
 
     rank: int
     world_size: int
@@ -29,23 +30,30 @@ class RankHeader:
 
 
 class BrokenTrace(ValueError):
-    """A file that is no trace of ours, or is damaged before its last line."""
+    """A file that is not a trace of ours, or is damaged before its last line."""
 
 
 def parse_rank_header(args: dict[str, Any], file: Path) -> RankHeader:
-    """The `args` of a header line."""
+    """Parse the `args` of a header line. Raises BrokenTrace, which names missing fields."""
     names = ("rank", "world_size", "host", "pid", "start_ns")
     if missing := [name for name in names if name not in args]:
         raise BrokenTrace(f"{file}: its header lacks {missing}: it was not written by this version")
     options = {name: value for name, value in args.items() if name not in names}
-    return RankHeader(*(args[name] for name in names), options)
+    return RankHeader(
+        rank=args["rank"],
+        world_size=args["world_size"],
+        host=args["host"],
+        pid=args["pid"],
+        start_ns=args["start_ns"],
+        options=options,
+    )
 
 
 def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
-    """The events of a rank's file, each with the header that it stands under, header events included.
+    """Yield the events of a rank's file, each with the header above it; headers are events, too.
 
     Raises:
-        BrokenTrace: a line other than the last is no event, or the first is no header.
+        BrokenTrace: a line other than the last is not an event, or the first is not a header.
     """
     header = None
     broken = None
@@ -61,12 +69,12 @@ def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
             if event["name"] == HEADER:
                 header = parse_rank_header(event["args"], file)
             if header is None:
-                raise BrokenTrace(f"{file}: does not begin with a header; give the trace folder of a run")
+                raise BrokenTrace(f"{file}: does not start with a header; give the trace folder of a run")
             yield header, event
 
 
 def merge(folder: Path) -> Path:
-    """Writes `trace.json` into the folder from the files of its ranks.
+    """Write `trace.json` into the folder from the files of its ranks, and return its path.
 
     Raises:
         BrokenTrace: there are no such files, or one is damaged.
@@ -92,36 +100,39 @@ def merge(folder: Path) -> Path:
 
 
 def placed_events(file: Path, start_ns: int) -> Iterator[dict[str, Any]]:
-    """A rank's events as they stand in the merged file: on its process, on the common clock, with its tracks named."""
-    lanes: set[int] = set()
-    header = None
-    for header, event in rank_events(file):
+    """Yield a rank's events for the merged file: one process, common clock, named tracks."""
+    tracks: set[int] = set()
+    header: RankHeader | None = None
+    for of_event, event in rank_events(file):
+        header = of_event
         if event["name"] in (HEADER, FOOTER):
             continue
-        lanes.add(event["tid"])
+        tracks.add(event["tid"])
         yield event | {"pid": header.rank, "ts": event["ts"] + (header.start_ns - start_ns) / 1000}
-    if header is not None:
-        name = f"rank {header.rank} ({header.host}, pid {header.pid})"
-        yield metadata(header.rank, TRAINER_LANE, "process_name", name=name)
-        yield metadata(header.rank, TRAINER_LANE, "process_sort_index", sort_index=header.rank)
-    for lane in sorted(lanes):
-        name = "trainer" if lane == TRAINER_LANE else f"episodes {lane}"
-        yield metadata(header.rank, lane, "thread_name", name=name)
-        yield metadata(header.rank, lane, "thread_sort_index", sort_index=lane)
+    if header is None:
+        return
+    name = f"rank {header.rank} ({header.host}, pid {header.pid})"
+    yield metadata(header.rank, TRAINER_TRACK, "process_name", name=name)
+    yield metadata(header.rank, TRAINER_TRACK, "process_sort_index", sort_index=header.rank)
+    for track in sorted(tracks):
+        name = "trainer" if track == TRAINER_TRACK else f"episodes {track}"
+        yield metadata(header.rank, track, "thread_name", name=name)
+        yield metadata(header.rank, track, "thread_sort_index", sort_index=track)
 
 
-def metadata(rank: int, lane: int, kind: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": args}
+def metadata(rank: int, track: int, kind: str, **args: Any) -> dict[str, Any]:
+    """Return a metadata event, which names or orders a process or track."""
+    return {"ph": "M", "pid": rank, "tid": track, "name": kind, "args": args}
 
 
 def merge_if_all_ended(folder: Path, world_size: int) -> None:
-    """Merges when every rank has ended its file. So the last one does it; two that end at once write the same bytes."""
+    """Merge if every rank has ended its file; concurrent merges write the same bytes."""
     if all(has_ended(rank_file(folder, rank)) for rank in range(world_size)):
         merge(folder)
 
 
 def has_ended(file: Path) -> bool:
-    """Whether the rank closed its trace."""
+    """Return whether the rank has closed its trace."""
     if not file.exists():
         return False
     with file.open("rb") as content:

@@ -18,7 +18,7 @@ from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.rollout.agent.agents import import_object, is_agent
 from areal_core.rollout.agent.workflow import AgentWorkflow
-from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
+from areal_core.rollout.embedded import EmbeddedEngine, ReplicaUpdate
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.executor import Executor
 from areal_core.rollout.feed import PromptLoader
@@ -27,7 +27,7 @@ from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.shared import SharedRollouts
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
-from areal_core.rollout.weight_push import WeightPush
+from areal_core.rollout.weight_push import WeightUpdate
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.rollout.written_episodes import WrittenWorkflow
 from areal_core.telemetry import Stats
@@ -89,11 +89,11 @@ def build_live_rollouts(
         executor,
         loader,
         tracing.workflow(workflow),
-        tracing.push(push),
+        tracing.weight_update(push),
         n_samples=config.gconfig.n_samples,
         should_accept=should_accept,
         stats=stats,
-        pushes_adapter=serves_adapters(config),
+        adapter_only=serves_adapters(config),
     )
 
 
@@ -156,7 +156,7 @@ def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
 
 def build_embedded(
     config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> tuple[InferenceEngine, WeightPush]:
+) -> tuple[InferenceEngine, WeightUpdate]:
     """Build an engine in this process, on a replica of the actor's weights."""
     replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
     engine = EmbeddedEngine(
@@ -167,7 +167,7 @@ def build_embedded(
         pad_token_id=tokenizer.pad_token_id or 0,
         device=ranks.device,
     )
-    return engine, ReplicaPush(replica, engine)
+    return engine, ReplicaUpdate(replica, engine)
 
 
 def build_workflow(

@@ -9,7 +9,7 @@ from areal_core.config.lora_checks import serves_adapters
 from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
 from areal_core.paths import run_folder
-from areal_core.rollout.adapter_push import AdapterPush
+from areal_core.rollout.adapter_push import AdapterUpdate
 from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
 from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.name_service import FolderNames
@@ -18,10 +18,10 @@ from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate, WeightUpdate
 
 
-def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightPush]:
+def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
     """Build the client of the run's servers, once they serve the first weights; a collective.
 
     Raises:
@@ -76,18 +76,18 @@ def served_model(config: PPOConfig) -> RunModel:
     return run_model(path, needs_adapters=serves_adapters(config))
 
 
-def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightPush:
+def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
     """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
     check = WeightCheck(config.rollout.verify_weights_every)
     grace_s = config.rollout.pause_grace_period
     actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
     if serves_adapters(config):
         adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
-        return AdapterPush(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
+        return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
     if actor.weight_update_mode == "disk":
-        return DiskPush(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
+        return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
     rollout = resolve_allocation(config).rollout
     assert rollout is not None
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     ranks_per_server = rollout.world_size // rollout.data
-    return BroadcastPush(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
+    return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)

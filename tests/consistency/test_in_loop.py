@@ -10,7 +10,7 @@ import torch
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.dataset import get_dataset
 from areal_core.errors import ConfigError
-from areal_core.rollout.embedded import ReplicaPush
+from areal_core.rollout.embedded import ReplicaUpdate
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
 from consistency.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
@@ -89,14 +89,14 @@ def length_reward(prompt, completions, prompt_ids, completion_ids, **row):
 
 
 def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypatch, caplog):
-    real = ReplicaPush.push
+    real = ReplicaUpdate.send
 
     def loses_the_third(self, weights, version):
         kept = list(weights)
         if version != 3:
             real(self, iter(kept), version)
 
-    monkeypatch.setattr(ReplicaPush, "push", loses_the_third)
+    monkeypatch.setattr(ReplicaUpdate, "send", loses_the_third)
     config, _ = load_expr_config(tiny_config, GRPOConfig)
     check = InLoop(1, tmp_path / "consistency.jsonl", lambda local: [local])
     with (

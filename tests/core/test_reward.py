@@ -1,4 +1,4 @@
-"""Verifiable rewards, how they are found, and a pool that survives functions that hang, die, fail or return nonsense."""
+"""Verifiable rewards, their lookup, and a pool that survives functions that hang, die or fail."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn,
 
 ROOT = Path(__file__).parents[2]
 
-# One function that misbehaves as its row says.
+# One function that fails as its row defines.
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time
 
@@ -106,7 +106,7 @@ def test_reward_function_is_found_by_each_spelling(functions):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("gsm8k", "is no name; expected 'package.module.function'"),
         ("no_such_package.rewards.f", "no_such_package.rewards cannot be imported"),
@@ -115,10 +115,10 @@ def test_reward_function_is_found_by_each_spelling(functions):
         ("nowhere/reward.py:f", "there is no file nowhere/reward.py"),
     ],
 )
-def test_reward_function_that_is_not_there_is_named(name, said):
+def test_reward_function_that_is_not_there_is_named(name, message):
     with pytest.raises(RewardError) as error:
         load_reward_fn(name)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_function_that_another_process_cannot_find_is_refused():
@@ -159,7 +159,7 @@ def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
     assert int(score(pool, "pid")) != stuck
 
 
-def test_what_a_stuck_function_has_started_ends_with_it(pool):
+def test_child_processes_of_a_stuck_function_end_with_it(pool):
     def programs():
         return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61"]]
 
@@ -189,9 +189,9 @@ def test_worker_that_died_is_replaced_and_the_call_repeated(pool, tmp_path):
     assert score(pool, "die once", mark=str(tmp_path / "mark")) == 1.0
 
 
-def test_worker_that_always_dies_is_told(functions):
+def test_worker_that_always_dies_is_reported(functions):
     with RewardPool(functions, num_workers=1, max_retries=1) as pool:
-        with pytest.raises(RewardError, match=r"took its process down 2 times\n(.|\n)*'do': 'die'"):
+        with pytest.raises(RewardError, match=r"killed its process 2 times\n(.|\n)*'do': 'die'"):
             score(pool, "die")
         assert score(pool, "echo") == 8.0
 
@@ -224,7 +224,7 @@ def test_row_that_is_no_json_is_refused(pool):
         score(pool, "echo", image=object())
 
 
-def test_function_that_cannot_be_imported_is_told_with_its_reason():
+def test_function_that_cannot_be_imported_is_reported_with_the_reason():
     with (
         RewardPool("no_such_package.f", num_workers=1) as pool,
         pytest.raises(RewardError, match="cannot be imported"),
@@ -232,7 +232,7 @@ def test_function_that_cannot_be_imported_is_told_with_its_reason():
         score(pool, "echo")
 
 
-def test_closing_ends_workers_at_work(functions):
+def test_closing_ends_busy_workers(functions):
     pool = RewardPool(functions, timeout_s=50.0, num_workers=1)
     worker = int(pool.submit("p", "c", [], [], do="pid").result(60))
     running = pool.submit("p", "c", [], [], do="sleep")
@@ -241,7 +241,7 @@ def test_closing_ends_workers_at_work(functions):
     pool.close()
     assert time.monotonic() - start < 5
     assert not psutil.pid_exists(worker)
-    with pytest.raises(RewardError, match="at work when its pool was closed"):
+    with pytest.raises(RewardError, match="was running when its pool was closed"):
         running.result(1)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a step: masks, scopes, ranks that record different things, and where the numbers go."""
+"""Statistics of a step: masks, scopes, ranks with different names, and loggers."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ def test_empty_mask_leaves_its_statistics_out():
     assert stats.export() == {"n_correct": 0.0, "n_none": 0.0}
 
 
-def test_export_starts_anew():
+def test_export_clears_the_records():
     stats = Stats()
     stats.scalar(x=1.0)
     stats.export()
@@ -184,7 +184,7 @@ def test_jsonl_reads_back_to_the_same_bits(tmp_path):
     }
 
 
-def test_jsonl_goes_on_where_an_earlier_run_stopped(tmp_path):
+def test_jsonl_continues_where_an_earlier_run_stopped(tmp_path):
     for step in range(2):
         log = JsonlLogger(tmp_path / "stats.jsonl")
         log(step, {"x": float(step)})
@@ -204,7 +204,7 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("ppo_actor/loss")] == [(0, 0.5), (1, 0.25)]
 
 
-def test_tensorboard_forgets_steps_that_come_again(tmp_path):
+def test_tensorboard_discards_steps_that_are_repeated(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first_step, value in ((0, 0.5), (2, 0.25)):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.name_service import FolderNames, announce_server, announced_servers
+from areal_core.rollout.name_service import FolderNames, discovered_servers, register_server
 from areal_debug.cli.serve import command
 from areal_debug.serve_facts import parse_facts, worth_checking
 
@@ -33,7 +33,7 @@ def serve(areal_debug, tmp_path):
 
 def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny_model, tmp_path):
     names = FolderNames(tmp_path / "names")
-    announce_server(names, "exp", "trial", "127.0.0.1:1")
+    register_server(names, "exp", "trial", "127.0.0.1:1")
     options = ("--engine", "embedded", "--background", "--join", "exp", "--names", names.root)
     done = serve("--model", tiny_model, *options)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     address = line.partition("=")[2]
     with urllib.request.urlopen(f"http://{address}/model_info") as reply:
         assert json.load(reply)["model_path"] == str(tiny_model)
-    assert address in {server.address for server in announced_servers(names, "exp", "trial").values()}
+    assert address in {server.address for server in discovered_servers(names, "exp", "trial").values()}
     status = serve("--status", "--json")
     (server,) = json.loads(status.stdout)["servers"]
     assert (status.returncode, server["now"], server["run"]) == (0, "ready", "exp/trial")
@@ -57,7 +57,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert "by our own server of" in taken.stderr
     stopped = serve("--stop")
     assert (stopped.returncode, stopped.stdout.strip()) == (0, f"stopped {address}")
-    assert address not in {server.address for server in announced_servers(names, "exp", "trial").values()}
+    assert address not in {server.address for server in discovered_servers(names, "exp", "trial").values()}
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(address.partition(":")[2])))
     assert serve("--status").returncode == 1
@@ -114,7 +114,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
 def test_two_trials_of_an_experiment_must_be_told_apart(tiny_model, tmp_path):
     names = FolderNames(tmp_path)
     for trial in ("one", "two"):
-        announce_server(names, "exp", trial, "127.0.0.1:1")
+        register_server(names, "exp", trial, "127.0.0.1:1")
     arguments = ["--engine", "embedded", "--model", tiny_model, "--join", "exp", "--names", tmp_path]
     done = CliRunner().invoke(command, [str(argument) for argument in arguments])
     assert "has 2 trials with servers (one, two)" in done.output

@@ -1,4 +1,4 @@
-"""A server that speaks SGLang's wire format, in a thread; and a real SGLang server on the CPU, shared by its tests."""
+"""A fake server with SGLang's wire format, in a thread, and a real SGLang server on the CPU."""
 
 import asyncio
 import multiprocessing
@@ -42,10 +42,11 @@ class HttpThread:
 
 
 class FakeServer:
-    """Continues a prompt by counting up from its last token, with logprob -token / 100.
+    """Continue a prompt by counting up from its last token, with logprob -token / 100.
 
-    `script` holds replies that come before that: a status with a body, or a number of tokens after which the request is cut.
-    `refuse` maps a control route to the status and the JSON that it answers; `model_info` and `server_info` are what it says of itself.
+    `script` holds replies that come before that: a status with a body, or a number of tokens after
+    which the request is aborted. `refuse` maps a control route to the status and JSON of its reply;
+    `model_info` and `server_info` are added to the replies of these routes.
     """
 
     def __init__(self) -> None:
@@ -88,10 +89,10 @@ class FakeServer:
         return web.json_response(body, status=status)
 
     async def _inform(self, request: web.Request) -> web.Response:
-        """Not among the calls: the client asks when it likes."""
+        """Not among the recorded calls: the client queries it at any time."""
         if request.path in self.refuse:
             return await self._control(request)
-        said = {
+        replies = {
             "/health": {},
             "/model_info": {"weight_version": self.weight_version, **self.model_info},
             "/server_info": {
@@ -101,7 +102,7 @@ class FakeServer:
                 **self.server_info,
             },
         }
-        return web.json_response(said[request.path])
+        return web.json_response(replies[request.path])
 
     def routes(self) -> list[str]:
         return [route for route, _ in self.calls]
@@ -112,7 +113,7 @@ class FakeServer:
 
 @pytest.fixture
 def http_thread() -> Iterator[Callable[[web.Application], HttpThread]]:
-    """Serves applications; all are stopped at the end."""
+    """Serve applications; all are stopped at the end."""
     started: list[HttpThread] = []
 
     def start(application: web.Application) -> HttpThread:
@@ -126,7 +127,7 @@ def http_thread() -> Iterator[Callable[[web.Application], HttpThread]]:
 
 @pytest.fixture
 def start_fake() -> Iterator[Callable[[], FakeServer]]:
-    """Starts fake servers; all are stopped at the end."""
+    """Start fake servers; all are stopped at the end."""
     started: list[FakeServer] = []
 
     def start() -> FakeServer:
@@ -139,7 +140,7 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
 
 
 class ServerProcess:
-    """The embedded engine's server in a process of its own; ready in a fraction of a second, being forked from one that has torch."""
+    """The embedded engine's server in a separate process, forked from one with torch loaded."""
 
     def __init__(self, model_path: str, server: Server | None = None) -> None:
         self.server = server or Server(f"127.0.0.1:{free_port()}")
@@ -156,14 +157,14 @@ class ServerProcess:
         return self
 
     def kill(self) -> None:
-        """SIGKILL; fine when it has ended."""
+        """Send SIGKILL; fine if the process has ended."""
         self._process.kill()
         self._process.join()
 
 
 @pytest.fixture
 def start_server(tiny_model) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts server processes of the tiny model, at a free port or anew where one was; all are killed at the end."""
+    """Start server processes of the tiny model, at a free or a given port; all are killed at the end."""
     started: list[ServerProcess] = []
 
     def start(server: Server | None = None) -> ServerProcess:

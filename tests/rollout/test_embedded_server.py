@@ -1,4 +1,4 @@
-"""The embedded engine behind SGLang's routes: what it answers, and what pauses, aborts and new weights do to requests in flight."""
+"""The embedded engine behind SGLang's routes: replies, and pauses, aborts and updates in flight."""
 
 import asyncio
 import http.client
@@ -19,7 +19,7 @@ PROMPT = [10, 11, 12]
 
 
 class Gate:
-    """Stops the model before a chosen token until the test lets it go on."""
+    """Stop the model before a chosen token until the test releases it."""
 
     def __init__(self, forward) -> None:
         self.forward = forward
@@ -74,7 +74,7 @@ def ask(embedded, http_thread):
 
 @pytest.fixture
 def in_flight(ask):
-    """Starts a request on a thread; gives its future."""
+    """Start a request on a thread; return its future."""
     with ThreadPoolExecutor() as threads:
 
         def start(num_tokens=12, **more):
@@ -89,7 +89,7 @@ def in_flight(ask):
 
 
 def pause_at(gate, embedded, ask, body) -> None:
-    """Pauses while the gate holds a token, and lets that token be sampled."""
+    """Pause while the gate holds a token, and let that token be sampled."""
     assert gate.reached.wait(20)
     with ThreadPoolExecutor() as threads:
         pausing = threads.submit(ask, "/pause_generation", body)
@@ -128,7 +128,7 @@ def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(ask, t
     assert set(versions_of(meta)) == {"default"}
 
 
-def test_it_says_what_it_serves(ask, tiny_model):
+def test_it_reports_what_it_serves(ask, tiny_model):
     assert ask("/health") == {}
     information = ask("/model_info")
     assert (information["model_path"], information["weight_version"]) == (str(tiny_model), "default")
@@ -153,13 +153,11 @@ def test_it_says_what_it_serves(ask, tiny_model):
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
     ],
 )
-def test_what_it_cannot_honour_is_refused_with_the_reason(ask, body, complaint):
+def test_unsupported_options_are_refused_with_the_reason(ask, body, complaint):
     assert complaint in ask("/generate", body, status=400)["message"]
 
 
-def test_an_aborting_pause_answers_with_the_tokens_so_far_and_holds_new_requests(
-    ask, gate, in_flight, embedded
-):
+def test_an_aborting_pause_returns_the_tokens_so_far_and_holds_new_requests(ask, gate, in_flight, embedded):
     gate.stop_at = 4
     first = in_flight()
     pause_at(gate, embedded, ask, {})

@@ -33,7 +33,7 @@ class Rewarded:
 
 
 class Numbered:
-    """A loader of two prompts a batch, with a memory."""
+    """A loader of two prompts per batch, with a state."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -54,7 +54,7 @@ class Numbered:
 
 @pytest.fixture
 def start():
-    """Starts executors; all are closed at the end."""
+    """Start executors; all are closed at the end."""
     started = []
 
     def make(batch_size=4, max_concurrent=100, ahead=0, engine=None, **options) -> Executor:
@@ -71,7 +71,7 @@ def rows(*numbers):
     return [(number, {"number": number}) for number in numbers]
 
 
-def test_results_come_oldest_first_and_a_rejected_one_is_none(start):
+def test_results_come_in_order_and_a_rejected_one_is_none(start):
     executor = start()
     workflow = Rewarded(lambda prompt_id, _: None if prompt_id == 1 else float(prompt_id))
     ids = [executor.submit({"number": i}, workflow, n_samples=2) for i in range(3)]
@@ -83,7 +83,7 @@ def test_results_come_oldest_first_and_a_rejected_one_is_none(start):
     assert executor.wait_for_task(2, timeout_s=10)["prompt_id"].tolist() == [2, 2]
 
 
-def test_a_synchronous_batch_is_in_canonical_order_and_without_what_was_rejected(start):
+def test_a_synchronous_batch_is_in_canonical_order_and_without_rejected_prompts(start):
     workflow = Rewarded(lambda prompt_id, sample_id: None if (prompt_id, sample_id) == (5, 0) else 1.0)
     batch = start().rollout_batch(rows(9, 5, 7), workflow, n_samples=2)
     pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
@@ -105,19 +105,19 @@ def test_a_thread_that_waits_is_woken_by_a_new_version(start):
     assert results[0]["prompt_id"].tolist() == [1]
 
 
-def test_paused_it_starts_nothing_and_resumed_it_goes_on(start):
+def test_paused_it_starts_nothing_and_resumed_it_continues(start):
     engine = ScriptedEngine()
     executor = start(engine=engine)
     executor.pause()
     executor.submit({"number": 0}, Rewarded())
-    with pytest.raises(TimeoutError, match="0 run, 1 wait to start"):
+    with pytest.raises(TimeoutError, match="0 running, 1 queued"):
         executor.wait(1, timeout_s=0.05)
     assert engine.requests == []
     executor.resume()
     assert len(executor.wait(1, timeout_s=10)) == 1
 
 
-def test_an_episode_that_waits_for_its_own_executor_is_told_so(start):
+def test_an_episode_that_waits_for_its_own_executor_raises(start):
     executor = start()
 
     class Recursive:
@@ -179,7 +179,7 @@ def test_a_continued_run_neither_loses_nor_doubles_a_prompt(start):
     assert sorted({*consumed, *in_flight, *reject}) == list(range(second.feed.loader.position))
 
 
-def test_validation_runs_beside_training_and_is_not_held_up_by_it(start):
+def test_validation_runs_concurrently_with_training_and_is_not_delayed_by_it(start):
     class TrainingWaits(ScriptedEngine):
         async def agenerate(self, req):
             if req.input_ids[0] < 100:
@@ -190,12 +190,14 @@ def test_validation_runs_beside_training_and_is_not_held_up_by_it(start):
     for number in range(4):
         executor.submit({"number": number}, Rewarded())
     stats = Stats()
-    beside = start(batch_size=1, max_concurrent=2, ahead=10**12, engine=executor.engine, loop=executor.loop)
+    concurrent = start(
+        batch_size=1, max_concurrent=2, ahead=10**12, engine=executor.engine, loop=executor.loop
+    )
     workflow = Rewarded(lambda prompt_id, sample_id: float(prompt_id))
     rows = [(i, {"number": 100 + i}) for i in range(5)]
     for rank in range(2):
         frequency = Frequency(None, 2, None, 10)
-        evaluation = Evaluation(beside, rows[rank::2], frequency, stats, workflow, n_samples=3)
+        evaluation = Evaluation(concurrent, rows[rank::2], frequency, stats, workflow, n_samples=3)
         evaluation.after_step(0)
         evaluation.after_step(1)
     exported = stats.export()
@@ -225,17 +227,18 @@ def seconds_of(request: ModelRequest) -> float:
 def wall_time(executor: Executor, num_steps: int, train_s: float) -> float:
     """Seconds of a run whose training only sleeps."""
     rollouts = LiveRollouts(executor, Numbered(), Rewarded())
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     for step in range(num_steps):
         rollouts.next_batch(step, step)
         time.sleep(train_s)
         rollouts.update_weights(None, step + 1)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
-def test_sampling_ahead_beats_waiting_for_the_longest(start):
+def test_asynchronous_rollouts_beat_waiting_for_the_longest(start):
     synchronous = wall_time(start(batch_size=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)
     ahead = wall_time(start(batch_size=2, ahead=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)
-    # Synchronous: three long waits and six trainings, 0.54 s at least. Ahead, the waits but the first are hidden: 0.34 s.
+    # Synchronous: three long waits and six trainings, at least 0.54 s. Asynchronous: 0.34 s, as
+    # all waits except the first are hidden.
     assert synchronous > 0.5
     assert ahead < 0.8 * synchronous

@@ -1,4 +1,4 @@
-"""Sampling with a KV cache: against plain forwards, and against the laws of each sampling option."""
+"""Sampling with a KV cache: against plain forwards, and the distribution of each option."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_core.engine.replica import Replica
-from areal_core.rollout.embedded import EmbeddedEngine, ReplicaPush
+from areal_core.rollout.embedded import EmbeddedEngine, ReplicaUpdate
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.generate import draw, generate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
@@ -115,7 +115,7 @@ def test_stop_token_ends_the_row_and_is_kept(replica):
     assert ignored.output_tokens == free.output_tokens
 
 
-def test_min_new_tokens_bars_the_end_and_the_logprobs_say_so(replica):
+def test_min_new_tokens_masks_the_stop_tokens_also_in_the_logprobs(replica):
     greedy = Sampling(max_new_tokens=3, greedy=True)
     (free,) = sample(replica, [request(0, greedy)])
     stop = free.output_tokens[0]
@@ -184,7 +184,7 @@ def test_a_failing_forward_reaches_every_request(replica):
     assert [str(e) for e in asyncio.run(work())] == ["no memory"] * 3
 
 
-def test_pushed_weights_are_sampled_from(replica, tiny_model):
+def test_updated_weights_are_sampled_from(replica, tiny_model):
     other = Replica(str(tiny_model), torch.float32, torch.device("cpu"))
     wanted = sample(other, [request(0, Sampling(max_new_tokens=8))])
     with torch.no_grad():
@@ -192,16 +192,16 @@ def test_pushed_weights_are_sampled_from(replica, tiny_model):
             parameter.mul_(3.0)
     assert sample(other, [request(0, Sampling(max_new_tokens=8))]) != wanted
     engine = EmbeddedEngine(other, 10)
-    ReplicaPush(other, engine).push(replica.model.named_parameters(), version=1)
+    ReplicaUpdate(other, engine).send(replica.model.named_parameters(), version=1)
     assert engine.version == 1
     assert sample(other, [request(0, Sampling(max_new_tokens=8))]) == wanted
 
 
-def test_a_push_waits_for_the_batch_that_is_generated_and_the_event_loop_does_not():
-    begun, may_end = threading.Event(), threading.Event()
+def test_a_weight_update_waits_for_the_running_batch_and_the_event_loop_does_not():
+    started, may_end = threading.Event(), threading.Event()
 
     def forward(input_ids, attention_mask, position_ids, cache):
-        begun.set()
+        started.set()
         may_end.wait(10)
         return torch.zeros(len(input_ids), 4)
 
@@ -213,13 +213,13 @@ def test_a_push_waits_for_the_batch_that_is_generated_and_the_event_loop_does_no
 
     async def work() -> list[int]:
         first = asyncio.create_task(engine.agenerate(request(0, Sampling(max_new_tokens=1))))
-        await asyncio.to_thread(begun.wait, 10)
-        push = asyncio.create_task(asyncio.to_thread(ReplicaPush(Model(), engine).push, iter([]), 1))
+        await asyncio.to_thread(started.wait, 10)
+        update = asyncio.create_task(asyncio.to_thread(ReplicaUpdate(Model(), engine).send, iter([]), 1))
         await asyncio.sleep(0.05)  # the loop turns while a batch is generated
         assert not first.done()
-        assert not push.done()
+        assert not update.done()
         may_end.set()
-        await push
+        await update
         second = await engine.agenerate(request(1, Sampling(max_new_tokens=1)))
         return [(await first).output_versions, second.output_versions]
 

@@ -18,7 +18,7 @@ TOKENIZER = make_tiny_tokenizer()
 
 
 class Loader:
-    """Two prompts a batch, numbered downwards within it, so that canonical order is not arrival order."""
+    """Two prompts per batch, in descending order, so that canonical order is not arrival order."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -89,7 +89,7 @@ def test_requests_carry_the_name_of_their_episode_and_turn(live):
     assert names == [(p, s, t) for p in (0, 1) for s in (0, 1) for t in (0, 1)]
 
 
-def test_rows_of_one_episode_get_sample_ids_of_their_own(live):
+def test_rows_of_one_episode_get_separate_sample_ids(live):
     async def rows_by_prompt(engine, data):
         rows = await one_call(engine, data)
         copies = 1 + int(data["messages"][0]["content"])
@@ -155,21 +155,21 @@ def test_no_more_episodes_run_than_allowed(live):
     assert most == 4  # one prompt with all its samples
 
 
-def test_new_weights_are_pushed_before_the_version_moves(live):
+def test_new_weights_are_sent_before_the_version_moves(live):
     class Weights:
         def named_full_tensors(self):
             yield "w", torch.ones(1)
 
-    class Push:
-        def push(self, weights, version):
+    class Update:
+        def send(self, weights, version):
             self.seen = ([(name, t.item()) for name, t in weights], version, engine.version)
 
         def close(self):
             pass
 
-    engine, push = ScriptedEngine(), Push()
-    live(engine=engine, push=push).update_weights(Weights(), 4)
-    assert push.seen == ([("w", 1.0)], 4, 0)
+    engine, update = ScriptedEngine(), Update()
+    live(engine=engine, weight_update=update).update_weights(Weights(), 4)
+    assert update.seen == ([("w", 1.0)], 4, 0)
     assert engine.version == 4
 
 

@@ -1,4 +1,4 @@
-"""Adapters pushed to servers: the calls and their order, requests that name a version, and a real server that samples with them."""
+"""Adapter updates of servers: order of calls, requests that name a version, a real server."""
 
 import asyncio
 import copy
@@ -15,22 +15,22 @@ from areal_core.config import SGLangConfig
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
 from areal_core.launch.embedded_server import EmbeddedServer
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.adapter_push import AdapterPush
-from areal_core.rollout.errors import PushFailed, RequestRefused
-from areal_core.rollout.server_identity import ask_identity, run_model, weight_version, why_not
+from areal_core.rollout.adapter_push import AdapterUpdate
+from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
+from areal_core.rollout.server_identity import ask_identity, rejection_reason, run_model, weight_version
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server, call
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import DiskPush
+from areal_core.rollout.weight_push import DiskUpdate
 
 RANK, TEMPERATURE = 4, 0.8
 
 
 @pytest.fixture
 def adapted(tiny_model):
-    """The tiny model with an adapter that changes what it says."""
+    """The tiny model with an adapter that changes its completions."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     add_adapters(model, Adapter(RANK, 8, str(tiny_model)), [], dtype=torch.float32, seed=0)
     change(model, 1)
@@ -46,14 +46,14 @@ def change(model, seed: int) -> None:
 
 
 @pytest.fixture
-def push_of(tiny_model, tmp_path):
-    """Makes a push to some servers."""
+def update_of(tiny_model, tmp_path):
+    """Create an adapter update for some servers."""
     pools = []
 
-    def make(*servers: Server, every: int = 0) -> AdapterPush:
+    def make(*servers: Server, every: int = 0) -> AdapterUpdate:
         pools.append(ServerPool(servers, timeout_s=60.0))
         adapter = Adapter(RANK, 8, str(tiny_model))
-        return AdapterPush(pools[-1], tmp_path / "push", adapter, "tiny", check=WeightCheck(every))
+        return AdapterUpdate(pools[-1], tmp_path / "update", adapter, "tiny", check=WeightCheck(every))
 
     yield make
     for pool in pools:
@@ -62,7 +62,7 @@ def push_of(tiny_model, tmp_path):
 
 @pytest.fixture
 def embedded(tiny_model, http_thread):
-    """Starts embedded servers of the tiny model in this process."""
+    """Start embedded servers of the tiny model in this process."""
     started = []
 
     def start() -> Server:
@@ -75,7 +75,7 @@ def embedded(tiny_model, http_thread):
 
 
 def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[ModelResponse]:
-    """What a client gets that knows of the push of a version."""
+    """The responses to a client that knows this version."""
     sampling = Sampling(max_new_tokens=16, temperature=TEMPERATURE, ignore_eos=True)
     client = SGLangClient(servers, lora_name="tiny")
     if version:
@@ -109,21 +109,21 @@ def worst_difference(model, responses: list[ModelResponse]) -> float:
 
 
 def with_adapters(fake) -> None:
-    """Answers as a server that has what was loaded last, and an adapter of an earlier run."""
+    """Reply as a server with the adapter that was loaded last, and one of an earlier run."""
     fake.refuse["/load_lora_adapter"] = (
         200,
         {"success": True, "loaded_adapters": {"tiny-v3": "f", "tiny-v9": "old", "other": "f"}},
     )
 
 
-def test_a_push_writes_a_folder_loads_it_cuts_what_is_in_flight_and_takes_back_what_is_older(
-    start_fake, push_of, adapted, tiny_model, tmp_path
+def test_an_update_writes_a_folder_loads_it_aborts_requests_in_flight_and_unloads_older_adapters(
+    start_fake, update_of, adapted, tiny_model, tmp_path
 ):
     fake = start_fake()
     with_adapters(fake)
-    push = push_of(fake.server)
+    update = update_of(fake.server)
     written = {}
-    post = push.pool.post
+    post = update.pool.post
 
     def look_then_post(path, payload):
         if path == "/load_lora_adapter":
@@ -131,124 +131,124 @@ def test_a_push_writes_a_folder_loads_it_cuts_what_is_in_flight_and_takes_back_w
             assert (Path(payload["lora_path"]) / "adapter_config.json").exists()
         return post(path, payload)
 
-    push.pool.post = look_then_post
-    push.push(AdapterTensors(adapted, torch.device("cpu")), 3)
+    update.pool.post = look_then_post
+    update.send(AdapterTensors(adapted, torch.device("cpu")), 3)
     assert fake.calls == [
-        ("/load_lora_adapter", {"lora_name": "tiny-v3", "lora_path": str(tmp_path / "push" / "v3")}),
+        ("/load_lora_adapter", {"lora_name": "tiny-v3", "lora_path": str(tmp_path / "update" / "v3")}),
         ("/update_weight_version", {"new_version": "3", "abort_all_requests": False}),
         ("/pause_generation", {"mode": "abort"}),
-        ("/unload_lora_adapter", {"lora_name": "tiny-v9"}),  # and not "other", which is somebody else's
+        ("/unload_lora_adapter", {"lora_name": "tiny-v9"}),  # and not "other", of another run
         ("/continue_generation", {}),
     ]
     assert len(written) == 2 * len([n for n in trained_parameters(adapted) if "lora_A" in n])
     held = dict(adapted.named_parameters())["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
     assert torch.equal(written["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"], held)
-    assert list((tmp_path / "push").iterdir()) == []
+    assert list((tmp_path / "update").iterdir()) == []
 
 
-def test_the_adapter_before_is_kept_and_the_one_before_that_is_unloaded(start_fake, push_of, adapted):
+def test_the_previous_adapter_is_kept_and_the_one_before_it_is_unloaded(start_fake, update_of, adapted):
     fake = start_fake()
-    push = push_of(fake.server)
+    update = update_of(fake.server)
     for version in (1, 2, 3):
         names = [f"tiny-v{v}" for v in range(1, version + 1)]
         fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": dict.fromkeys(names)})
-        push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+        update.send(AdapterTensors(adapted, torch.device("cpu")), version)
     unloaded = [body["lora_name"] for route, body in fake.calls if route == "/unload_lora_adapter"]
     assert unloaded == ["tiny-v1"]
 
 
-def test_a_server_that_refuses_the_adapter_is_told_and_never_stops(start_fake, push_of, adapted):
+def test_a_server_that_refuses_the_adapter_is_reported_and_never_stops(start_fake, update_of, adapted):
     fake = start_fake()
     fake.refuse["/load_lora_adapter"] = (
         400,
         {"success": False, "error_message": "rank 4 is above max_lora_rank 2"},
     )
     tensors = iter(AdapterTensors(adapted, torch.device("cpu")))
-    with pytest.raises(PushFailed, match="rank 4 is above max_lora_rank 2"):
-        push_of(fake.server).push(tensors, 1)
+    with pytest.raises(WeightUpdateFailed, match="rank 4 is above max_lora_rank 2"):
+        update_of(fake.server).send(tensors, 1)
     assert "/update_weight_version" not in fake.routes()
     assert "/pause_generation" not in fake.routes()
     assert list(tensors) == []  # other ranks wait in them
 
 
-def test_a_server_that_forgot_the_adapter_it_was_given_is_named(start_fake, push_of, adapted):
+def test_a_server_that_lost_the_loaded_adapter_is_named(start_fake, update_of, adapted):
     fake = start_fake()
     fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": {}})
     with pytest.raises(
-        PushFailed,
-        match=rf"{fake.server.address} says that it has the adapters \[\] after tiny-v1 was loaded",
+        WeightUpdateFailed,
+        match=rf"{fake.server.address} reports the adapters \[\] after tiny-v1 was loaded",
     ):
-        push_of(fake.server).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+        update_of(fake.server).send(AdapterTensors(adapted, torch.device("cpu")), 1)
 
 
-def test_a_server_without_adapters_cannot_join_a_run_that_pushes_them(start_fake, tmp_path):
+def test_a_server_without_adapters_cannot_join_a_run_that_sends_them(start_fake, tmp_path):
     fake = start_fake()
-    assert "was started without --enable-lora" in why_not(
+    assert "was started without --enable-lora" in rejection_reason(
         fake.server, run_model("/models/tiny", needs_adapters=True)
     )
-    assert why_not(fake.server, run_model("/models/tiny")) == ""
+    assert rejection_reason(fake.server, run_model("/models/tiny")) == ""
     fake.server_info["enable_lora"] = True
-    assert why_not(fake.server, run_model("/models/tiny", needs_adapters=True)) == ""
+    assert rejection_reason(fake.server, run_model("/models/tiny", needs_adapters=True)) == ""
 
 
-def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_push(start_fake):
+def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_update(start_fake):
     fake = start_fake()
     fake.weight_version = "2"
-    (early,) = generate([fake.server], count=1)  # of a client that has not been told of the push
+    (early,) = generate([fake.server], count=1)  # of a client that does not know the update
     (response,) = generate([fake.server], version=2, count=1)
-    asked = [body.get("lora_path") for route, body in fake.calls if route == "/generate"]
-    assert asked == [None, "tiny-v2"]
-    assert set(early.output_versions) == {0}  # the model alone, whatever the server holds besides
+    requested = [body.get("lora_path") for route, body in fake.calls if route == "/generate"]
+    assert requested == [None, "tiny-v2"]
+    assert set(early.output_versions) == {0}  # the model alone, whatever else the server holds
     assert set(response.output_versions) == {2}
 
 
-def assert_served_once_pushed(push, server, adapted, base, version):
-    """Pushes another adapter; the server then samples with it, and not with the model beneath."""
+def assert_served_once_updated(update, server, adapted, base, version):
+    """Send another adapter; the server then samples with it, and not with the base model."""
     change(adapted, version)
-    push.push(AdapterTensors(adapted, torch.device("cpu")), version)
+    update.send(AdapterTensors(adapted, torch.device("cpu")), version)
     responses = generate([server], version)
     assert worst_difference(adapted, responses) < 1e-5
     assert worst_difference(base, responses) > 0.1
     assert {v for r in responses for v in r.output_versions} == {version}
 
 
-def test_an_embedded_server_samples_with_each_pushed_adapter_and_keeps_the_model_beneath(
-    embedded, push_of, adapted, tiny_model
+def test_an_embedded_server_samples_with_each_adapter_and_keeps_the_base_model(
+    embedded, update_of, adapted, tiny_model
 ):
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     server = embedded()
     assert ask_identity(server).serves_adapters
-    push = push_of(server, every=1)  # each push is followed by a comparison of the model beneath
+    update = update_of(server, every=1)  # each update is followed by a comparison of the base model
     assert worst_difference(base, generate([server])) < 1e-5
     for version in (1, 2):
-        assert_served_once_pushed(push, server, adapted, base, version)
+        assert_served_once_updated(update, server, adapted, base, version)
     with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server holds tiny-v2"):
         call(server, "POST", "/generate", {"input_ids": [10], "lora_path": "tiny-v1"})
 
 
-def test_a_model_beneath_that_is_another_one_is_found(embedded, push_of, adapted, tiny_model, tmp_path):
+def test_a_different_base_model_is_found(embedded, update_of, adapted, tiny_model, tmp_path):
     server = embedded()
     other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     other.model.layers[1].mlp.down_proj.weight.data += 0.01
     pool = ServerPool([server])
-    DiskPush(pool, tmp_path / "disk", tiny_model).push(other.named_parameters(), 0)
+    DiskUpdate(pool, tmp_path / "disk", tiny_model).send(other.named_parameters(), 0)
     pool.close()
     complaint = r"WeightsDiffer: .* 1 tensor, model\.layers\.1\.mlp\.down_proj\.weight"
-    with pytest.raises(PushFailed, match=complaint):
-        push_of(server, every=1).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    with pytest.raises(WeightUpdateFailed, match=complaint):
+        update_of(server, every=1).send(AdapterTensors(adapted, torch.device("cpu")), 1)
 
 
-def test_a_request_that_is_behind_its_server_takes_the_newer_adapter(embedded, push_of, adapted):
-    """Between a push and `set_version` the client asks for the adapter before, which this server has not any more."""
+def test_a_request_that_is_behind_its_server_takes_the_newer_adapter(embedded, update_of, adapted):
+    """Between an update and `set_version` the client requests the old adapter, now unloaded."""
     server = embedded()
-    push_of(server).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    update_of(server).send(AdapterTensors(adapted, torch.device("cpu")), 1)
     (response,) = generate([server], count=1)
     assert set(response.output_versions) == {1}
     assert worst_difference(adapted, [response]) < 1e-5
 
 
 class Gate:
-    """Stops the model before its 20th token until the test lets it go on."""
+    """Stop the model before its 20th token until the test releases it."""
 
     def __init__(self, forward) -> None:
         self.forward, self.calls = forward, 0
@@ -265,13 +265,13 @@ class Gate:
         self.forward.load(named_tensors)
 
 
-def test_a_completion_that_a_push_cuts_goes_on_with_the_new_adapter(
-    http_thread, push_of, adapted, tiny_model
+def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
+    http_thread, update_of, adapted, tiny_model
 ):
     engine = EmbeddedServer(str(tiny_model))
     server, sampler = http_thread(engine.application()).server, engine.sampler
-    push = push_of(server)
-    push.push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    update = update_of(server)
+    update.send(AdapterTensors(adapted, torch.device("cpu")), 1)
     first = copy.deepcopy(adapted)
     change(adapted, 2)
     sampler._model = gate = Gate(sampler._model)
@@ -287,27 +287,27 @@ def test_a_completion_that_a_push_cuts_goes_on_with_the_new_adapter(
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
         assert await asyncio.to_thread(gate.reached.wait, 20)
         tensors = AdapterTensors(adapted, torch.device("cpu"))
-        pushing = asyncio.create_task(asyncio.to_thread(push.push, tensors, 2))
+        updating = asyncio.create_task(asyncio.to_thread(update.send, tensors, 2))
         assert await asyncio.to_thread(is_cut)
         gate.go_on.set()
-        await pushing
+        await updating
         response = await task
         await client.aclose()
         return response
 
-    response = asyncio.run(work())  # whose client has not been told of version 2
+    response = asyncio.run(work())  # whose client does not know version 2
     client.close()
     sampler.close()
     assert response.output_versions == [1] * 20 + [2] * 20
-    said = torch.tensor(response.output_logprobs)
+    logprobs = torch.tensor(response.output_logprobs)
     for model, part in ((first, slice(0, 20)), (adapted, slice(20, 40))):
-        torch.testing.assert_close(said[part], logprobs_of(model, response)[part], atol=1e-5, rtol=0)
-    assert (said - logprobs_of(first, response))[20:].abs().max() > 0.05
+        torch.testing.assert_close(logprobs[part], logprobs_of(model, response)[part], atol=1e-5, rtol=0)
+    assert (logprobs - logprobs_of(first, response))[20:].abs().max() > 0.05
 
 
-def test_a_server_that_comes_back_without_the_adapter_gets_no_more_requests(embedded, push_of, adapted):
+def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedded, update_of, adapted):
     good, bad = embedded(), embedded()
-    push_of(good, bad).push(AdapterTensors(adapted, torch.device("cpu")), 1)
+    update_of(good, bad).send(AdapterTensors(adapted, torch.device("cpu")), 1)
     client = SGLangClient([good, bad], lora_name="tiny")
     client.set_version(1)
     assert client.router.servers == [good, bad]
@@ -328,20 +328,20 @@ def test_a_server_that_comes_back_without_the_adapter_gets_no_more_requests(embe
     client.close()
 
 
-def test_a_server_that_joins_later_gets_the_adapter_with_the_next_push(embedded, push_of, adapted):
+def test_a_server_that_joins_later_gets_the_adapter_with_the_next_update(embedded, update_of, adapted):
     first, second = embedded(), embedded()
-    push = push_of(first)
-    push.push(AdapterTensors(adapted, torch.device("cpu")), 1)
-    push.pool._discovery = type(push.pool._discovery)((first, second))
-    push.push(AdapterTensors(adapted, torch.device("cpu")), 2)
+    update = update_of(first)
+    update.send(AdapterTensors(adapted, torch.device("cpu")), 1)
+    update.pool._discovery = type(update.pool._discovery)((first, second))
+    update.send(AdapterTensors(adapted, torch.device("cpu")), 2)
     assert [weight_version(server) for server in (first, second)] == ["2", "2"]
     assert worst_difference(adapted, generate([second], version=2)) < 1e-5
 
 
 @pytest.mark.long
 @pytest.mark.sglang
-def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, adapted, push_of, tmp_path):
-    """SGLang 0.5.23 on the CPU: logprobs within 1e-5 of the adapted model's, for each of three versions."""
+def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapted, update_of, tmp_path):
+    """SGLang 0.5.23 on the CPU: logprobs within 1e-5 of the adapted model's, for three versions."""
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     options = SGLangConfig(
         dtype="float32",
@@ -357,11 +357,11 @@ def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, ada
     ) as started:
         server = started.server
         assert ask_identity(server).serves_adapters
-        push = push_of(server, every=1)
+        update = update_of(server, every=1)
         assert worst_difference(base, generate([server])) < 1e-5
         for version in (1, 2, 3):
-            assert_served_once_pushed(push, server, adapted, base, version)
-        (cut,) = asyncio.run(cut_by_a_push(server, push, adapted))
+            assert_served_once_updated(update, server, adapted, base, version)
+        (cut,) = asyncio.run(aborted_by_an_update(server, update, adapted))
         assert set(cut.output_versions) == {3, 4}
         assert cut.output_versions == sorted(cut.output_versions)
         ends = torch.tensor(cut.output_logprobs) - logprobs_of(adapted, cut)
@@ -373,15 +373,15 @@ def test_a_real_server_samples_with_the_adapters_that_are_pushed(tiny_model, ada
             ask(body | {"lora_path": "tiny-v2"})
 
 
-async def cut_by_a_push(server: Server, push: AdapterPush, adapted) -> list[ModelResponse]:
-    """A long completion of version 3 that a push of version 4 cuts."""
+async def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> list[ModelResponse]:
+    """A long completion of version 3 that an update to version 4 aborts."""
     client = SGLangClient([server], lora_name="tiny")
     await asyncio.to_thread(client.set_version, 3)
     sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
     task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
     await asyncio.sleep(0.4)
     change(adapted, 4)
-    await asyncio.to_thread(push.push, AdapterTensors(adapted, torch.device("cpu")), 4)
+    await asyncio.to_thread(update.send, AdapterTensors(adapted, torch.device("cpu")), 4)
     response = await task
     await client.aclose()
     return [response]

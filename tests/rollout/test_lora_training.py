@@ -1,4 +1,4 @@
-"""A training run whose server is sent adapters: what the server samples with is what the trainer has trained."""
+"""A training run with adapter updates: the server samples with the adapter that was trained."""
 
 import os
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     engine.sampler.close()
     assert [step["versions"] for step in seen] == [{0}, {1}, {2}]
     assert max(step["difference"] for step in seen) < 1e-5
-    # And it would be seen if it were not so: after three steps the server's weights are others than it began with.
+    # A stale adapter would be visible: after three steps the weights differ from the first.
     assert weight_version(server) == "3"
     moved = {name: (merged[name] - tensor).abs().max() for name, tensor in engine._weights._beneath.items()}
     assert min(moved.values()) > 1e-4

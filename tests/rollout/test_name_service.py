@@ -9,9 +9,8 @@ from areal_core.rollout.errors import BadName, NameTaken, NoSuchName
 from areal_core.rollout.name_service import (
     FolderNames,
     MemoryNames,
-    announce_server,
-    announced_servers,
-    wait_for_servers,
+    discovered_servers,
+    register_server,
 )
 from areal_core.rollout.servers import Server
 
@@ -34,7 +33,7 @@ def test_an_entry_is_read_replaced_and_deleted(names):
             gone("u/e/t/a")
 
 
-def test_entries_below_a_name_come_with_their_whole_names(names):
+def test_entries_below_a_name_have_their_full_names(names):
     for name in ("u/e/t/s/2", "u/e/t/s/1", "u/e/t2/s/3", "u/e/t/other"):
         names.add(name, name[-1])
     assert names.below("u/e/t/s") == {"u/e/t/s/1": "1", "u/e/t/s/2": "2"}
@@ -80,13 +79,8 @@ def test_writers_at_once_leave_one_winner_and_no_torn_text(tmp_path):
     assert names.below("c") == {}
 
 
-def test_servers_announce_themselves_to_a_run_and_are_waited_for(names):
-    entry = announce_server(names, "exp", "try", "h:1")
+def test_registered_servers_are_discovered_by_their_run_only(names):
+    entry = register_server(names, "exp", "try", "h:1")
     assert entry.startswith(f"{getpass.getuser()}/exp/try/gen_servers/")
-    announce_server(names, "exp", "other", "h:2")
-    assert announced_servers(names, "exp", "try") == {entry: Server("h:1")}
-    assert wait_for_servers(names, "exp", "try", 1, timeout_s=1) == {entry: Server("h:1")}
-    with pytest.raises(
-        NoSuchName, match=r"1 of 2 inference servers have announced themselves below .*exp/try"
-    ):
-        wait_for_servers(names, "exp", "try", 2, timeout_s=0)
+    register_server(names, "exp", "other", "h:2")
+    assert discovered_servers(names, "exp", "try") == {entry: Server("h:1")}

@@ -1,4 +1,4 @@
-"""The pipeline on its event loop: what starts when, what is consumed when, and who is told when it goes wrong."""
+"""The pipeline on its event loop: start and consumption of prompts, and errors."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from areal_core.rollout.watch import Patience
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import ScriptedEngine
 
-QUICK = Patience(look_every_s=0.01, paused_s=0.02, own_code_s=0.03, generation_s=0.03)
+QUICK = Patience(check_every_s=0.01, paused_s=0.02, own_code_s=0.03, generation_s=0.03)
 
 
 class Numbers:
@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Gated:
-    """A workflow whose episodes each wait until the test opens them: `gates[prompt, sample].set_result(outcome)`."""
+    """A workflow whose episodes wait for the test: `gates[prompt, sample].set_result(outcome)`."""
 
     def __init__(self) -> None:
         self.gates: dict[tuple[int, int], asyncio.Future] = {}
@@ -54,7 +54,7 @@ class Gated:
 
 
 class Scripted:
-    """A workflow that returns `outcome(prompt_id, sample_id)`: a reward, None, or an exception to raise."""
+    """A workflow that returns `outcome(prompt_id, sample_id)`: a reward, None or an exception."""
 
     def __init__(self, outcome) -> None:
         self.outcome = outcome
@@ -68,12 +68,12 @@ class Scripted:
 
 
 def run(scenario) -> None:
-    """A scenario that hangs fails instead."""
+    """Run a scenario with a time-out, so that a hang is a failure."""
     asyncio.run(asyncio.wait_for(scenario, 5))
 
 
 async def settle() -> None:
-    """Lets every task run as far as it can."""
+    """Let every task run as far as it can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -85,7 +85,7 @@ def pipeline(batch_size=2, max_concurrent=100, ahead=0, **options) -> Pipeline:
 
 
 async def advance(pipe: Pipeline, version: int) -> None:
-    """What a trainer does after a step."""
+    """Do what a trainer does after a step."""
     pipe.engine.set_version(version)
     await pipe.set_version(version)
     await settle()
@@ -107,7 +107,7 @@ def test_synchronously_no_more_than_a_batch_starts_and_the_next_version_starts_t
         assert ids(await first) == [0, 1]
         await settle()
         assert workflow.gates == {}  # consumed, but still of this version
-        await advance(pipe, 1)  # nobody waits for a batch now: the version alone wakes the producer
+        await advance(pipe, 1)  # no waiter for a batch now: the version alone wakes the producer
         assert sorted(workflow.gates) == [(2, 0), (3, 0)]
         await pipe.close()
 
@@ -132,7 +132,7 @@ def test_asynchronously_the_pipe_stays_full_while_the_trainer_trains():
     run(scenario())
 
 
-def test_a_group_is_whole_and_starts_and_ends_together():
+def test_a_group_is_complete_and_starts_and_ends_together():
     async def scenario():
         seen = []
         pipe, workflow = pipeline(batch_size=1), Gated()
@@ -154,7 +154,7 @@ def test_a_group_is_whole_and_starts_and_ends_together():
     run(scenario())
 
 
-def test_rejected_prompts_are_replaced_and_counted_apart_from_failed_ones():
+def test_rejected_prompts_are_replaced_and_counted_separately_from_failed_ones():
     async def scenario():
         outcomes = {0: None, 1: ValueError("flaky"), 2: 0.0, 3: 1.0, 4: 1.0}
         workflow = Scripted(lambda prompt_id, _: outcomes[prompt_id])
@@ -169,7 +169,7 @@ def test_rejected_prompts_are_replaced_and_counted_apart_from_failed_ones():
     run(scenario())
 
 
-def test_one_failure_more_than_allowed_raises_the_workflows_own_exception_and_cancels_the_rest():
+def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_cancels_the_rest():
     async def scenario():
         pipe, workflow = pipeline(batch_size=3, max_failures=1), Gated()
         batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 2), None))
@@ -186,7 +186,7 @@ def test_one_failure_more_than_allowed_raises_the_workflows_own_exception_and_ca
     run(scenario())
 
 
-def test_failures_are_forgiven_with_each_batch():
+def test_failures_are_reset_with_each_batch():
     async def scenario():
         workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
         pipe, feed = pipeline(batch_size=2, max_failures=1), Numbers()
@@ -229,20 +229,20 @@ def test_a_reward_that_is_no_finite_number_is_an_error_of_its_prompt(reward):
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "expected"),
     [(0.5, "the workflow returned a float"), ({"rewards": torch.ones(1)}, r"keys \['rewards'\]")],
 )
-def test_a_workflow_that_returns_no_rows_is_told_what_is_expected(returned, said):
+def test_a_workflow_that_returns_no_rows_raises_what_is_expected(returned, expected):
     class Wrong:
         async def arun_episode(self, engine, data):
             return returned
 
-    with pytest.raises(MalformedEpisode, match=said):
+    with pytest.raises(MalformedEpisode, match=expected):
         run(pipeline().prepare(Numbers(), Plan(Wrong()), None))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"versions": torch.zeros(1, 4, dtype=torch.int32)}, r"versions as torch.int32 \[1, 4\].*\[1, 2\]"),
         ({"logprobs": torch.zeros(1, 2, dtype=torch.float64)}, "logprobs as torch.float64"),
@@ -251,14 +251,14 @@ def test_a_workflow_that_returns_no_rows_is_told_what_is_expected(returned, said
         ({"versions": torch.tensor([[-1, -1]], dtype=torch.int32)}, "a version below 0"),
     ],
 )
-def test_the_format_check_names_what_is_wrong_with_a_tensor(change, said):
+def test_the_format_check_names_what_is_wrong_with_a_tensor(change, expected):
     async def rows():
         response = await ScriptedEngine().agenerate(ModelRequest(input_ids=[1], sampling=Sampling()))
         return episode_tensors(response, 1.0)
 
     good = asyncio.run(rows())
     refuse_malformed(good)
-    with pytest.raises(MalformedEpisode, match=said):
+    with pytest.raises(MalformedEpisode, match=expected):
         refuse_malformed(good | change)
 
 
@@ -291,14 +291,14 @@ def test_waiting_for_more_than_was_submitted_is_an_error_with_both_numbers():
         run(scenario())
 
 
-def test_a_time_out_says_what_is_missing():
+def test_a_time_out_states_what_is_missing():
     async def scenario():
         pipe = pipeline(ahead=5)
         for number in range(3):
             await pipe.submit(None, {"number": number}, Plan(Gated()))
         await pipe.wait(2, 0.02)
 
-    with pytest.raises(TimeoutError, match=r"2 results were not there within 0.02 s: 3 run, 0 wait to start"):
+    with pytest.raises(TimeoutError, match=r"2 results were not finished within 0.02 s: 3 running, 0 queued"):
         run(scenario())
 
 
@@ -310,7 +310,7 @@ class Stuck(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "paused", "said"),
+    ("engine", "paused", "expected"),
     [
         (
             None,
@@ -325,7 +325,7 @@ class Stuck(ScriptedEngine):
         (None, True, "the executor, which starts nothing, has been paused for all of 0 s; call its resume()"),
     ],
 )
-def test_a_wait_that_only_takes_long_is_told_by_name(engine, paused, said, caplog):
+def test_a_long_wait_is_reported_by_name(engine, paused, expected, caplog):
     async def scenario():
         pipe = pipeline(batch_size=2, engine=engine)
         await pipe.set_paused(paused)
@@ -335,12 +335,14 @@ def test_a_wait_that_only_takes_long_is_told_by_name(engine, paused, said, caplo
 
     with caplog.at_level(logging.WARNING):
         run(scenario())
-    told = [record.message for record in caplog.records]
-    assert all(message.startswith("waiting for 2 prompts: ") and said in message for message in told), told
-    assert 1 <= len(told) <= 4  # again only when the wait has doubled
+    reported = [record.message for record in caplog.records]
+    assert all(
+        message.startswith("waiting for 2 prompts: ") and expected in message for message in reported
+    ), reported
+    assert 1 <= len(reported) <= 4  # again only when the wait has doubled
 
 
-def test_an_engine_that_was_paused_and_never_resumed_is_told(caplog):
+def test_an_engine_that_was_paused_and_never_resumed_is_reported(caplog):
     async def scenario():
         pipe = pipeline(engine=Stuck(is_paused=True))
         with pytest.raises(TimeoutError):
@@ -353,7 +355,7 @@ def test_an_engine_that_was_paused_and_never_resumed_is_told(caplog):
     )
 
 
-def test_a_version_that_moves_without_a_batch_drops_what_is_too_old_and_counts_it(caplog):
+def test_a_version_that_moves_without_a_batch_drops_stale_prompts_and_counts_them(caplog):
     async def scenario():
         pipe, feed, workflow = pipeline(batch_size=1, ahead=1), Numbers(), Gated()
         batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
@@ -373,11 +375,11 @@ def test_a_version_that_moves_without_a_batch_drops_what_is_too_old_and_counts_i
     assert "1 prompts (the first is 1) were dropped: their oldest tokens are of version 0" in caplog.text
 
 
-def test_an_engine_that_is_not_told_of_new_weights_is_an_error_with_the_versions():
+def test_an_engine_without_the_new_weights_is_an_error_with_the_versions():
     async def scenario():
         pipe, feed, plan = pipeline(), Numbers(), Plan(Scripted(lambda *_: 1.0))
         await pipe.prepare(feed, plan, None)
-        await pipe.set_version(1)  # and nothing to the engine
+        await pipe.set_version(1)  # but not that of the engine
         await pipe.prepare(feed, plan, None)
 
     with pytest.raises(
@@ -386,7 +388,7 @@ def test_an_engine_that_is_not_told_of_new_weights_is_an_error_with_the_versions
         run(scenario())
 
 
-def test_cancelling_before_a_task_has_begun_leaves_no_count_behind():
+def test_cancelling_before_a_task_has_started_leaves_no_count_behind():
     async def scenario():
         pipe = pipeline(ahead=3)
         for number in range(3):

@@ -1,4 +1,4 @@
-"""Servers die by SIGKILL at random moments and others join: no sample is lost, none is doubled, and pushes reach who is there."""
+"""Servers are killed at random moments and others join: no sample is lost or doubled."""
 
 import asyncio
 import os
@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.discovery import Discovery
-from areal_core.rollout.name_service import FolderNames, announce_server
+from areal_core.rollout.name_service import FolderNames, register_server
 from areal_core.rollout.server_identity import run_model, weight_version
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush, WeightPush
+from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate, WeightUpdate
 
 NUM_TOKENS = 40
 
@@ -43,14 +43,14 @@ class Weights:
 
 
 class Run:
-    """What a trainer does with servers, without training: an event loop of requests, and pushes from this thread."""
+    """A trainer's use of servers, without training: requests and weight updates."""
 
     def __init__(self, start_server, tiny_model, tmp_path, kind: str, num_servers: int) -> None:
         self.start_server = start_server
         self.names = FolderNames(tmp_path / "names")
         self.processes = [start_server() for _ in range(num_servers)]
         for process in self.processes:
-            self.announce(process)
+            self.register(process)
         servers = [process.server for process in self.processes]
         discovery = Discovery((), self.names, "exp", "trial")
         options = {"discovery": discovery, "pause_mode": "abort"}
@@ -59,10 +59,10 @@ class Run:
         )
         self.pool = ServerPool(servers, 30.0, model=run_model(str(tiny_model)), **options)
         check = WeightCheck(every=1)
-        self.push: WeightPush = (
-            DiskPush(self.pool, tmp_path / "push", tiny_model, check=check)
+        self.weight_update: WeightUpdate = (
+            DiskUpdate(self.pool, tmp_path / "update", tiny_model, check=check)
             if kind == "disk"
-            else BroadcastPush(self.pool, "gloo", bucket_bytes=100_000, timeout_s=20.0, check=check)
+            else BroadcastUpdate(self.pool, "gloo", bucket_bytes=100_000, timeout_s=20.0, check=check)
         )
         self.weights = Weights(tiny_model)
         self.version = 0
@@ -73,21 +73,21 @@ class Run:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def announce(self, process) -> None:
-        announce_server(self.names, "exp", "trial", process.wait_until_ready().server.address)
+    def register(self, process) -> None:
+        register_server(self.names, "exp", "trial", process.wait_until_ready().server.address)
 
     def start_requests(self, concurrency: int) -> Future[int]:
-        """Prompts one after the other on each of `concurrency` lanes, until `stopping`; how many there were."""
+        """Sample in `concurrency` tasks until `stopping`; return the number of prompts."""
         return asyncio.run_coroutine_threadsafe(self._requests(concurrency), self.loop)
 
     async def _requests(self, concurrency: int) -> int:
         prompts = iter(range(10**9))
-        asked = Counter()
+        requested = Counter()
 
-        async def lane() -> None:
+        async def sample_sequentially() -> None:
             while not self.stopping.is_set():
                 prompt = next(prompts)
-                asked[prompt] += 1
+                requested[prompt] += 1
                 request = ModelRequest(
                     input_ids=[10 + prompt % 80, 11, 12],
                     sampling=Sampling(max_new_tokens=NUM_TOKENS, ignore_eos=True),
@@ -96,19 +96,19 @@ class Run:
                 self.responses.append(await self.client.agenerate(request))
                 self.answers[prompt] += 1
 
-        await asyncio.gather(*(lane() for _ in range(concurrency)))
-        return len(asked)
+        await asyncio.gather(*(sample_sequentially() for _ in range(concurrency)))
+        return len(requested)
 
-    def push_weights(self) -> None:
+    def update_weights(self) -> None:
         self.weights.change()
         self.version += 1
-        self.push.push(self.weights, self.version)
+        self.weight_update.send(self.weights, self.version)
         self.client.set_version(self.version)
 
     def close(self) -> None:
         self.stopping.set()
         self.client.close()
-        self.push.close()
+        self.weight_update.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -128,23 +128,23 @@ def start_run(start_server, tiny_model, tmp_path):
 
 
 def kill_and_replace(run: Run, dice: random.Random) -> None:
-    """Kills one of two at a random moment, perhaps in the middle of a push, starts another, and pushes until it has joined."""
+    """Kill one of two at a random moment, start another, and update weights until it has joined."""
     victim = run.processes.pop(dice.randrange(2))
     run.processes.append(run.start_server())
     killing = threading.Timer(dice.uniform(0, 0.15), victim.kill)
     killing.start()
-    run.push_weights()
+    run.update_weights()
     killing.join()
-    run.announce(run.processes[-1])
-    run.push_weights()
+    run.register(run.processes[-1])
+    run.update_weights()
     assert set(run.client.router.servers) == {process.server for process in run.processes}
 
 
 def assert_every_prompt_answered_once(run: Run, requests: Future[int]) -> None:
     run.stopping.set()
-    asked = requests.result(60)
-    assert asked > 20
-    assert run.answers == Counter(range(asked))
+    requested = requests.result(60)
+    assert requested > 20
+    assert run.answers == Counter(range(requested))
     for response in run.responses:
         assert len(response.output_tokens) == len(response.output_logprobs) == NUM_TOKENS
         assert response.output_versions == sorted(response.output_versions)
@@ -165,7 +165,7 @@ def test_kills_lose_no_sample_and_double_none(start_run):
     assert_kills_lose_nothing(start_run("disk"), num_kills=5, seed=1)
 
 
-def test_kills_around_broadcasts_lose_nothing_and_the_group_is_formed_anew(start_run):
+def test_kills_around_broadcasts_lose_nothing_and_the_group_is_formed_again(start_run):
     assert_kills_lose_nothing(start_run("broadcast"), num_kills=5, seed=2)
 
 
@@ -177,7 +177,7 @@ def test_twenty_kills_lose_nothing(start_run, kind, seed):
 
 
 class SGLangProcess:
-    """A real SGLang server on the CPU, as `Run` wants servers."""
+    """A real SGLang server on the CPU, with the interface that `Run` needs."""
 
     def __init__(self, model_path, log) -> None:
         options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=8192)
@@ -216,12 +216,12 @@ def test_a_server_that_joins_serves_the_current_version_and_none_before(start_ru
     run = start_run("disk", num_servers=1)
     requests = run.start_requests(concurrency=4)
     for _ in range(3):
-        run.push_weights()
+        run.update_weights()
     newcomer = run.start_server()
-    run.announce(newcomer)
+    run.register(newcomer)
     run.client.refresh()
     assert newcomer.server not in run.client.router.servers  # it has the weights of version 0
-    run.push_weights()
+    run.update_weights()
     assert newcomer.server in run.client.router.servers
     run.processes.pop().kill()  # from now on only the newcomer answers
     seen = len(run.responses)
@@ -232,13 +232,13 @@ def test_a_server_that_joins_serves_the_current_version_and_none_before(start_ru
 
 
 @pytest.mark.parametrize("kind", ["disk", "broadcast"])
-def test_a_server_that_is_started_anew_at_its_address_gets_the_weights_again(start_run, kind):
+def test_a_server_that_is_restarted_at_its_address_gets_the_weights_again(start_run, kind):
     run = start_run(kind)
     requests = run.start_requests(concurrency=4)
-    run.push_weights()
+    run.update_weights()
     run.processes[0].kill()
     again = run.start_server(run.processes[0].server).wait_until_ready()
-    run.push_weights()
+    run.update_weights()
     assert {process.server for process in run.processes} == set(run.client.router.servers)
     assert weight_version(again.server) == "2"
     assert_run_goes_on(run, requests)
@@ -248,7 +248,7 @@ def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
     run = start_run("disk", num_servers=1)
     requests = run.start_requests(concurrency=2)
     run.processes.pop().kill()
-    run.announce(run.start_server())  # version 0 is what it starts with
+    run.register(run.start_server())  # version 0 is what it starts with
     while not run.responses:
         threading.Event().wait(0.01)
     assert_run_goes_on(run, requests)

@@ -1,4 +1,4 @@
-"""Who belongs to a run's servers: discovery, identity, routing, and clients that ask only servers with the current weights."""
+"""Membership of a run's servers: discovery, identity, routing, and selection by current weights."""
 
 import asyncio
 import json
@@ -9,15 +9,15 @@ from aiohttp import web
 
 from areal_core.rollout import server_identity
 from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
-from areal_core.rollout.errors import NoServers, PushFailed, RequestRefused, ServerDied, WrongServer
-from areal_core.rollout.name_service import MemoryNames, announce_server
+from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
+from areal_core.rollout.name_service import MemoryNames, register_server
 from areal_core.rollout.routing import SPARE_REQUESTS, Router
 from areal_core.rollout.server_identity import ask_identity, check_identity, run_model
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.weight_push import BroadcastPush
+from areal_core.rollout.weight_push import BroadcastUpdate
 
 A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
 
@@ -31,32 +31,30 @@ def write_config(folder, **config):
 # ---- discovery
 
 
-def test_explicit_addresses_come_before_the_environment_and_announced_servers_are_added_to_both():
+def test_explicit_addresses_override_the_environment_and_discovered_servers_are_added_to_both():
     names = MemoryNames()
-    announce_server(names, "exp", "trial", "c:3")
-    announce_server(names, "exp", "trial", "a:1")
+    register_server(names, "exp", "trial", "c:3")
+    register_server(names, "exp", "trial", "a:1")
     environ = {"AREAL_LLM_SERVER_ADDRS": "b:2"}
     assert set(discover(["a:1"], environ, names, "exp", "trial").servers()) == {A, C}
     assert set(discover([], environ, names, "exp", "trial").servers()) == {A, B, C}
     assert set(discover([], {}, names, "exp", "trial").servers()) == {A, C}
 
 
-def test_a_run_that_knows_no_server_says_the_three_places_it_looked_in():
+def test_a_run_without_a_server_names_the_sources_that_were_searched():
     with pytest.raises(
         NoServers,
-        match=r"AREAL_LLM_SERVER_ADDRS is not set and none has announced itself below \w+/exp/trial/gen_servers",
+        match=r"AREAL_LLM_SERVER_ADDRS is not set and none is registered below \w+/exp/trial/gen_servers",
     ):
         discover([], {}, MemoryNames(), "exp", "trial")
 
 
-def test_what_a_dead_server_announced_is_forgotten_but_an_address_that_was_told_is_waited_for(
-    start_fake, caplog
-):
+def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_for(start_fake, caplog):
     alive, dead = start_fake(), start_fake()
     dead.stop()
     names = MemoryNames()
     for fake in (alive, dead):
-        announce_server(names, "exp", "trial", fake.server.address)
+        register_server(names, "exp", "trial", fake.server.address)
     discovery = Discovery((), names, "exp", "trial")
     assert wait_until_ready(discovery, timeout_s=1) == [alive.server]
     pool = ServerPool([alive.server], discovery=discovery)
@@ -70,8 +68,8 @@ def test_what_a_dead_server_announced_is_forgotten_but_an_address_that_was_told_
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":80", "http://host:80/"])
-def test_what_is_no_address_is_refused_at_once(address):
-    with pytest.raises(WrongServer, match="is no address of an inference server: give host:port"):
+def test_an_invalid_address_is_refused_at_once(address):
+    with pytest.raises(WrongServer, match="is not an address of an inference server: expected host:port"):
         discover([], {"AREAL_LLM_SERVER_ADDRS": address}, MemoryNames(), "exp", "trial")
 
 
@@ -84,7 +82,7 @@ def identity_error(fake, model) -> str:
     return str(wrong.value).replace(fake.server.address, "ADDRESS")
 
 
-def test_a_server_of_the_runs_model_is_taken_wherever_its_machine_mounts_it(start_fake, tmp_path):
+def test_a_server_of_the_runs_model_is_accepted_wherever_its_machine_mounts_it(start_fake, tmp_path):
     fake = start_fake()
     model = run_model(str(write_config(tmp_path / "tiny", architectures=["LlamaForCausalLM"])))
     check_identity(fake.server, ask_identity(fake.server), model)
@@ -123,21 +121,21 @@ def test_a_server_of_a_model_of_another_size_is_refused_with_the_sizes(start_fak
     )
 
 
-def test_what_is_no_sglang_server_is_refused(start_fake):
+def test_a_server_other_than_sglang_is_refused(start_fake):
     fake = start_fake()
     fake.refuse["/server_info"] = (404, {"detail": "Not Found"})
-    with pytest.raises(WrongServer, match="is no SGLang server that this version can use"):
+    with pytest.raises(WrongServer, match="is not an SGLang server that this version can use"):
         ask_identity(fake.server)
 
 
-def test_a_wrong_server_that_joins_a_running_training_is_left_alone_with_one_warning(start_fake, caplog):
+def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warning(start_fake, caplog):
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
     names = MemoryNames()
     pool = ServerPool(
         [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )
-    announce_server(names, "e", "t", wrong.server.address)
+    register_server(names, "e", "t", wrong.server.address)
     with caplog.at_level(logging.WARNING):
         pool.refresh()
         pool.refresh()
@@ -149,7 +147,7 @@ def test_a_wrong_server_that_joins_a_running_training_is_left_alone_with_one_war
     pool.close()
 
 
-def test_a_server_that_an_earlier_run_pushed_to_loads_the_models_own_weights_first(start_fake):
+def test_a_server_updated_by_an_earlier_run_reloads_the_models_own_weights_first(start_fake):
     fresh, used = start_fake(), start_fake()
     used.weight_version = "12"
     pool = ServerPool([fresh.server, used.server], model=run_model("tiny"))
@@ -169,13 +167,13 @@ def test_prompts_take_turns_and_all_requests_of_a_prompt_go_to_one_server():
     assert [router.choose(prompt) for prompt in (0, 1, 2, 0, 1, 2)] == [A, B, A, A, B, A]
 
 
-def test_a_server_with_far_more_to_do_gives_up_its_prompts():
+def test_an_overloaded_server_loses_its_prompts():
     router = Router([A, B])
     home = router.choose("p")
     running = [router.request_to(home) for _ in range(SPARE_REQUESTS)]
     for request in running:
         request.__enter__()
-    assert router.choose("p") == home  # 8 beside 0 is not too much yet
+    assert router.choose("p") == home  # 8 against 0 is not too much yet
     with router.request_to(home):
         assert router.choose("p") != home
     for request in running:
@@ -200,40 +198,40 @@ def sample(client: SGLangClient, num_tokens: int = 3):
     return client.agenerate(ModelRequest(input_ids=[5], sampling=Sampling(max_new_tokens=num_tokens)))
 
 
-def test_only_servers_with_the_current_weights_are_asked(start_fake):
-    pushed, missed = start_fake(), start_fake()
+def test_only_servers_with_the_current_weights_get_requests(start_fake):
+    updated, missed = start_fake(), start_fake()
 
     async def work():
-        client = SGLangClient([pushed.server, missed.server])
-        pushed.weight_version = "1"
+        client = SGLangClient([updated.server, missed.server])
+        updated.weight_version = "1"
         await asyncio.to_thread(client.set_version, 1)
         responses = [await sample(client) for _ in range(4)]
-        missed.weight_version = "2"  # as in the middle of a push: newer weights are welcome
+        missed.weight_version = "2"  # as during a weight update: newer weights are accepted
         client.refresh()
-        asked = set(client.router.servers)
+        requested = set(client.router.servers)
         await client.aclose()
-        return responses, asked
+        return responses, requested
 
-    responses, asked = asyncio.run(work())
+    responses, requested = asyncio.run(work())
     assert [r.output_versions for r in responses] == [[1, 1, 1]] * 4
     assert missed.calls == []
-    assert asked == {pushed.server, missed.server}
+    assert requested == {updated.server, missed.server}
 
 
-def test_a_server_of_another_model_gets_no_request_even_before_the_first_push(start_fake):
+def test_a_server_of_another_model_gets_no_request_even_before_the_first_update(start_fake):
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
     names = MemoryNames()
     client = SGLangClient(
         [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )
-    announce_server(names, "e", "t", wrong.server.address)
+    register_server(names, "e", "t", wrong.server.address)
     client.refresh()
     assert client.router.servers == [good.server]
     client.close()
 
 
-def test_tokens_of_a_server_that_came_back_with_old_weights_are_thrown_away(start_fake):
+def test_tokens_of_a_server_that_restarted_with_old_weights_are_discarded(start_fake):
     restarted, good = start_fake(), start_fake()
 
     async def work():
@@ -249,16 +247,16 @@ def test_tokens_of_a_server_that_came_back_with_old_weights_are_thrown_away(star
     assert len(restarted.calls) == 1
 
 
-def test_first_weights_keep_their_version_when_the_reply_comes_after_a_push(start_fake):
-    """The server says "default"; the version at the time of arrival would be wrong."""
+def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(start_fake):
+    """The server reports "default"; the version at the time of arrival would be wrong."""
     fake = start_fake()
 
     async def work():
         client = SGLangClient([fake.server], version=4)
-        asked = asyncio.create_task(sample(client))
+        requested = asyncio.create_task(sample(client))
         await asyncio.sleep(0)  # the request has read the version
         client.version = 5
-        response = await asked
+        response = await requested
         await client.aclose()
         return response
 
@@ -284,7 +282,7 @@ def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thre
     assert asyncio.run(work()).output_tokens == [6, 7, 8]
 
 
-def test_a_server_that_answers_500_to_one_request_is_not_given_up(start_fake):
+def test_a_server_that_answers_500_to_one_request_is_not_dropped(start_fake):
     fake = start_fake()
     fake.script = [(500, "boom")] * 3
 
@@ -302,11 +300,11 @@ def test_a_server_that_answers_500_to_one_request_is_not_given_up(start_fake):
 def test_weights_that_can_be_iterated_once_cannot_be_sent_again(start_fake, monkeypatch):
     fake = start_fake()
     pool = ServerPool([fake.server])
-    push = BroadcastPush(pool, "gloo")
+    update = BroadcastUpdate(pool, "gloo")
     monkeypatch.setattr(
-        push, "_broadcast", lambda weights, version: (_ for _ in ()).throw(RuntimeError("peer gone"))
+        update, "_broadcast", lambda pool, weights, version: (_ for _ in ()).throw(RuntimeError("peer gone"))
     )
     monkeypatch.setattr(pool, "has_lost_one", lambda: True)
-    with pytest.raises(PushFailed, match="weights that are an iterator cannot be sent again"):
-        push.push(iter({}.items()), 1)
+    with pytest.raises(WeightUpdateFailed, match="weights that are an iterator cannot be sent again"):
+        update.send(iter({}.items()), 1)
     pool.close()

@@ -1,4 +1,4 @@
-"""A real training run whose servers are killed and replaced while it trains: it ends well, and trained on every sample once."""
+"""A training run whose servers are killed and replaced: each sample is trained on once."""
 
 import os
 import random
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.rollout.name_service import FolderNames, announce_server
+from areal_core.rollout.name_service import FolderNames, register_server
 from areal_core.rollout.server_identity import weight_version
 from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"
 NUM_KILLS = 20
 STEPS_A_KILL = 3
-# Training goes on while a server starts, which takes some steps, more on a busy machine.
+# Training continues while a server starts, which takes some steps, more on a busy machine.
 NUM_STEPS = 8 * NUM_KILLS
-PUSHES = {
+UPDATES = {
     "disk": ["actor.weight_update_mode=disk"],
     "xccl": ["actor.weight_update_mode=xccl"],
     "adapter": [
@@ -40,7 +40,7 @@ def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Pope
         f"cluster.fileroot={folder}",
         f"cluster.name_resolve.nfs_record_root={folder}/names",
         f"actor.path={tiny_model}",
-        *PUSHES[mode],
+        *UPDATES[mode],
         "allocation_mode=sglang:d2+fsdp:d2",
         "sglang.context_length=512",
         "rollout.max_head_offpolicyness=2",
@@ -73,7 +73,7 @@ def wait_for(training: subprocess.Popen, log: Path, happened, *arguments) -> Non
 
 
 def pause(training: subprocess.Popen, log: Path, seconds: float) -> None:
-    """Lets a running training go on for a while."""
+    """Let a running training continue for a while."""
     try:
         code = training.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -81,18 +81,18 @@ def pause(training: subprocess.Popen, log: Path, seconds: float) -> None:
     pytest.fail(f"the training ended too early, with {code}: {log.read_text()[-3000:]}")
 
 
-def all_are_pushed_to(servers) -> bool:
+def all_are_updated(servers) -> bool:
     return all(weight_version(process.server) != "default" for process in servers)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", PUSHES)
+@pytest.mark.parametrize("mode", UPDATES)
 def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, mode):
     names, dice = FolderNames(tmp_path / "names"), random.Random(mode)
 
     def join():
         process = start_server().wait_until_ready()
-        announce_server(names, "tiny", "test", process.server.address)
+        register_server(names, "tiny", "test", process.server.address)
         return process
 
     def trained(num_steps: int) -> bool:
@@ -104,7 +104,7 @@ def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, 
     try:
         for kill in range(NUM_KILLS):
             wait_for(training, log, trained, kill * STEPS_A_KILL)
-            wait_for(training, log, all_are_pushed_to, servers)
+            wait_for(training, log, all_are_updated, servers)
             victim = servers.pop(dice.randrange(2))
             pause(training, log, dice.uniform(0, 0.3))
             victim.kill()

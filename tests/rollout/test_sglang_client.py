@@ -28,7 +28,7 @@ def ask(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> Model
     return run_all(servers, [request], **options)[0]
 
 
-def test_tokens_logprobs_and_reason_come_back_as_the_server_said(start_fake):
+def test_tokens_logprobs_and_reason_are_those_of_the_server(start_fake):
     response = ask([start_fake().server])
     assert response == ModelResponse(
         input_tokens=[5, 6],
@@ -63,7 +63,7 @@ def test_request_carries_every_sampling_option(start_fake):
                 "return_logprob": True,
                 "stream": False,
                 "sampling_params": {
-                    "max_new_tokens": 5,  # max_tokens leaves room for 5
+                    "max_new_tokens": 5,  # max_tokens leaves space for 5
                     "min_new_tokens": 4,
                     "temperature": 0.5,
                     "top_p": 0.9,
@@ -85,7 +85,7 @@ def test_greedy_is_temperature_zero(start_fake):
     assert fake.calls[0][1]["sampling_params"]["temperature"] == 0.0
 
 
-def test_a_cut_request_goes_on_where_it_was_cut_and_each_token_keeps_its_version(start_fake):
+def test_an_aborted_request_continues_where_it_ended_and_each_token_keeps_its_version(start_fake):
     fake = start_fake()
     fake.script = [2, 0]
     fake.weight_version = "4"
@@ -146,7 +146,7 @@ def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_messa
     assert len(fake.calls) == 1
 
 
-def test_requests_take_turns_over_the_servers(start_fake):
+def test_requests_are_distributed_round_robin_over_the_servers(start_fake):
     fakes = [start_fake(), start_fake()]
     requests = [ModelRequest(input_ids=[i], sampling=Sampling(max_new_tokens=1)) for i in range(6)]
     run_all([fake.server for fake in fakes], requests)
@@ -162,7 +162,7 @@ def test_when_a_server_dies_the_others_take_its_requests(start_fake):
     assert len(alive.calls) == 4
 
 
-def test_when_the_last_server_dies_it_is_named_with_its_last_words(start_fake, tmp_path):
+def test_when_the_last_server_dies_it_is_named_with_its_last_log_lines(start_fake, tmp_path):
     dead = start_fake()
     dead.stop()
     log = tmp_path / "llm_server_0.log"

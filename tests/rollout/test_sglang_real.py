@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU: its logprobs are the model's, pushes change them, and its death is told."""
+"""A real SGLang server on the CPU: its logprobs, weight updates, and the report of its death."""
 
 import asyncio
 import os
@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.launch.errors import ServerFailed
-from areal_core.rollout.errors import PushFailed, RequestRefused, ServerDied
+from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush
+from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate
 
 pytestmark = pytest.mark.sglang
 TEMPERATURE = 0.8
@@ -87,33 +87,33 @@ def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
     assert stopped.stop_reason == "stop"
 
 
-def test_a_push_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
+def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
     perturb(model, 1)
     assert_not_sampled_by(model, generate(pool))
     check = WeightCheck(every=1)
-    DiskPush(pool, tmp_path / "push", tiny_model, check=check).push(model.named_parameters(), 7)
+    DiskUpdate(pool, tmp_path / "update", tiny_model, check=check).send(model.named_parameters(), 7)
     responses = generate(pool)
     assert_sampled_by(model, responses)
     assert {v for r in responses for v in r.output_versions} == {7}
 
 
-def test_pushes_by_broadcast_change_the_weights_and_the_version(pool, model):
-    push = BroadcastPush(pool, "gloo", bucket_bytes=100_000, check=WeightCheck(every=1))
+def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
+    update = BroadcastUpdate(pool, "gloo", bucket_bytes=100_000, check=WeightCheck(every=1))
     for version in (8, 9):
         perturb(model, version)
         assert_not_sampled_by(model, generate(pool))
-        push.push(iter(model.named_parameters()), version)
+        update.send(iter(model.named_parameters()), version)
         responses = generate(pool)
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
-    push._leave()
+    update._leave()
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
-def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights(
+def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):
-    """The weights are the same, so that the law must be too, whatever the mode does with the request and its cache."""
+    """The weights are the same, so the distribution must be, too, in each mode of the pause."""
 
     async def work() -> ModelResponse:
         client = SGLangClient(pool.servers)
@@ -121,8 +121,8 @@ def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights(
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
         await asyncio.sleep(0.4)
         interrupting = ServerPool(pool.servers, 60.0, pause_mode=mode)
-        push = DiskPush(interrupting, tmp_path / "push", tiny_model, check=WeightCheck(every=1))
-        await asyncio.to_thread(push.push, model.named_parameters(), version)
+        update = DiskUpdate(interrupting, tmp_path / "update", tiny_model, check=WeightCheck(every=1))
+        await asyncio.to_thread(update.send, model.named_parameters(), version)
         response = await task
         await client.aclose()
         interrupting.close()
@@ -136,32 +136,32 @@ def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights(
 
 
 @pytest.mark.parametrize("part", ["k_proj", "up_proj"])
-def test_a_weight_that_is_a_row_short_is_taken_without_a_word_but_found_and_named(pool, model, part):
+def test_a_weight_that_is_a_row_short_is_accepted_without_an_error_but_found_and_named(pool, model, part):
     name = f"model.layers.1.{'self_attn' if part == 'k_proj' else 'mlp'}.{part}.weight"
     fused = {"k_proj": "self_attn.qkv_proj", "up_proj": "mlp.gate_up_proj"}[part]
-    perturb(model, 77)  # else the row that is kept would be the one that is missing
+    perturb(model, 77)  # otherwise the old row equals the missing one
     short = [(n, p.detach()[:-1] if n == name else p.detach()) for n, p in model.named_parameters()]
-    BroadcastPush(pool, "gloo").push(short, 12)  # nobody asks: nobody complains
-    push = BroadcastPush(pool, "gloo", check=WeightCheck(every=1))
-    complaint = rf"WeightsDiffer: .* 1 tensor, model\.layers\.1\.{fused}\.weight \(pushed as .*{part}"
-    with pytest.raises(PushFailed, match=complaint):
-        push.push(short, 12)
-    push.push(model.named_parameters(), 12)  # whole again
+    BroadcastUpdate(pool, "gloo").send(short, 12)  # without a check there is no error
+    update = BroadcastUpdate(pool, "gloo", check=WeightCheck(every=1))
+    complaint = rf"WeightsDiffer: .* 1 tensor, model\.layers\.1\.{fused}\.weight \(sent as .*{part}"
+    with pytest.raises(WeightUpdateFailed, match=complaint):
+        update.send(short, 12)
+    update.send(model.named_parameters(), 12)  # complete again
 
 
-def test_weights_of_a_wrong_shape_are_refused_and_generation_goes_on(pool, model):
+def test_weights_of_a_wrong_shape_are_refused_and_generation_continues(pool, model):
     wrong = ((n, p[:-1] if n == "model.norm.weight" else p) for n, p in model.named_parameters())
-    with pytest.raises(PushFailed, match="Attempted to load weight"):
-        BroadcastPush(pool, "gloo").push(wrong, 13)
+    with pytest.raises(WeightUpdateFailed, match="Attempted to load weight"):
+        BroadcastUpdate(pool, "gloo").send(wrong, 13)
     assert len(generate(pool, 1, 4, ignore_eos=True)[0].output_tokens) == 4
 
 
-def test_a_request_beyond_the_context_is_refused_with_the_servers_words(pool):
+def test_a_request_beyond_the_context_is_refused_with_the_servers_message(pool):
     with pytest.raises(RequestRefused, match="maximum context length of 1024"):
         generate(pool, 1, 5000)
 
 
-def test_the_death_of_the_server_is_told_with_its_last_log_lines(pool, sglang_server):
+def test_the_death_of_the_server_is_reported_with_its_last_log_lines(pool, sglang_server):
     os.killpg(sglang_server.process.pid, signal.SIGKILL)
     sglang_server.process.wait(10)
     address = sglang_server.server.address

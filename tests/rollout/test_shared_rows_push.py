@@ -1,4 +1,4 @@
-"""Ranks that hold the same rows, of which one samples on a server while all take part in bringing it the weights."""
+"""Ranks with the same rows: one samples on a server, and all take part in its weight updates."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_two_ranks_that_share_rows_train_with_a_server_that_gets_every_version(
     command += ["--dump-rollout", tmp_path / "record", f"cluster.fileroot={tmp_path}"]
     command += [f"actor.path={tiny_model}", f"actor.weight_update_mode={mode}"]
     command += ["allocation_mode=sglang:d1+fsdp:d1c2", "sglang.context_length=512"]
-    # Of each push the server's checksums are compared with those of the ranks' weights.
+    # After each update the server's checksums are compared with those of the ranks' weights.
     command += ["rollout.verify_weights_every=1"]
     environment = os.environ | DETERMINISTIC | {"OMP_NUM_THREADS": "1"}
     environment["AREAL_LLM_SERVER_ADDRS"] = server.address

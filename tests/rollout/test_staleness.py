@@ -1,4 +1,4 @@
-"""The arithmetic of staleness: capacity, shares of ranks, and the bound on age, whatever finishes first."""
+"""The arithmetic of staleness: capacity, shares of ranks, and the bound in any order of events."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,8 @@ from areal_core.rollout.staleness import StalenessControl, choose_batch, per_ran
         (StalenessControl(4, 100, 2, version=3, accepted=20, consumed=12, running=6), -2),
         (StalenessControl(4, 8, 2, version=3, accepted=13, consumed=12, running=5), 3),
         (StalenessControl(4, 100, 2, num_steps=2), 8),
-        # A version that moved without a batch does not let more out than the batches to come can take.
+        # A version that moved without a batch does not let more prompts start than fit into later
+        # batches.
         (StalenessControl(4, 100, 1, version=3), 8),
     ],
 )
@@ -26,7 +27,7 @@ def test_capacity_is_the_smaller_of_two_limits(control, capacity):
     assert control.capacity() == capacity
 
 
-def test_a_rejection_or_a_failure_makes_room_and_an_acceptance_does_not():
+def test_a_rejection_or_a_failure_frees_capacity_and_an_acceptance_does_not():
     control = StalenessControl(2, 10, running=2)
     assert control.capacity() == 0
     control.running, control.rejected = 1, 1
@@ -36,34 +37,34 @@ def test_a_rejection_or_a_failure_makes_room_and_an_acceptance_does_not():
 
 
 @pytest.mark.parametrize(("total", "num_ranks", "share"), [(8, 2, 4), (7, 2, 3), (1, 4, 1), (3, 4, 1)])
-def test_a_ranks_share_is_never_nothing(total, num_ranks, share):
+def test_a_ranks_share_is_never_zero(total, num_ranks, share):
     assert per_rank(total, num_ranks) == share
 
 
-def test_a_run_that_is_continued_may_start_as_much_as_one_that_was_not():
+def test_a_resumed_run_has_the_capacity_of_an_uninterrupted_one():
     control = StalenessControl(4, 100, 1)
     control.continue_at(7)
     assert control.capacity() == 8
 
 
-def test_the_oldest_finished_are_taken():
+def test_the_oldest_finished_are_consumed():
     assert choose_batch([2, 1, 2, 1], [], 2, 1, 2) == [1, 3]
 
 
-def test_what_is_missing_is_waited_for():
+def test_an_incomplete_batch_is_waited_for():
     assert choose_batch([1], [1, 1], 1, 2, 2) is None
 
 
-def test_the_trainer_waits_for_old_ones_that_would_not_fit_into_the_batches_to_come():
-    # At version 1, two of version 0 are running. With max_head_offpolicyness 2 and batches of one, version 2 could take only one of them,
-    # so a younger finished one may not be taken before them.
+def test_the_trainer_waits_for_stale_ones_that_would_not_fit_into_later_batches():
+    # At version 1, two of version 0 are running. With max_head_offpolicyness 2 and batches of one,
+    # version 2 could consume only one of them, so a newer finished one may not be consumed first.
     assert choose_batch([1], [0, 0], 1, 2, 1) is None
     assert choose_batch([1, 0], [0], 1, 2, 1) == [1]
-    # With one running there is room for it later.
+    # With one running there is space for it later.
     assert choose_batch([1], [0], 1, 2, 1) == [0]
 
 
-def test_running_ones_that_are_too_old_already_hold_nobody_up():
+def test_running_ones_that_are_already_too_stale_delay_no_batch():
     assert choose_batch([5], [0, 0], 5, 1, 1) == [0]
 
 
@@ -73,10 +74,10 @@ def test_running_ones_that_are_too_old_already_hold_nobody_up():
     max_concurrent=st.integers(1, 12),
     choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=400),
 )
-def test_no_sample_is_consumed_too_old_and_none_dropped_whatever_finishes_first(
+def test_no_sample_is_consumed_too_stale_or_dropped_whatever_finishes_first(
     batch_size, ahead, max_concurrent, choices
 ):
-    """Events in any order: a running prompt ends, mostly a young one so that old ones linger, or the trainer tries to take a batch."""
+    """Events in random order: a running prompt ends, mostly a new one, or a batch is requested."""
     control = StalenessControl(batch_size, max_concurrent, ahead)
     running: list[int] = []  # versions at the start
     ready: list[int] = []
@@ -98,7 +99,7 @@ def test_no_sample_is_consumed_too_old_and_none_dropped_whatever_finishes_first(
             continue
         chosen = choose_batch(ready, running, control.version, ahead, batch_size)
         if chosen is None:
-            assert running, "the trainer would wait for ever"
+            assert running, "the trainer would wait indefinitely"
             continue
         assert [ready[i] for i in chosen] == sorted(ready)[:batch_size]
         assert all(control.version - ready[i] <= ahead for i in chosen)

@@ -43,6 +43,7 @@ def test_the_synchronous_example_trains_on_its_own_weights_samples_and_validates
         assert set(batch["versions"][batch["loss_mask"] == 1].tolist()) == {step}
         assert batch["prompt_id"].tolist() == [2 * step, 2 * step, 2 * step + 1, 2 * step + 1]
     stats = read_stats(next(tmp_path.rglob("stats.jsonl")))
-    # Engine and trainer agree, so the ratio of a step's only minibatch is 1 though no logprob was recomputed.
+    # Engine and trainer agree, so the ratio of a step's only minibatch is 1 without recomputed
+    # logprobs.
     assert abs(stats[1]["ppo_actor/update/importance_weight/max"] - 1) < 1e-4
     assert [step["eval-rollout/n_seqs"] for step in stats] == [3, 3]

@@ -1,4 +1,4 @@
-"""Checksums of pushed weights: equal to SGLang's own, laid out as its servers hold tensors, and a difference is named."""
+"""Checksums of sent weights: equal to SGLang's, in its servers' layout; a difference is named."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_core.rollout.errors import MalformedReply, PushFailed
+from areal_core.rollout.errors import MalformedReply, WeightUpdateFailed
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.weight_check import WeightCheck
 from areal_core.rollout.weight_checksums import (
@@ -18,7 +18,7 @@ from areal_core.rollout.weight_checksums import (
     sha256_of,
     words_hash,
 )
-from areal_core.rollout.weight_push import DiskPush
+from areal_core.rollout.weight_push import DiskUpdate
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 Q, K, V = (QKV.replace("qkv", part) for part in "qkv")
@@ -119,11 +119,11 @@ def test_a_reply_is_parsed_or_its_lack_is_named():
         parse_checksums('{"success": true}')
 
 
-# ---- the check around a push
+# ---- the check around a weight update
 
 
 @pytest.fixture
-def push_to(start_fake, tmp_path):
+def update_of(start_fake, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     pools = []
@@ -132,7 +132,7 @@ def push_to(start_fake, tmp_path):
         fake = start_fake()
         fake.refuse["/weights_checker"] = refuse or (200, checker_reply(checksums))
         pools.append(ServerPool([fake.server]))
-        return fake, DiskPush(pools[-1], tmp_path / "push", tmp_path / "model", check=WeightCheck(every))
+        return fake, DiskUpdate(pools[-1], tmp_path / "update", tmp_path / "model", check=WeightCheck(every))
 
     yield make
     for pool in pools:
@@ -143,21 +143,21 @@ WEIGHTS = {Q: torch.ones(2, 2), K: torch.ones(2, 2), V: torch.ones(2, 2), "norm"
 HELD = {QKV: sha256_of(torch.ones(6, 2)), "norm": sha256_of(torch.ones(2))}
 
 
-def test_a_difference_fails_the_push_names_the_tensor_and_lets_generation_go_on(push_to):
-    fake, push = push_to({**HELD, QKV: "0123456789abcdef"})
-    with pytest.raises(PushFailed) as failed:
-        push.push(WEIGHTS.items(), 3)
+def test_a_difference_fails_the_update_names_the_tensor_and_generation_continues(update_of):
+    fake, update = update_of({**HELD, QKV: "0123456789abcdef"})
+    with pytest.raises(WeightUpdateFailed) as failed:
+        update.send(WEIGHTS.items(), 3)
     assert (
-        f"WeightsDiffer: after the push of version 3 the server at {fake.server.address} holds other weights than the trainer: "
-        f"1 tensor, {QKV} (pushed as q_proj, k_proj, v_proj)"
+        f"WeightsDiffer: after the weight update to version 3 the server at {fake.server.address} holds other weights than the trainer: "
+        f"1 tensor, {QKV} (sent as q_proj, k_proj, v_proj)"
     ) in str(failed.value)
     assert fake.routes()[-1] == "/continue_generation"
 
 
-def test_the_first_push_and_every_kth_after_it_is_checked_while_generation_is_paused(push_to):
-    fake, push = push_to(HELD, every=3)
+def test_the_first_update_and_every_kth_after_it_is_checked_while_generation_is_paused(update_of):
+    fake, update = update_of(HELD, every=3)
     for version in range(1, 6):
-        push.push(WEIGHTS.items(), version)
+        update.send(WEIGHTS.items(), version)
     checks = [i for i, route in enumerate(fake.routes()) if route == "/weights_checker"]
     plain = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     checked = ["/weights_checker", *plain[:2], "/weights_checker", plain[2]]
@@ -165,15 +165,15 @@ def test_the_first_push_and_every_kth_after_it_is_checked_while_generation_is_pa
     assert len(checks) == 4
 
 
-def test_zero_checks_nothing(push_to):
-    fake, push = push_to({}, every=0)
-    push.push(WEIGHTS.items(), 1)
+def test_zero_checks_nothing(update_of):
+    fake, update = update_of({}, every=0)
+    update.send(WEIGHTS.items(), 1)
     assert "/weights_checker" not in fake.routes()
 
 
-def test_a_server_without_the_route_is_warned_of_once_and_pushed_to(push_to, caplog):
-    fake, push = push_to({}, refuse=(404, {"detail": "Not Found"}))
-    push.push(WEIGHTS.items(), 1)
-    push.push(WEIGHTS.items(), 2)
-    assert sum("pushed weights are not verified" in record.message for record in caplog.records) == 1
+def test_a_server_without_the_route_gives_one_warning_and_is_updated(update_of, caplog):
+    fake, update = update_of({}, refuse=(404, {"detail": "Not Found"}))
+    update.send(WEIGHTS.items(), 1)
+    update.send(WEIGHTS.items(), 2)
+    assert sum("weight updates are not verified" in record.message for record in caplog.records) == 1
     assert fake.routes().count("/update_weights_from_disk") == 2

@@ -1,4 +1,4 @@
-"""Weight pushes towards a server that speaks the wire format: order of the calls, and failures on every rank."""
+"""Weight updates of a fake server: order of the calls, and failures on every rank."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from areal_core.launch.torchrun import run_ranks
-from areal_core.rollout.errors import PushFailed
+from areal_core.rollout.errors import WeightUpdateFailed
 from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.weight_push import BroadcastPush, DiskPush, bucketed
+from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate, bucketed
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
@@ -43,7 +43,7 @@ def test_buckets_keep_order_and_stay_below_the_limit():
     assert [len(bucket) for bucket, _ in bucketed(iter(WEIGHTS.items()), bucket_bytes=1)] == [1, 1, 1]
 
 
-def test_disk_push_pauses_loads_goes_on_and_leaves_nothing_behind(start_fake, pool_of, model_path, tmp_path):
+def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_of, model_path, tmp_path):
     fake = start_fake()
     written = {}
     pool = pool_of(fake)
@@ -57,9 +57,9 @@ def test_disk_push_pauses_loads_goes_on_and_leaves_nothing_behind(start_fake, po
         post(path, payload)
 
     pool.post = look_then_post
-    DiskPush(pool, tmp_path / "push", model_path, bucket_bytes=24).push(iter(WEIGHTS.items()), 3)
+    DiskUpdate(pool, tmp_path / "update", model_path, bucket_bytes=24).send(iter(WEIGHTS.items()), 3)
 
-    folder = str(tmp_path / "push" / "v3")
+    folder = str(tmp_path / "update" / "v3")
     assert fake.calls == [
         ("/pause_generation", {"mode": "abort"}),
         (
@@ -70,44 +70,44 @@ def test_disk_push_pauses_loads_goes_on_and_leaves_nothing_behind(start_fake, po
     ]
     assert written.keys() == WEIGHTS.keys()
     assert all(torch.equal(written[name], WEIGHTS[name]) for name in WEIGHTS)
-    assert list((tmp_path / "push").iterdir()) == []
+    assert list((tmp_path / "update").iterdir()) == []
 
 
-def test_after_a_failed_push_generation_goes_on_and_all_weights_were_iterated(
+def test_after_a_failed_update_generation_continues_and_all_weights_were_iterated(
     start_fake, pool_of, model_path, tmp_path
 ):
     fake = start_fake()
     fake.refuse["/update_weights_from_disk"] = (400, {"success": False, "message": "size mismatch for a"})
     weights = iter(WEIGHTS.items())
-    with pytest.raises(PushFailed, match="size mismatch for a"):
-        DiskPush(pool_of(fake), tmp_path / "push", model_path).push(weights, 1)
+    with pytest.raises(WeightUpdateFailed, match="size mismatch for a"):
+        DiskUpdate(pool_of(fake), tmp_path / "update", model_path).send(weights, 1)
     assert fake.routes()[-1] == "/continue_generation"
     assert list(weights) == []
-    assert list((tmp_path / "push").iterdir()) == []
+    assert list((tmp_path / "update").iterdir()) == []
 
 
-def test_a_push_leaves_out_a_dead_server(start_fake, pool_of, model_path, tmp_path):
+def test_an_update_skips_a_dead_server(start_fake, pool_of, model_path, tmp_path):
     dead, alive = start_fake(), start_fake()
     pool = pool_of(dead, alive)
     dead.stop()
-    DiskPush(pool, tmp_path / "push", model_path).push(iter(WEIGHTS.items()), 1)
+    DiskUpdate(pool, tmp_path / "update", model_path).send(iter(WEIGHTS.items()), 1)
     assert "/update_weights_from_disk" in alive.routes()
 
 
-def test_a_push_without_any_server_names_the_dead_one(start_fake, pool_of, model_path, tmp_path):
+def test_an_update_without_any_server_names_the_dead_one(start_fake, pool_of, model_path, tmp_path):
     dead = start_fake()
     pool = pool_of(dead)
     dead.stop()
-    with pytest.raises(PushFailed, match=f"no connection: the last server, {dead.server.address}"):
-        DiskPush(pool, tmp_path / "push", model_path).push(iter(WEIGHTS.items()), 1)
+    with pytest.raises(WeightUpdateFailed, match=f"no connection: the last server, {dead.server.address}"):
+        DiskUpdate(pool, tmp_path / "update", model_path).send(iter(WEIGHTS.items()), 1)
 
 
 def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fake, pool_of):
     fake = start_fake()
     fake.refuse["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
     weights = iter(WEIGHTS.items())
-    with pytest.raises(PushFailed, match="no such backend"):
-        BroadcastPush(pool_of(fake), "gloo", timeout_s=5.0).push(weights, 1)
+    with pytest.raises(WeightUpdateFailed, match="no such backend"):
+        BroadcastUpdate(pool_of(fake), "gloo", timeout_s=5.0).send(weights, 1)
     assert list(weights) == []
 
 
@@ -116,8 +116,8 @@ import sys, torch, torch.distributed as dist
 from pathlib import Path
 from areal_core.rollout.server_pool import ServerPool
 from areal_core.rollout.servers import Server
-from areal_core.rollout.errors import PushFailed
-from areal_core.rollout.weight_push import DiskPush
+from areal_core.rollout.errors import WeightUpdateFailed
+from areal_core.rollout.weight_push import DiskUpdate
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -130,8 +130,8 @@ def weights():
 
 pool = ServerPool([Server(sys.argv[1])]) if rank == 0 else None
 try:
-    DiskPush(pool, Path(sys.argv[2]) / "push", Path(sys.argv[2]), bucket_bytes=1).push(weights(), 1)
-except PushFailed as failed:
+    DiskUpdate(pool, Path(sys.argv[2]) / "update", Path(sys.argv[2]), bucket_bytes=1).send(weights(), 1)
+except WeightUpdateFailed as failed:
     print(f"rank {rank}: {failed}\\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a trace holds: spans that nest, lanes that do not overlap, one file of all ranks, and what survives a kill."""
+"""The trace: nested spans, tracks without overlap, one file of all ranks, survival of a kill."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def complete(events: list[dict], category: str) -> list[dict]:
 
 
 def assert_drawable(events: list[dict]) -> None:
-    """Slices of one track either follow each other or lie inside each other, as both viewers demand."""
+    """Slices of one track either follow each other or are nested, as both viewers require."""
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -51,7 +51,7 @@ async def three_at_once(trace: Trace) -> None:
     await asyncio.gather(*tasks)
 
 
-def test_concurrent_episodes_get_lanes_of_their_own_and_parts_lie_inside_them(tmp_path):
+def test_concurrent_episodes_get_separate_tracks_and_contain_their_children(tmp_path):
     trace = Trace(tmp_path, 0, 1, {})
     asyncio.run(three_at_once(trace))
     trace.close()
@@ -66,7 +66,7 @@ def test_concurrent_episodes_get_lanes_of_their_own_and_parts_lie_inside_them(tm
     assert running == [1, 2, 3, 2, 1, 0]
 
 
-def test_lanes_are_used_again_by_later_episodes(tmp_path):
+def test_tracks_are_reused_by_later_episodes(tmp_path):
     trace = Trace(tmp_path, 0, 1, {})
     for _ in range(3):
         asyncio.run(three_at_once(trace))
@@ -120,7 +120,7 @@ def test_the_last_rank_to_end_merges_all_on_one_clock(tmp_path):
     assert times == [pytest.approx((1.0, 2.0)), pytest.approx((later / 1000, 5.0))]
 
 
-def test_a_file_cut_by_a_kill_keeps_all_whole_lines_and_damage_inside_is_refused(tmp_path):
+def test_a_file_cut_by_a_kill_keeps_all_complete_lines_and_damage_inside_is_refused(tmp_path):
     trace = Trace(tmp_path, 0, 1, {})
     trace.counter("staleness", mean=0.5, max=2)
     trace.counter("staleness", mean=1.5, max=3)

@@ -1,4 +1,4 @@
-"""Wrappers that take the time and change nothing: what they write down, and that results and errors pass through."""
+"""Tracing wrappers: the events that they record, and unchanged results and errors."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def reward_fn(*texts, **row):
 
 
 class OneAnswer:
-    """One generation and one reward; rejects where the row says so."""
+    """One generation and one reward; rejects if the row requests it."""
 
     def __init__(self, reward):
         self.reward = reward
@@ -36,7 +36,7 @@ class OneAnswer:
 
 
 def run_episodes(tracing, *rows):
-    """One episode a row; what each returned or raised."""
+    """Run one episode per row; return the results or exceptions."""
     workflow = tracing.workflow(OneAnswer(tracing.reward(reward_fn)))
     scripted = ScriptedEngine({(1, 2, 3): [7, 8, 9]}, version=4)
 
@@ -60,7 +60,7 @@ def slices(folder, category):
     return [event for event in events if event["ph"] == "X" and event["cat"] == category]
 
 
-def test_episodes_say_how_they_went_and_hold_their_parts(tmp_path):
+def test_episodes_have_a_status_and_contain_their_children(tmp_path):
     tracing = Tracing(Trace(tmp_path, 0, 1, {}), sessions=10)
     accepted, rejected, failed = run_episodes(tracing, row(0.5), row(reject=True), row(None))
     tracing.close()
@@ -85,27 +85,27 @@ def test_episodes_say_how_they_went_and_hold_their_parts(tmp_path):
     assert sessions[0]["generate_s"] + sessions[0]["reward_s"] <= sessions[0]["total_s"]
 
 
-def test_a_reward_that_is_no_number_still_makes_a_readable_trace(tmp_path):
+def test_a_reward_that_is_not_a_number_still_makes_a_readable_trace(tmp_path):
     tracing = Tracing(Trace(tmp_path, 0, 1, {}))
     run_episodes(tracing, row(float("nan")))
     tracing.close()
     assert slices(tmp_path, "episode")[0]["args"]["reward"] == "nan"
 
 
-def test_without_a_trace_every_part_is_passed_through_as_it_is():
-    workflow, push = OneAnswer(reward_fn), object()
+def test_without_a_trace_every_object_is_returned_unchanged():
+    workflow, update = OneAnswer(reward_fn), object()
     assert NO_TRACING.workflow(workflow) is workflow
     assert NO_TRACING.reward(reward_fn) is reward_fn
-    assert NO_TRACING.push(push) is push
+    assert NO_TRACING.weight_update(update) is update
     assert NO_TRACING.observers == []
 
 
-def test_pushes_stages_and_staleness_are_drawn(tmp_path):
+def test_weight_updates_stages_and_staleness_are_drawn(tmp_path):
     trace = Trace(tmp_path, 0, 1, {})
     tracing, stats = Tracing(trace), Stats()
     stats.timing_listeners.append(trace.stage)
-    pushed = []
-    push = tracing.push(SimpleNamespace(push=lambda weights, version: pushed.append(version)))
+    sent = []
+    update = tracing.weight_update(SimpleNamespace(send=lambda weights, version: sent.append(version)))
     (observe,) = tracing.observers
     batch = {
         "prompt_id": torch.tensor([5, 5, 6]),
@@ -116,12 +116,12 @@ def test_pushes_stages_and_staleness_are_drawn(tmp_path):
     with stats.timing("step"):
         observe("batch", step=3, version=3, batch=batch)
         with stats.timing("update_weights"):
-            push.push(iter(()), 4)
+            update.send(iter(()), 4)
     tracing.commit(
         3, {"rollout/accepted": 9, "rollout/stale": 1, "loss": 2.0, "rollout/reward": float("nan")}
     )
     tracing.close()
-    assert pushed == [4]
+    assert sent == [4]
     assert [event["name"] for event in slices(tmp_path, "stage")] == ["push", "update_weights", "step"]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     counters = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
@@ -130,8 +130,8 @@ def test_pushes_stages_and_staleness_are_drawn(tmp_path):
         "weight version": {"version": 4},
         "prompts": {"accepted": 9, "stale": 1},
     }
-    (taken,) = (event["args"] for event in events if event["ph"] == "i")
-    assert taken == {"step": 3, "version": 3, "prompts": [5, 6], "tokens": 6}
+    (event_args,) = (event["args"] for event in events if event["ph"] == "i")
+    assert event_args == {"step": 3, "version": 3, "prompts": [5, 6], "tokens": 6}
 
 
 @pytest.mark.parametrize("save_interval", [1, 2])
@@ -146,7 +146,7 @@ def test_events_reach_the_disk_every_save_interval(tmp_path, save_interval):
     assert lines == (2 if save_interval == 1 else 1)
 
 
-def test_a_run_that_ends_with_an_error_says_so_in_the_trace(tmp_path):
+def test_a_run_that_ends_with_an_error_records_it_in_the_trace(tmp_path):
     tracing = Tracing(Trace(tmp_path, 0, 1, {}))
     tracing.observers[0]("end", steps=1, error="ValueError: no")
     tracing.close()

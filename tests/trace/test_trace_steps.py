@@ -1,11 +1,11 @@
-"""Where steps spent their time: the sums, the named episode, and the advice that follows from them, on traces made by hand."""
+"""The time of steps: sums, the named episode, and the resulting advice, on constructed traces."""
 
 import json
 
 import pytest
 from click.testing import CliRunner
 
-from areal_core.telemetry.trace import TRAINER_LANE, Trace
+from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_debug.cli.trace import command
 from areal_debug.trace_read import read_run
 from areal_debug.trace_steps import percentile, report_on
@@ -14,7 +14,7 @@ OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollout
 
 
 class ByHand:
-    """Writes a rank's trace with the times that a test chooses, in seconds after its start."""
+    """Write a rank's trace with the times that a test chooses, in seconds after its start."""
 
     def __init__(self, folder, rank=0, world_size=1, **options):
         self.trace = Trace(folder, rank, world_size, OPTIONS | options)
@@ -26,23 +26,23 @@ class ByHand:
         """A step whose stages follow each other."""
         at = start
         for name, seconds in stages.items():
-            self.trace.complete(name, "stage", self.at(at), self.at(at + seconds), TRAINER_LANE, {})
+            self.trace.complete(name, "stage", self.at(at), self.at(at + seconds), TRAINER_TRACK, {})
             at += seconds
             if name == "rollout":
                 args = {"step": number, "version": number, "prompts": [number], "tokens": 100}
                 event = {"ph": "i", "s": "p", "name": "batch", "cat": "batch", "tid": 0, "args": args}
                 self.trace._add(event | {"ts": at * 1e6})
-                ages = {"ph": "C", "name": "staleness", "cat": "counter", "tid": 0}
-                self.trace._add(ages | {"ts": at * 1e6, "args": {"mean": 0.25 * number, "max": number}})
-        self.trace.complete("step", "stage", self.at(start), self.at(at + 0.1), TRAINER_LANE, {})
+                staleness = {"ph": "C", "name": "staleness", "cat": "counter", "tid": 0}
+                self.trace._add(staleness | {"ts": at * 1e6, "args": {"mean": 0.25 * number, "max": number}})
+        self.trace.complete("step", "stage", self.at(start), self.at(at + 0.1), TRAINER_TRACK, {})
 
     def episode(self, prompt, sample, start, generation=0.0, reward=0.0, own=0.0, tokens=10):
-        lane = 1 + sample
+        track = 1 + sample
         name, middle = f"episode {prompt}.{sample}", start + generation
         for kind, a, b in (("generation", start, middle), ("reward", middle, middle + reward)):
-            self.trace.complete(kind, kind, self.at(a), self.at(b), lane, {"episode": name})
+            self.trace.complete(kind, kind, self.at(a), self.at(b), track, {"episode": name})
         args = {"prompt_id": prompt, "sample_id": sample, "status": "accepted", "tokens": tokens}
-        self.trace.complete(name, "episode", self.at(start), self.at(middle + reward + own), lane, args)
+        self.trace.complete(name, "episode", self.at(start), self.at(middle + reward + own), track, args)
 
 
 def report_of(folder, step=None):
@@ -56,7 +56,7 @@ def quick_steps(run, numbers, **episode):
             run.episode(number, sample, 10 * number, **({"generation": 0.9, "reward": 0.1} | episode))
 
 
-def test_a_step_is_told_by_its_stages_and_the_rest_is_other(tmp_path):
+def test_a_step_is_divided_into_its_stages_and_the_rest_is_other(tmp_path):
     run = ByHand(tmp_path)
     quick_steps(run, range(3))
     run.trace.close()
@@ -77,7 +77,7 @@ def test_a_step_is_told_by_its_stages_and_the_rest_is_other(tmp_path):
     assert times.generation.p50_s == pytest.approx(0.9)
 
 
-def test_the_long_tail_is_named_with_the_episode_and_the_options_that_mend_it(tmp_path):
+def test_the_long_tail_is_named_with_the_episode_and_the_options_that_fix_it(tmp_path):
     run = ByHand(tmp_path)
     quick_steps(run, range(4))
     run.step(4, 50, rollout=9.0, train_step=0.5)
@@ -132,7 +132,7 @@ def test_each_stage_has_its_own_advice(tmp_path, stage, option):
     assert option in report.finding.change
 
 
-def test_the_rank_that_waited_longest_tells_of_the_step(tmp_path):
+def test_the_step_is_described_by_the_rank_that_waited_longest(tmp_path):
     for rank, wait in ((0, 0.5), (1, 3.0)):
         run = ByHand(tmp_path, rank, 2)
         run.step(0, 0, rollout=wait, train_step=4.0 - wait)
@@ -143,7 +143,7 @@ def test_the_rank_that_waited_longest_tells_of_the_step(tmp_path):
     assert shown.stages["rollout"] == pytest.approx(3.0)
 
 
-def test_of_ranks_that_share_rows_the_one_that_sampled_tells_of_the_step(tmp_path):
+def test_of_ranks_that_share_rows_the_one_that_sampled_describes_the_step(tmp_path):
     for rank, wait in ((0, 3.0), (1, 3.1)):
         run = ByHand(tmp_path, rank, 2)
         run.step(0, 0, rollout=wait)
@@ -163,7 +163,7 @@ def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-def test_the_command_exits_with_1_and_tells_the_same_as_json_when_a_step_was_slow(tmp_path):
+def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_slow(tmp_path):
     run = ByHand(tmp_path / "trace")
     quick_steps(run, range(3))
     run.step(3, 40, rollout=9.0)
@@ -187,12 +187,12 @@ def test_a_steady_run_exits_with_0(tmp_path):
     assert "Steady" in done.output
 
 
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path):
+def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}\n')
     (tmp_path / "empty").mkdir()
     trace = ByHand(tmp_path / "young")
     trace.trace.close()
-    for given, said in (
+    for given, message in (
         ("absent", "does not exist"),
         ("empty", "rollout.enable_rollout_tracing=true"),
         ("other.json", "is no trace that a run of ours wrote"),
@@ -200,7 +200,7 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path):
     ):
         done = call(tmp_path / given)
         assert done.exit_code == 2
-        assert said in done.output
+        assert message in done.output
     run = ByHand(tmp_path / "run")
     quick_steps(run, range(2))
     run.trace.close()

@@ -1,4 +1,4 @@
-"""A real asynchronous run, traced: what its files hold, and what the command says of it."""
+"""A real asynchronous run, traced: the content of its files, and the command's report."""
 
 import json
 import os
@@ -32,9 +32,9 @@ def test_a_traced_run_leaves_one_file_that_explains_its_steps(tiny_model, tmp_pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     logs = next((tmp_path / "logs").glob("*/tiny/test"))
-    told = CliRunner().invoke(command, [str(logs), "--json"])
-    assert told.exit_code in (0, 1), told.output
-    report = json.loads(told.stdout)
+    result = CliRunner().invoke(command, [str(logs), "--json"])
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.stdout)
     assert [step["step"] for step in report["steps"]] == [0, 1, 2, 3]
     for step in report["steps"]:
         assert step["num_episodes"] == 16

@@ -1,4 +1,4 @@
-"""The merged file in the viewers it is made for: Perfetto's own engine and chrome://tracing's own importer, in a real browser."""
+"""The merged file in its viewers: Perfetto's engine and chrome://tracing's importer, in a browser."""
 
 import asyncio
 import functools

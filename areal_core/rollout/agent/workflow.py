@@ -37,7 +37,7 @@ from areal_core.rollout.agent.proxy import AgentProxy
 from areal_core.rollout.agent.rewards import rewards_by_id
 from areal_core.rollout.agent.server import InProcessTransport, ProxyServer
 from areal_core.rollout.agent.sessions import Session
-from areal_core.rollout.engine import InferenceEngine
+from areal_core.rollout.engine import TokenSampler
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import sampling_from
 
@@ -82,7 +82,7 @@ class AgentWorkflow:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells each of a million calls
         self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
         """One run of the agent, as rows. Raises the agent's own exception, or the engine's if that was the cause."""
         session = self.server.proxy.sessions.open(engine.agenerate, asyncio.get_running_loop())
         try:
