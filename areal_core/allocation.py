@@ -10,12 +10,9 @@ sizes      := (letter number)+                          letters d t p c e: data,
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from areal_core.errors import AllocationError
-
-if TYPE_CHECKING:
-    from areal_core.config import BaseExperimentConfig
 
 Kind = Literal["decoupled", "colocated", "train_only", "servers_only", "eval"]
 TOKEN = re.compile(r"(?P<name>\[\w+\])|(?P<word>[a-z_]{2,})|(?P<size>[a-z]\d+)|(?P<mark>.)", re.DOTALL)
@@ -95,25 +92,32 @@ def allocation_from_backends(rollout_backend: str, train_backend: str) -> Alloca
     )
 
 
-def resolve_allocation(config: "BaseExperimentConfig") -> Allocation:
-    """The run's allocation: `allocation_mode`, or else the `backend` of rollout and actor. Raises AllocationError."""
-    rollout = getattr(config, "rollout", None)  # supervised runs have no rollout
-    engine, trainer = rollout.backend if rollout is not None else "", config.actor.backend
-    if not (config.allocation_mode or engine or trainer):
+def resolve_allocation(allocation_mode: str, rollout_backend: str, actor_backend: str) -> Allocation:
+    """Return the allocation of a run: `allocation_mode`, or else the two backends joined.
+
+    Args:
+        allocation_mode: the allocation of the run; "" if the backends define it.
+        rollout_backend: "sglang:d4", "embedded", "sglang" (next to `allocation_mode` only) or "".
+        actor_backend: "fsdp:d4", "fsdp" (next to `allocation_mode` only) or "".
+
+    Raises:
+        AllocationError: all are empty, one cannot be parsed, or they disagree.
+    """
+    if not (allocation_mode or rollout_backend or actor_backend):
         raise AllocationError(
             "allocation_mode, rollout.backend and actor.backend are all empty; "
             "give for example allocation_mode='embedded|fsdp:d1' or 'sglang:d1+fsdp:d2'"
         )
-    if not config.allocation_mode:
-        return allocation_from_backends(engine, trainer)
-    allocation = parse_allocation(config.allocation_mode)
-    # Beside allocation_mode, files of 2025 name the bare kind of engine; that says nothing about sizes.
-    engine = "" if engine == "sglang" else engine
-    trainer = "" if trainer == "fsdp" else trainer
+    if not allocation_mode:
+        return allocation_from_backends(rollout_backend, actor_backend)
+    allocation = parse_allocation(allocation_mode)
+    # Next to allocation_mode, configs of 2025 name the bare kind of engine, which implies no sizes.
+    engine = "" if rollout_backend == "sglang" else rollout_backend
+    trainer = "" if actor_backend == "fsdp" else actor_backend
     other = allocation_from_backends(engine or allocation.engine, trainer or allocation.trainer)
     if (other.engine, other.trainer) != (allocation.engine, allocation.trainer):
         raise AllocationError(
-            f"allocation_mode is {config.allocation_mode!r}, but rollout.backend is {engine!r} and "
+            f"allocation_mode is {allocation_mode!r}, but rollout.backend is {engine!r} and "
             f"actor.backend is {trainer!r}; keep one of the two spellings"
         )
     return allocation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_core.allocation import Allocation, Parallel, resolve_allocation
+from areal_core.allocation import Allocation, Parallel
 from areal_core.config.engine_checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
 from areal_core.dataset.sources import get_dataset, jsonl_of_split, read_rows
@@ -77,7 +77,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         ConfigError: the job cannot be placed, has no step to train, or asks for a package that is not installed.
         DatasetError: the dataset is here and cannot be read.
     """
-    allocation = resolve_allocation(config)
+    allocation = config.allocation
     refuse_missing_packages(config)
     steps = plan_length(config) if allocation.train is not None else None
     step = plan_step(config, allocation) if steps is not None else ()

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config.engine_checks import ENGINE_COUPLINGS, without_effect_on_a_cpu
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areal_core.config.lora_checks import LORA_COUPLINGS, SERVED_LORA_COUPLINGS
@@ -20,18 +19,29 @@ from areal_core.errors import AllocationError, ConfigError
 def check_config(config: BaseExperimentConfig) -> list[str]:
     """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
     values = flat_values(config)
-    couplings = COUPLINGS + LORA_COUPLINGS
-    couplings += PPO_COUPLINGS + SERVED_LORA_COUPLINGS if isinstance(config, PPOConfig) else ()
-    couplings += PAIR_COUPLINGS if isinstance(config, DPOConfig | RWConfig) else ()
-    couplings += DPO_COUPLINGS if isinstance(config, DPOConfig) else ()
     problems = [*wrong_values(config), *not_yet(values, refused=True)]
     try:
-        problems += [problem for coupling in couplings for problem in coupling(config)]
-    except AllocationError as error:  # the other couplings that ask for it would say the same
+        problems += list(disagreements(config))
+    except AllocationError as error:  # every other coupling that reads the allocation would raise it, too
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return [*not_yet(values, refused=False), *without_effect_on_a_cpu(config)]
+
+
+def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield one sentence for each disagreement between options. Raises AllocationError."""
+    for common in COUPLINGS + LORA_COUPLINGS:
+        yield from common(config)
+    if isinstance(config, PPOConfig):
+        for of_ppo in PPO_COUPLINGS + SERVED_LORA_COUPLINGS:
+            yield from of_ppo(config)
+    if isinstance(config, DPOConfig | RWConfig):
+        for of_pairs in PAIR_COUPLINGS:
+            yield from of_pairs(config)
+    if isinstance(config, DPOConfig):
+        for of_dpo in DPO_COUPLINGS:
+            yield from of_dpo(config)
 
 
 def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
@@ -90,7 +100,7 @@ def recorded_steps_are_said_once(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
-    allocation = resolve_allocation(config)
+    allocation = config.allocation
     if allocation.train is None:
         return
     batch_size, num_ranks = config.train_dataset.batch_size, allocation.train.data

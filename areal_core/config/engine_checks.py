@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import TrainEngineConfig
 from areal_core.config.experiment import BaseExperimentConfig
 
@@ -14,7 +13,7 @@ def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def compiled_layers_are_whole(config: BaseExperimentConfig) -> Iterator[str]:
-    train = resolve_allocation(config).train
+    train = config.allocation.train
     for name, engine in engines_of(config):
         if engine.fsdp.compile and train is not None and train.tensor > 1:
             yield (

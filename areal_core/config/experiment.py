@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from areal_core.allocation import Allocation, resolve_allocation
 from areal_core.config.engine import (
     DPOEngineConfig,
     PPOActorConfig,
@@ -160,9 +161,15 @@ class ConsistencyConfig:
     )
 
 
+class TrainsActor:
+    """Declare the section that every method has. It is a field of each method's own config class, of its own type."""
+
+    actor: TrainEngineConfig
+
+
 @dataclass
-class BaseExperimentConfig:
-    """What every method needs."""
+class BaseExperimentConfig(TrainsActor):
+    """Options of every method."""
 
     experiment_name: str = option(REQUIRED, "Name of the experiment; part of every path.")
     trial_name: str = option(REQUIRED, "Name of this attempt; part of every path.")
@@ -202,6 +209,11 @@ class BaseExperimentConfig:
                 if isinstance(engine, TrainEngineConfig):
                     engine.offload = True
 
+    @property
+    def allocation(self) -> Allocation:
+        """The sizes and backends of rollout and training. Raises AllocationError."""
+        return resolve_allocation(self.allocation_mode, "", self.actor.backend)
+
 
 @dataclass
 class PPOConfig(BaseExperimentConfig):
@@ -223,6 +235,11 @@ class PPOConfig(BaseExperimentConfig):
     teacher: TeacherConfig | None = option(None, "The model that is distilled.")
     dynamic_bs: bool = option(False, "Rejected prompts keep their place in a batch, which is then smaller.")
     consistency: ConsistencyConfig = section(ConsistencyConfig, "Engine logprobs against the trainer's.")
+
+    @property
+    def allocation(self) -> Allocation:
+        """The sizes and backends of rollout and training. Raises AllocationError."""
+        return resolve_allocation(self.allocation_mode, self.rollout.backend, self.actor.backend)
 
 
 GRPOConfig = PPOConfig

@@ -5,7 +5,6 @@ What servers get: the adapter, if `serves_adapters`; else the model with its ada
 
 from collections.abc import Iterator
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import TrainEngineConfig
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig
 
@@ -18,7 +17,7 @@ ADAPTERS_AT_ONCE = (
 def serves_adapters(config: PPOConfig) -> bool:
     """Whether servers are sent the adapter alone."""
     asked = config.rollout.use_lora or bool(config.sglang.enable_lora)
-    return config.actor.use_lora and asked and resolve_allocation(config).rollout_backend == "sglang"
+    return config.actor.use_lora and asked and config.allocation.rollout_backend == "sglang"
 
 
 def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
@@ -35,7 +34,7 @@ def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
             continue
         if model.lora_rank < 1 or model.lora_alpha <= 0:
             yield f"{name}.lora_rank is {model.lora_rank} and {name}.lora_alpha is {model.lora_alpha}; expected 1 or more, and above 0"
-        train = resolve_allocation(config).train
+        train = config.allocation.train
         if train is not None and train.tensor > 1:
             yield (
                 f"{name}.use_lora is True and the allocation trains with {train}; adapters are not divided among "

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config.engine import NormConfig
 from areal_core.config.experiment import PPOConfig
 from areal_core.config.presets import shown
@@ -67,11 +66,12 @@ def temperatures_agree(config: PPOConfig) -> Iterator[str]:
 
 
 def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
-    if config.actor.kl_ctl > 0 and config.ref is None:
-        yield f"actor.kl_ctl is {config.actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
-    elif config.actor.kl_ctl > 0 and config.ref.temperature != config.actor.temperature:
+    actor, ref = config.actor, config.ref
+    if actor.kl_ctl > 0 and ref is None:
+        yield f"actor.kl_ctl is {actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
+    elif actor.kl_ctl > 0 and ref is not None and ref.temperature != actor.temperature:
         yield (
-            f"ref.temperature is {config.ref.temperature} and actor.temperature is {config.actor.temperature}; "
+            f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; "
             "the KL penalty compares the two: they must be equal"
         )
 
@@ -86,7 +86,7 @@ def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
         for name, model in models.items()
         if model is not None
     }
-    if resolve_allocation(config).rollout_backend == "sglang":
+    if config.allocation.rollout_backend == "sglang":
         limits["sglang.context_length"] = config.sglang.context_length
     for name, limit in limits.items():
         if limit is not None and limit < longest:
@@ -162,7 +162,7 @@ def proximal_policy_is_there_to_compare(config: PPOConfig) -> Iterator[str]:
 
 def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
     num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
-    train = resolve_allocation(config).train
+    train = config.allocation.train
     per_rank = num_rows // train.data if train is not None else num_rows
     for name, model in {"actor": config.actor, "critic": config.critic}.items():
         if model is not None and model.ppo_n_minibatches > max(per_rank, 1):

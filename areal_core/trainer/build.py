@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from areal_core.allocation import Parallel, resolve_allocation
+from areal_core.allocation import Parallel
 from areal_core.config import (
     BaseExperimentConfig,
     DPOConfig,
@@ -72,7 +72,7 @@ def trainer_sizes(config: AnyConfig) -> Parallel:
     Without an allocation, in a config that a script built, ranks are data parallel only.
     """
     has_allocation = config.allocation_mode or config.actor.backend
-    return (resolve_allocation(config).train if has_allocation else None) or Parallel()
+    return (config.allocation.train if has_allocation else None) or Parallel()
 
 
 def load_tokenizer(config: AnyConfig) -> PreTrainedTokenizerBase:

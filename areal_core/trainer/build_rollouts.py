@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.allocation import resolve_allocation
 from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.config.lora_checks import serves_adapters
@@ -61,7 +60,7 @@ def build_live_rollouts(
     Raises:
         ConfigError: the allocation has no rollout engine.
     """
-    backend = resolve_allocation(config).rollout_backend
+    backend = config.allocation.rollout_backend
     if backend is None:
         raise ConfigError(
             f"allocation_mode is {config.allocation_mode!r}, which has no rollout engine: add 'sglang:dN+' or "
@@ -107,7 +106,7 @@ def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -
         assert live is not None
         return live
     push = None
-    if live is None and resolve_allocation(config).rollout_backend == "sglang":
+    if live is None and config.allocation.rollout_backend == "sglang":
         ranks.barrier()  # the other ranks are at the one in `build_sglang`
         push = build_push(config, ranks, pool=None)
     return SharedRollouts(live, push, ranks.share, serves_adapters(config))

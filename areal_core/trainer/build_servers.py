@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from areal_core.allocation import resolve_allocation
 from areal_core.config import PPOConfig
 from areal_core.config.lora_checks import serves_adapters
 from areal_core.engine.lora import Adapter
@@ -86,7 +85,7 @@ def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> Weig
         return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
     if actor.weight_update_mode == "disk":
         return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
-    rollout = resolve_allocation(config).rollout
+    rollout = config.allocation.rollout
     assert rollout is not None
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     ranks_per_server = rollout.world_size // rollout.data

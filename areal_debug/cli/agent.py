@@ -141,13 +141,12 @@ def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str,
     import json
     import sys
 
-    from areal_core.allocation import resolve_allocation
     from areal_core.launch.job import Job
     from areal_core.launch.run import run as run_attempts
     from areal_core.paths import run_folder
     from areal_debug import agent_rollout
 
-    allocation = resolve_allocation(config)
+    allocation = config.allocation
     if allocation.train is None:
         fail(
             "the allocation has no training part, so there is no trainer to roll out in: add one, as in 'sglang:d1+fsdp:d2'"

@@ -61,10 +61,9 @@ def command(
 
 def ranks_of(arguments: list[str]) -> int:
     """The trainer's ranks as the config's allocation says. Raises ConfigError for what is wrong with the config."""
-    from areal_core.allocation import resolve_allocation
     from areal_core.config import PPOConfig, load_expr_config
 
-    train = resolve_allocation(load_expr_config(arguments, PPOConfig)[0]).train
+    train = load_expr_config(arguments, PPOConfig)[0].allocation.train
     if train is None:
         raise ValueError("the allocation has no training part, so there is no step to take")
     return train.world_size

@@ -54,7 +54,6 @@ def command(
 
     OVERRIDES change options of the config: actor.optimizer.lr=1e-5.
     """
-    from areal_core.allocation import resolve_allocation
     from areal_core.launch.debug_env import debug_environment, make_folders
     from areal_core.launch.job import Job
     from areal_core.launch.run import run
@@ -75,7 +74,7 @@ def command(
         fail("--json goes with --dry-run")
     config = read_config(arguments, path)
     replays = config.debug.replay_rollout_data
-    allocation = resolve_allocation(config)
+    allocation = config.allocation
     if allocation.train is not None:
         check_record(config)
     elif config.debug.dump_rollout_data or replays:

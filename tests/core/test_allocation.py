@@ -11,7 +11,6 @@ from areal_core.allocation import (
     Parallel,
     allocation_from_backends,
     parse_allocation,
-    resolve_allocation,
 )
 from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import AllocationError
@@ -97,17 +96,17 @@ def test_separate_backends_join_to_one_allocation():
 
 def test_config_gives_its_allocation_in_either_spelling():
     config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
-    assert resolve_allocation(config) == decoupled(1, 2)
+    assert config.allocation == decoupled(1, 2)
     config.allocation_mode, config.rollout.backend, config.actor.backend = "", "sglang:d1", "fsdp:d2"
-    assert resolve_allocation(config) == decoupled(1, 2)
-    assert resolve_allocation(SFTConfig(allocation_mode="fsdp:d2")).train == Parallel(2)
+    assert config.allocation == decoupled(1, 2)
+    assert SFTConfig(allocation_mode="fsdp:d2").allocation.train == Parallel(2)
 
 
 def test_two_spellings_that_disagree_are_refused():
     config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
     config.rollout.backend, config.actor.backend = "sglang:d1", "fsdp:d4"
     with pytest.raises(AllocationError, match=r"sglang:d1\+fsdp:d2.*fsdp:d4.*keep one"):
-        resolve_allocation(config)
+        _ = config.allocation
 
 
 def test_backends_beside_an_allocation_that_agree_pass():
@@ -119,9 +118,9 @@ def test_backends_beside_an_allocation_that_agree_pass():
         ("sglang.d1t1", "fsdp:d2p1"),
     ):
         config.rollout.backend, config.actor.backend = engine, trainer
-        assert resolve_allocation(config) == decoupled(1, 2)
+        assert config.allocation == decoupled(1, 2)
 
 
 def test_no_allocation_at_all_is_refused_with_an_example():
     with pytest.raises(AllocationError, match=r"all empty.*embedded"):
-        resolve_allocation(PPOConfig())
+        _ = PPOConfig().allocation
