@@ -15,13 +15,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config.checks import check_config
-from areal_core.config.experiment import PPOConfig
+from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
 from areal_core.config.older_names import translate_older_names
 from areal_core.config.option import REQUIRED
 from areal_core.config.presets import expand_preset, leaves, named, split_algorithm
 from areal_core.errors import ConfigError
 
-C = TypeVar("C")
+C = TypeVar("C")  # any dataclass of options
+E = TypeVar("E", bound=BaseExperimentConfig)
 logger = logging.getLogger(__name__)
 ELSEWHERE = {  # names that upstream had, or has for what is not built here
     "model": "it is called 'actor'",
@@ -34,7 +35,7 @@ ELSEWHERE = {  # names that upstream had, or has for what is not built here
 }
 
 
-def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
+def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
     """Read a config as `load_with_notes` does, log its notes, and return it with the file's path. Raises ConfigError."""
     config, path, notes = load_with_notes(argv, cls)
     if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
@@ -43,7 +44,7 @@ def load_expr_config(argv: Sequence[str], cls: type[C]) -> tuple[C, str]:
     return config, path
 
 
-def load_with_notes(argv: Sequence[str], cls: type[C]) -> tuple[C, str, list[str]]:
+def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str]]:
     """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls` and check it.
 
     `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default; `algorithm` names a preset (presets.py).
@@ -78,9 +79,10 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
     refuse_unknown_keys(tree, cls, source)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), tree)
-        missing = next(missing_options(OmegaConf.to_container(merged, resolve=False)), None)
+        missing = next(missing_options(container_of(merged)), None)
         if missing is None:
-            return OmegaConf.to_object(merged)  # type: ignore[return-value]
+            built: Any = OmegaConf.to_object(merged)
+            return built
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{source}: {error.full_key or 'the file'}: {reason}") from None
@@ -123,11 +125,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 def read_yaml(path: str) -> dict[str, Any]:
     """The file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
     try:
-        tree = (
-            OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            if Path(path).read_text().strip()
-            else {}
-        )
+        tree = container_of(OmegaConf.load(path)) if Path(path).read_text().strip() else {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -137,6 +135,11 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a list; expected options such as 'seed: 1'")
     return tree
+
+
+def container_of(options: Any) -> Any:
+    """OmegaConf's `options` as nested dicts and lists, interpolations not yet resolved."""
+    return OmegaConf.to_container(options, resolve=False)
 
 
 def apply_override(tree: dict[str, Any], override: str, cls: type) -> None:
@@ -167,7 +170,7 @@ def apply_override(tree: dict[str, Any], override: str, cls: type) -> None:
 def parsed_value(source: str, text: str) -> Any:
     """`text` as YAML: numbers, true, null, [1, 2] and {a: 1} mean what they mean in a file."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
+        return container_of(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source}: the value is not valid YAML: {' '.join(str(error).split())}") from None
 
@@ -237,7 +240,7 @@ def sections_of(cls: type) -> dict[str, type | None]:
 def dataclass_in(annotation: Any) -> type | None:
     """The dataclass in `X` or `X | None`."""
     members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return next((member for member in members if dataclasses.is_dataclass(member)), None)
+    return next((m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)), None)
 
 
 def help_of(cls: type, option: str) -> str:

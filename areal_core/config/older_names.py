@@ -111,7 +111,7 @@ def levels_of_norms(actor: Tree) -> Iterator[str]:
         norm = actor.get(name)
         if isinstance(norm, dict):
             norm |= {level: None for level in ("mean_level", "std_level") if norm.get(level) == "none"}
-    older = [name for name in ("group_reward_norm", "group_adv_norm") if name in actor]
+    older: list[str] = [name for name in ("group_reward_norm", "group_adv_norm") if name in actor]
     older += ["adv_norm"] if isinstance(actor.get("adv_norm"), bool) else []
     if not older:
         return

@@ -31,7 +31,7 @@ def like_actor(section: str) -> Options:
 
 def optimizer_of_actor(section: str) -> Options:
     """The actor's optimizer, option by option, so that one of them may be one's own."""
-    names = ("type", "lr", "weight_decay", "beta1", "beta2", "eps", "min_lr_ratio")
+    names: tuple[str, ...] = ("type", "lr", "weight_decay", "beta1", "beta2", "eps", "min_lr_ratio")
     names += ("lr_scheduler_type", "warmup_steps_proportion", "gradient_clipping")
     return {f"{section}.optimizer.{name}": f"${{actor.optimizer.{name}}}" for name in names}
 

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,9 +200,8 @@ def blocking(handler: Any, *arguments: Any) -> Any:
 
     async def handle(request: web.Request) -> web.Response:
         text = await request.text()
-        return web.json_response(
-            await asyncio.to_thread(handler, *arguments, json.loads(text) if text else {})
-        )
+        body = json.loads(text) if text else {}
+        return web.json_response(await asyncio.to_thread(partial(handler, *arguments), body))
 
     return handle
 

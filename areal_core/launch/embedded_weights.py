@@ -106,7 +106,7 @@ class ServedWeights:
 
     def join_group(self, body: dict[str, Any]) -> dict[str, Any]:
         name, world_size = body["group_name"], body["world_size"]
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # public in torch's documentation, not in its __all__
             body["master_address"],
             int(body["master_port"]),
             world_size,

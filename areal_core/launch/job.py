@@ -12,7 +12,7 @@ any way out (end, error, SIGTERM, SIGINT): every child is ended
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -54,9 +54,10 @@ class Job:
     @property
     def num_servers(self) -> int:
         """Inference servers to start."""
-        if not self.with_servers or self.allocation.rollout_backend != "sglang":
+        rollout = self.allocation.rollout
+        if not self.with_servers or self.allocation.rollout_backend != "sglang" or rollout is None:
             return 0
-        return self.allocation.rollout.data
+        return rollout.data
 
 
 class RunningServer(Protocol):
@@ -69,7 +70,7 @@ class RunningServer(Protocol):
         ...
 
 
-StartServers = Callable[[ExitStack], list[RunningServer]]  # the stack stops them
+StartServers = Callable[[ExitStack], Sequence[RunningServer]]  # the stack stops them
 RunRanks = Callable[[Mapping[str, str], Callable[[], bool]], int]  # (environment, healthy) -> exit code
 
 
@@ -88,7 +89,7 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
         if not job.num_servers:
             return run_ranks(env, lambda: True)
         try:
-            servers = start_servers(stack)
+            servers = list(start_servers(stack))
         except ServerFailed as failure:
             print(failure, file=sys.stderr)
             return 1

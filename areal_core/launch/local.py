@@ -15,10 +15,13 @@ def launch(job: Job) -> int:
     """Runs a job here; its exit code, as `run_job` gives it."""
 
     def run(env: Mapping[str, str], healthy: Callable[[], bool]) -> int:
-        if job.num_servers and job.allocation.kind != "colocated" and device_of(job.config) == "cuda":
-            num_taken = job.allocation.rollout.world_size
+        rollout, train = job.allocation.rollout, job.allocation.train
+        assert train is not None  # `run_job` starts no ranks without one
+        separate = job.num_servers and job.allocation.kind != "colocated"
+        if separate and rollout is not None and device_of(job.config) == "cuda":
+            num_taken = rollout.world_size
             env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[num_taken:])}
-        return run_ranks(job.script_argv, job.allocation.train.world_size, env, job.log_dir, healthy)
+        return run_ranks(job.script_argv, train.world_size, env, job.log_dir, healthy)
 
     return run_job(job, lambda stack: start_servers(job, stack), run)
 

@@ -39,7 +39,7 @@ def place(job: Job) -> Placement:
             "on several machines the first must be a multiple of the second"
         )
     rollout = job.allocation.rollout
-    size = rollout.world_size // rollout.data if job.num_servers else 1
+    size = rollout.world_size // rollout.data if job.num_servers and rollout is not None else 1
     if size > per_node:
         raise ConfigError(
             f"a server of the allocation has {size} devices and cluster.n_gpus_per_node is {per_node}; "

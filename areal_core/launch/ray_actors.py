@@ -6,6 +6,7 @@ A child ends with the thread that started it, so with its actor.
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -23,7 +24,7 @@ class AgentActor:
 
     def address(self) -> tuple[str, int]:
         """This machine's address, and a port that is free on it."""
-        host = ray.util.get_node_ip_address()
+        host = own_address()
         return host, free_port(host)
 
     def run(self, command: list[str], env: dict[str, str], log: str, folder: str) -> int:
@@ -50,18 +51,28 @@ class ServerActor:
 
     def start(self, plan: ServerPlan) -> str:
         """Starts the server; its address."""
-        self._server = start_server(plan, ray.util.get_node_ip_address())
+        self._server = start_server(plan, own_address())
         return self._server.server.address
 
     def wait_until_ready(self) -> None:
         """Raises `ServerFailed`."""
-        self._server.wait_until_ready()
+        self._started().wait_until_ready()
 
     def wait(self) -> int:
         """Waits for the end of the server; its exit code."""
-        return self._server.process.wait()
+        return self._started().process.wait()
 
     def stop(self) -> None:
         """Ends the server with all its workers."""
         if self._server is not None:
             self._server.stop()
+
+    def _started(self) -> SGLangServer:
+        assert self._server is not None, "start() comes first"
+        return self._server
+
+
+def own_address() -> str:
+    """The address of this machine as Ray knows it."""
+    address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
+    return address()

@@ -13,6 +13,7 @@ a driver that dies: Ray ends the actors, and their children end with them (`proc
 Logs go to the run's log folder, which all machines must see.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -56,7 +57,7 @@ CONNECT_TIMEOUT_S = 10.0
 class RayServer:
     """A server as the driver sees it."""
 
-    def __init__(self, server: Server, end: ray.ObjectRef) -> None:
+    def __init__(self, server: Server, end: "ray.ObjectRef[int]") -> None:
         self.server = server
         self._end = end
 
@@ -106,7 +107,7 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         if port.isdigit() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster can be reached at {where!r} ({str(error).splitlines()[0]}): start one with "
@@ -128,7 +129,13 @@ def device_of(device: str) -> str:
     """ "cpu" or "cuda", as the config says or the cluster has it."""
     if device != "auto":
         return device
-    return "cuda" if "GPU" in ray.cluster_resources() else "cpu"
+    return "cuda" if "GPU" in cluster_resources() else "cpu"
+
+
+def cluster_resources() -> dict[str, float]:
+    """The CPUs, GPUs and bytes of memory of the cluster, by Ray's names of them."""
+    resources: Any = ray.cluster_resources  # Ray leaves it without annotations
+    return resources()
 
 
 def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
@@ -164,7 +171,7 @@ def placed(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[Placem
     except GetTimeoutError:
         raise ConfigError(
             f"Ray had no room for {describe(bundles)} within {timeout_s:.0f} s (launcher.ray.placement_timeout_s); "
-            f"it has {describe([ray.cluster_resources()])} in all: lower launcher.*_cpus_per_gpu or "
+            f"it has {describe([cluster_resources()])} in all: lower launcher.*_cpus_per_gpu or "
             "launcher.*_mem_per_gpu (0 asks for none), or wait for others to end"
         ) from None
     finally:
@@ -187,7 +194,7 @@ def make_actor(
 ) -> Any:
     """An actor in bundle `index`, with all of it; `actors` stops it."""
     needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0} | bundles[index]
-    actor = (
+    actor: Any = (
         ray.remote(kind)
         .options(
             num_cpus=needs["CPU"],
@@ -258,7 +265,7 @@ def run_agents(
     return failure.exit_code if failure is not None else code
 
 
-def poll_agents(running: list[ray.ObjectRef]) -> int | None:
+def poll_agents(running: list["ray.ObjectRef[int]"]) -> int | None:
     """Waits a moment; the code of an agent that failed, 0 when all have ended well, None while some run on."""
     for ended in ray.wait(running, timeout=POLL_S)[0]:
         running.remove(ended)

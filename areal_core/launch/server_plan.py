@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_core.config import BaseExperimentConfig
+from areal_core.config import PPOConfig
 from areal_core.config.lora_checks import ALL_LINEAR
+from areal_core.errors import ConfigError
 from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment
 from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
 
@@ -30,6 +31,13 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
     config, rollout = job.config, job.allocation.rollout
     named = parse_environment("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
     env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **named}
+    if not job.num_servers or rollout is None:
+        return []
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(
+            f"the allocation {job.allocation} has inference servers and {type(config).__name__} has no rollout "
+            "section: use an allocation that only trains, such as 'fsdp:d1'"
+        )
     devices_per_server = rollout.world_size // rollout.data
     plans = []
     for i in range(job.num_servers):
@@ -46,7 +54,7 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
     return plans
 
 
-def adapted_modules(config: BaseExperimentConfig) -> list[str]:
+def adapted_modules(config: PPOConfig) -> list[str]:
     """The modules that a server makes room for adapters in."""
     return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 

@@ -59,6 +59,7 @@ def submit(job: Job, placement: Placement) -> int:
     log.unlink(missing_ok=True)
     with ended_on_signals(), following(log):
         batch = start(["sbatch", "--parsable", "--wait", str(script)], {}, subprocess.PIPE)
+        assert batch.stdout is not None
         job_id = batch.stdout.readline().decode().strip().partition(";")[0]
         if not job_id.isdigit():
             reason = job_id + " " + batch.stdout.read().decode().strip()

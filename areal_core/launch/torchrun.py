@@ -106,6 +106,7 @@ def run_command(
     log.parent.mkdir(parents=True, exist_ok=True)
     with ended_on_signals(), log.open("wb") as file:
         process = start(command, env, subprocess.PIPE)
+        assert process.stdout is not None
         copying = threading.Thread(target=copy_output, args=(process.stdout, file, echo), daemon=True)
         copying.start()
         try:

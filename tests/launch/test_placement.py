@@ -3,10 +3,11 @@
 import pytest
 
 from areal_core.allocation import parse_allocation
-from areal_core.config import PPOConfig
+from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job, parse_environment
 from areal_core.launch.placement import Placement, place
+from areal_core.launch.server_plan import plan_servers
 
 
 def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8) -> Placement:
@@ -65,3 +66,16 @@ def test_environment_options_are_pairs():
         ConfigError, match=r"launcher.trainer_env_vars is 'A'; expected variables as 'A=1,B=2'"
     ):
         parse_environment("launcher.trainer_env_vars", "A")
+
+
+def test_a_job_that_only_trains_has_no_servers_to_plan(tmp_path):
+    config = SFTConfig(experiment_name="e", trial_name="t")
+    job = Job((), config, parse_allocation("fsdp:d2"), {}, tmp_path)
+    assert plan_servers(job, "cpu", share_devices=False) == []
+
+
+def test_servers_for_a_method_without_rollouts_are_refused(tmp_path):
+    config = SFTConfig(experiment_name="e", trial_name="t")
+    job = Job((), config, parse_allocation("sglang:d1+fsdp:d2"), {}, tmp_path)
+    with pytest.raises(ConfigError, match=r"sglang:d1\+fsdp:d2 has inference servers and SFTConfig has no"):
+        plan_servers(job, "cpu", share_devices=False)

@@ -46,7 +46,7 @@ def prompt_tokens(
 def render(tokenizer: PreTrainedTokenizerBase, call: Call) -> list[int]:
     """The whole conversation. An assistant's message at its end is gone on with."""
     goes_on = call.messages[-1].role == "assistant"
-    return tokenizer.apply_chat_template(
+    tokens: Any = tokenizer.apply_chat_template(
         [message.for_template() for message in call.messages],
         tools=list(call.tools) or None,
         add_generation_prompt=not goes_on,
@@ -54,6 +54,7 @@ def render(tokenizer: PreTrainedTokenizerBase, call: Call) -> list[int]:
         return_dict=False,
         **call.template_kwargs,
     )
+    return tokens
 
 
 def continuation_tokens(
@@ -68,8 +69,11 @@ def continuation_tokens(
     if the model has sampled it itself; a turn that was cut by its length gets it here, outside the loss.
     """
     stand_in = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_END}]
-    text = tokenizer.apply_chat_template(
-        [*stand_in, *messages], add_generation_prompt=True, tokenize=False, **(template_kwargs or {})
+    text: Any = tokenizer.apply_chat_template(
+        [*stand_in, *map(dict, messages)],
+        add_generation_prompt=True,
+        tokenize=False,
+        **(template_kwargs or {}),
     )
     tokens = tokenizer.encode(text.partition(TURN_END)[2], add_special_tokens=False)
     return tokens[1:] if tokens[:1] == [last_token] else tokens

@@ -105,7 +105,7 @@ def read_message(response: ModelResponse, call: Call, dialogue: Dialogue) -> Mes
         return message_by_template(dialogue.tokenizer, response.input_tokens, tokens, call)
     parser = dialogue.tool_call_parser if call.tools else "none"
     hide_special = dialogue.sampling.skip_special_tokens and not TOOL_FORMATS[parser].special
-    text = dialogue.tokenizer.decode(tokens, skip_special_tokens=hide_special)
+    text: Any = dialogue.tokenizer.decode(tokens, skip_special_tokens=hide_special)
     reasoning, content = split_reasoning(text, dialogue.reasoning_parser)
     content, tool_calls = parse_tool_calls(content, parser, call.tools)
     return Message("assistant", content, tool_calls, reasoning=reasoning)
@@ -122,7 +122,8 @@ def message_by_template(
             "the tokenizer has no response_template: set rollout.agent.tool_call_parser"
         ) from error
     except ValueError:
-        return Message("assistant", tokenizer.decode(tokens))
+        text: Any = tokenizer.decode(tokens)
+        return Message("assistant", text)
     found = [named_call(dump(item["function"])) for item in parsed.get("tool_calls") or ()]
     return Message(
         "assistant",

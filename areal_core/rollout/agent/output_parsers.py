@@ -159,7 +159,7 @@ def typed(value: str, function: str, parameter: str, tools: Tools) -> Any:
     """The text of an XML parameter: a string where the tool's schema says so, else JSON if it is JSON."""
     for tool in tools:
         match tool["function"]:
-            case {"name": name, "parameters": {"properties": {**properties}}} if name == function:
+            case {"name": name, "parameters": {"properties": dict(properties)}} if name == function:
                 if parameter in properties and properties[parameter]["type"] == "string":
                     return value
     parsed = json_value(value)

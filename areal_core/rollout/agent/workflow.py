@@ -70,7 +70,7 @@ class AgentWorkflow:
     ) -> None:
         self.options = options or AgentConfig()
         self.name = name_of(agent)
-        self.agent = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
+        self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
         proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
         if self.options.mode == "online":

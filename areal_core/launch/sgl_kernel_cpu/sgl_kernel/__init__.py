@@ -29,5 +29,10 @@ def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
+def pin_memory(self: Any, device: Any = None) -> Any:
+    """The tensor itself, in place of `torch.Tensor.pin_memory`."""
+    return self
+
+
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
-torch.Tensor.pin_memory = lambda self, device=None: self
+torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # the replacement is the purpose
