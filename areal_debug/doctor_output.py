@@ -16,6 +16,8 @@ STYLES = {"error": "red", "warning": "yellow"}
 def print_examination(out: Console, run: Run, found: Examination) -> None:
     """The whole report."""
     out.print(verdict_of(run, found))
+    if run.choice:
+        out.print(f"[yellow]{escaped(run.choice)}[/yellow]")
     out.print()
     for alarm in found.alarms:
         print_alarm(out, run, alarm)

@@ -28,7 +28,9 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
         "headline": found.alarms[0].title.capitalize()
         if found.alarms
         else {"healthy": "Nothing is wrong", "unknown": "Cannot tell"}[verdict],
-        "summary": f"{run.num_steps} steps of {run.source}, names of {run.family}",
+        "summary": ". ".join(
+            filter(None, (f"{run.num_steps} steps of {run.source}, names of {run.family}", run.choice))
+        ),
         "alarms": [alarm_facts(run, alarm) for alarm in found.alarms],
         "overrides": override_lines(found),
         "charts": [

@@ -53,6 +53,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
     return {
         "verdict": verdict(run, found),
         "source": run.source,
+        "other_runs": list(run.other_runs),
         "names_of": run.family,
         "num_steps": run.num_steps,
         "alarms": [asdict(alarm) for alarm in found.alarms],

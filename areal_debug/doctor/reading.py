@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,12 @@ class UnreadableRun(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """`series` by quantity (`names.py`), `by_name` everything that was logged. `config` are dotted options, empty where unknown."""
+    """The metrics of one run.
+
+    `series` are by quantity (`names.py`), `by_name` is everything that was logged, `config` are
+    dotted options (empty where unknown). `other_runs` are the runs in the same folder that were not
+    read, the newest first.
+    """
 
     path: str
     source: str
@@ -32,20 +38,34 @@ class Run:
     series: dict[str, Series]
     by_name: dict[str, Series]
     config: dict[str, Any]
+    other_runs: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:
         """Steps of the longest metric."""
         return max((len(series.steps) for series in self.by_name.values()), default=0)
 
+    @property
+    def choice(self) -> str:
+        """One sentence: how many runs the folder holds, which was read, how to choose another.
+
+        Empty where there was nothing to choose.
+        """
+        if not self.other_runs:
+            return ""
+        return (
+            f"{len(self.other_runs) + 1} runs found in {self.path}, the newest was read ({self.source}); "
+            f"for another: areal-debug doctor {shlex.quote(self.other_runs[0])}"
+        )
+
 
 def read_run(path: Path) -> Run:
-    """The metrics of a run: a file, or a folder that holds one somewhere.
+    """Read the metrics of a run from a file, or from the newest metrics file in a folder.
 
     Raises:
         UnreadableRun: there are none, or fewer than one step.
     """
-    file, read = find_source(path)
+    file, read, other_runs = find_source(path)
     try:
         rows = list(read(file))
     except UnicodeDecodeError as error:
@@ -61,7 +81,7 @@ def read_run(path: Path) -> Run:
     names = list(by_name)
     found = {quantity: find_name(quantity, names) for quantity in NAMES}
     series = {quantity: by_name[name] for quantity, name in found.items() if name is not None}
-    return Run(str(path), str(file), family_of(names), series, by_name, read_config(file))
+    return Run(str(path), str(file), family_of(names), series, by_name, read_config(file), other_runs)
 
 
 def prefixed(row: Row) -> dict[str, Any]:
@@ -69,20 +89,38 @@ def prefixed(row: Row) -> dict[str, Any]:
     return {f"consistency/{name}": row[name] for name in ("mean_abs", "k3", "share_above_ln2") if name in row}
 
 
-def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]]]:
-    """The file to read and how. Raises UnreadableRun."""
+def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]], tuple[str, ...]]:
+    """Find the file to read, its reader, and the other runs in the folder, the newest first.
+
+    Raises:
+        UnreadableRun: there is no metrics file.
+    """
     if path.is_file():
         for pattern, read in READERS.items():
             if path.match(pattern):
-                return path, read
+                return path, read, ()
         raise UnreadableRun(f"{path} is of no kind that is known: expected {', '.join(READERS)}")
     if not path.is_dir():
         raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
     for pattern, read in READERS.items():
         found = sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime)
         if found:
-            return found[-1], read
+            runs = list(dict.fromkeys(run_of(file) for file in reversed(found)))
+            return found[-1], read, tuple(map(str, runs[1:]))
     raise UnreadableRun(f"{path} holds no metrics: looked for {', '.join(READERS)}")
+
+
+def run_of(file: Path) -> Path:
+    """Return what is common to all metrics files of one run: the file itself, or a folder.
+
+    TensorBoard starts a new event file after a restart; Transformers writes a trainer state into
+    each `checkpoint-N`.
+    """
+    if file.match("events.out.tfevents.*"):
+        return file.parent
+    if file.name == "trainer_state.json" and file.parent.name.startswith("checkpoint-"):
+        return file.parent.parent
+    return file
 
 
 def read_jsonl(file: Path) -> Iterable[Row]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
+from areal_debug.doctor.reading import find_source, read_run
 from areal_debug.doctor.series import Series, trend
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
@@ -203,6 +205,42 @@ def test_last_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
     file = write_stats(tmp_path, healthy()) / "stats.jsonl"
     file.write_text(file.read_text() + '{"step": 200, "ppo_ac')
     assert examined(tmp_path)[0] == 0
+
+
+def test_folder_of_several_runs_names_the_run_read_and_how_to_choose_another(tmp_path):
+    for age, name in enumerate(("newest", "middle", "oldest")):
+        spoil = TROUBLES["truncation"][1] if name == "newest" else lambda run: run
+        file = write_stats(tmp_path / name, spoil(healthy())) / "stats.jsonl"
+        os.utime(file, (1_000_000 - age, 1_000_000 - age))
+    newest, middle, oldest = (str(tmp_path / name / "stats.jsonl") for name in ("newest", "middle", "oldest"))
+    code, found = examined(tmp_path)
+    assert (code, found["source"], found["other_runs"]) == (1, newest, [middle, oldest])
+    sentence = f"3 runs found in {tmp_path}, the newest was read ({newest}); for another: areal-debug doctor {middle}"
+    page = tmp_path / "doctor.html"
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "--html", str(page)])
+    assert done.stdout.splitlines()[1] == sentence
+    assert sentence in page.read_text()
+    code, found = examined(middle)
+    assert (code, found["source"], found["other_runs"]) == (0, middle, [])
+    assert "runs found" not in CliRunner().invoke(main, ["doctor", middle]).stdout
+
+
+def test_metrics_files_of_one_run_are_not_counted_as_several_runs(tmp_path):
+    for step in (1, 2):
+        folder = tmp_path / "hf" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        history = [{"step": number, "reward": 1.0} for number in range(step + 1)]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    assert read_run(tmp_path / "hf").other_runs == ()
+    (tmp_path / "tb").mkdir()
+    for number in (1, 2):
+        (tmp_path / "tb" / f"events.out.tfevents.{number}.host").touch()
+    assert find_source(tmp_path / "tb")[2] == ()
+    (tmp_path / "tb" / "another").mkdir()
+    file = tmp_path / "tb" / "another" / "events.out.tfevents.3.host"
+    file.touch()
+    os.utime(file, (1_000_000, 1_000_000))
+    assert find_source(tmp_path / "tb")[2] == (str(file.parent),)
 
 
 def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
