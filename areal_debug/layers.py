@@ -26,6 +26,8 @@ def trace(record: "Record", step: int, model: str | None) -> "list[list[Call]]":
     check_model(record, model or record.header.config["actor"]["path"], step)
     request = Request(record.path, step, step, model)
     report = report_of_ranks(
-        ["-m", "areal_debug.layers_rank", request_text(request)], record.header.world_size, quiet=True
+        ["-m", "areal_debug.replay_rank", "layers", request_text(request)],
+        record.header.world_size,
+        quiet=True,
     )
     return [[Call(**call) for call in calls] for calls in report["calls"]]

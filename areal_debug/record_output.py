@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -166,7 +165,7 @@ def print_legend() -> None:
     console().print(Text.assemble("probability when sampled: ", *bands, ("not trained", "dim")))
 
 
-def print_verification(record: Path, report: "VerifyReport") -> None:
+def print_verification(report: "VerifyReport") -> None:
     """The verdict, then each problem with its file and tensor, then what to do."""
     out = console()
     if report.intact:

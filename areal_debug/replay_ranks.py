@@ -34,7 +34,7 @@ def replay_on_ranks(
 
 def run_once(request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
     """The report of one replay, as rank 0 left it."""
-    arguments = ["-m", "areal_debug.replay_rank", request_text(request)]
+    arguments = ["-m", "areal_debug.replay_rank", "replay", request_text(request)]
     return parse_report(report_of_ranks(arguments, num_ranks, quiet))
 
 

@@ -68,14 +68,14 @@ def command(
     check_model(opened, model or opened.header.config["actor"]["path"], step)
     do = "shell" if shell else "pdb" if with_pdb else ""
     options = GotoOptions(stage, do, rank, model, save, keep_going, as_json)
-    report = run_attached([record, str(step), json.dumps(asdict(options))], num_ranks)
+    report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
     if as_json:
         print_json(report)
     raise SystemExit(0 if report["faithful"] else 1)
 
 
 def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
-    """The report of `goto_rank` on ranks that have this terminal. Ends the command with their exit code when they fail."""
+    """The report of a task of `replay_rank` on ranks that have this terminal. Ends the command with their exit code when they fail."""
     import os
 
     from areal_core.environment import DETERMINISTIC
@@ -84,7 +84,7 @@ def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
     from areal_debug.report_file import REPORT_FILE, read_report
 
     agent = ["-m", "areal_core.launch.ranks", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *(agent if num_ranks > 1 else []), "-m", "areal_debug.goto_rank", *arguments]
+    command = [sys.executable, *(agent if num_ranks > 1 else []), "-m", "areal_debug.replay_rank", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         environment = DETERMINISTIC | {REPORT_FILE: str(report), RANK_LOGS: folder}

@@ -89,7 +89,7 @@ def take(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: 
     from areal_core.launch.torchrun import run_ranks
 
     folder.mkdir()
-    command = ["-m", "areal_debug.preflight_rank", str(folder), json.dumps(keep), *arguments]
+    command = ["-m", "areal_debug.replay_rank", "preflight", str(folder), json.dumps(keep), *arguments]
     code = run_ranks(command, num_ranks, {} if as_is else DETERMINISTIC, folder / "logs")
     if code != 0:
         fail(

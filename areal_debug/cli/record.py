@@ -138,7 +138,7 @@ def verify(record: Path, as_json: bool) -> None:
     if as_json:
         print_json({"record": str(record), "intact": report.intact, **asdict(report)})
     else:
-        record_output.print_verification(record, report)
+        record_output.print_verification(report)
     raise SystemExit(0 if report.intact else 1)
 
 

@@ -117,7 +117,7 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
     step_range(record, step, step)
     check_steps_present(record, step, step)
     check_model(record, model or record.header.config["actor"]["path"], step)
-    arguments = ["-m", "areal_debug.explain_rank", record.path, str(step), model or ""]
+    arguments = ["-m", "areal_debug.replay_rank", "explain", record.path, str(step), model or ""]
     found = report_of_ranks(arguments, record.header.world_size)
     if as_json:
         print_json(found)
