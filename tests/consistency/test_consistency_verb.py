@@ -1,4 +1,4 @@
-"""`areal-debug consistency`: text, JSON and exit code on records with and without planted faults."""
+"""`areal-debug consistency`: text, JSON and exit code on records with and without faults."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""`areal-debug consistency --engine`: every API, several servers, faulty decoding, bad addresses."""
+"""`areal-debug consistency --engine`: every API, several servers, faulty decoding."""
 
 import functools
 import json
