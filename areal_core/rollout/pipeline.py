@@ -231,13 +231,13 @@ class Pipeline:
         return groups
 
     def _drop_stale(self) -> None:
-        stale = [group for group in self._ready if self.control.is_too_old(group.version)]
+        stale = [group for group in self._ready if self.control.is_stale(group.version)]
         if stale:
-            self._ready = [group for group in self._ready if not self.control.is_too_old(group.version)]
+            self._ready = [group for group in self._ready if not self.control.is_stale(group.version)]
             num_held = sum(group.rows is None for group in stale)
             self.control.held -= num_held
             self.control.drop_stale(len(stale) - num_held)
-            self._tolerance.too_old(stale)
+            self._tolerance.count_stale(stale)
             self._start_more()
 
     async def _until(self, ready: Callable[[], T | None], wanted: str, timeout_s: float | None) -> T:

@@ -70,7 +70,7 @@ class StalenessControl:
         self.accepted -= count
         self.stale += count
 
-    def is_too_old(self, version: int) -> bool:
+    def is_stale(self, version: int) -> bool:
         """Return whether a sample with an oldest token of `version` is too stale to be consumed."""
         return version + self.max_head_offpolicyness < self.version
 

@@ -44,7 +44,7 @@ class Tolerance:
         )
         return False
 
-    def too_old(self, stale: Sequence[Group]) -> None:
+    def count_stale(self, stale: Sequence[Group]) -> None:
         """Log dropped stale prompts. Raises RolloutStuck if there are too many in a row."""
         self._stale += len(stale)
         facts = (
@@ -53,7 +53,7 @@ class Tolerance:
         )
         if self._stale >= self._too_many():
             raise RolloutStuck(
-                f"{self._stale} prompts in a row were too old: {facts}; did the engine get the new weights?"
+                f"{self._stale} prompts in a row were too stale: {facts}; did the engine get the new weights?"
             )
         logger.warning("%d prompts (the first is %d) were dropped: %s", len(stale), stale[0].prompt_id, facts)
 

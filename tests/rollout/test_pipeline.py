@@ -320,7 +320,7 @@ class Stuck(ScriptedEngine):
         (
             Stuck(),
             False,
-            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or has",
+            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or are",
         ),
         (None, True, "the executor, which starts nothing, has been paused for all of 0 s; call its resume()"),
     ],
@@ -383,7 +383,7 @@ def test_an_engine_without_the_new_weights_is_an_error_with_the_versions():
         await pipe.prepare(feed, plan, None)
 
     with pytest.raises(
-        RolloutStuck, match="too old: their oldest tokens are of version 0, the trainer is at 1"
+        RolloutStuck, match="too stale: their oldest tokens are of version 0, the trainer is at 1"
     ):
         run(scenario())
 

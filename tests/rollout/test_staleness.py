@@ -110,7 +110,7 @@ def test_no_sample_is_consumed_too_stale_or_dropped_whatever_finishes_first(
             running.append(control.version)
             control.running += 1
         control.version += 1
-        assert not any(control.is_too_old(version) for version in ready + running)
+        assert not any(control.is_stale(version) for version in ready + running)
     assert num_consumed == control.version * batch_size
     assert control.accepted == num_consumed + len(ready)
 
