@@ -1,4 +1,4 @@
-"""What an agent under test talks to: a server, a model in this process, or a script that says what it is told to say."""
+"""The engine that an agent under test calls: a server, an in-process model, or a script."""
 
 import asyncio
 import random
@@ -13,29 +13,32 @@ from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.errors import NoServers
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
-LONGEST = 3
+MAX_LATENCY_MEANS = 3
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What the user chose: the address of a server, a model folder, or lines to say. `model` also gives the tokenizer."""
+    """The engine that the user chose: a server address, a model folder, or scripted answers.
+
+    `model` also names the tokenizer.
+    """
 
     server: str | None = None
     model: str | None = None
     say: tuple[str, ...] = ()
-    latency_s: float = 0.0  # mean, of a scripted answer
+    latency_s: float = 0.0  # mean latency of a scripted answer
 
     def __post_init__(self) -> None:
         if self.server and self.say:
-            raise ValueError("--server and --say are both given: an agent talks to one engine")
+            raise ValueError("--server and --say are both given: choose one engine")
         if not (self.server or self.say or self.model):
             raise ValueError(
-                "there is no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say TEXT (a script)"
+                "no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say TEXT (a script)"
             )
 
 
 def open_engine(choice: EngineChoice) -> tuple[InferenceEngine, PreTrainedTokenizerBase, str]:
-    """The engine, its tokenizer, and what to call it.
+    """Open the chosen engine; return it with its tokenizer and a name for the report.
 
     Raises:
         NoServers: nothing answers at the address.
@@ -46,13 +49,18 @@ def open_engine(choice: EngineChoice) -> tuple[InferenceEngine, PreTrainedTokeni
     if choice.say:
         tokenizer = load_tokenizer(choice.model) if choice.model else tiny_tokenizer()
         name = f"script of {len(choice.say)} lines, {choice.latency_s:g} s each"
-        return ScriptedSpeaker(tokenizer, choice.say, choice.latency_s), tokenizer, name
+        return ScriptedEngine(tokenizer, choice.say, choice.latency_s), tokenizer, name
     assert choice.model is not None
     tokenizer = load_tokenizer(choice.model)
     return open_model(choice.model, tokenizer), tokenizer, f"embedded, {choice.model}"
 
 
 def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTrainedTokenizerBase, str]:
+    """Connect to a running server; the tokenizer is that of `model` or of the served model.
+
+    Raises:
+        NoServers: nothing answers at the address.
+    """
     from areal_core.rollout.server_identity import ask_identity
     from areal_core.rollout.servers import Server
     from areal_core.rollout.sglang_client import SGLangClient
@@ -69,6 +77,7 @@ def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTr
 
 
 def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+    """Load a model into this process: bfloat16 on a GPU, float32 on a CPU."""
     import torch
 
     from areal_core.engine.replica import Replica
@@ -97,16 +106,18 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """Make a tokenizer for scripted answers, where no model is given."""
     from areal_core.testing import make_tiny_tokenizer
 
     return make_tiny_tokenizer()
 
 
-class ScriptedSpeaker:
-    """An engine without a model: the n-th call of an episode is answered with the n-th line, later ones with the last.
+class ScriptedEngine:
+    """An engine without a model: call n of an episode gets line n, later calls get the last line.
 
-    An answer takes a time drawn from an exponential distribution, cut at `LONGEST` means, the same in every run: completions of a
-    real engine have a long tail, too. The logprob of every token is -1.
+    A latency is drawn from an exponential distribution, capped at `MAX_LATENCY_MEANS` means and the
+    same in every run: completions of a real engine have a long tail, too. The logprob of every
+    token is -1.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], latency_s: float) -> None:
@@ -118,13 +129,13 @@ class ScriptedSpeaker:
         ]
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """The line of the turn. Raises PromptTooLong."""
-        room = req.num_new_tokens()
+        """Return the line of the turn. Raises PromptTooLong."""
+        max_tokens = req.num_new_tokens()
         if self._latency_s:
             drawn_s = random.Random(repr(dict(req.metadata))).expovariate(1 / self._latency_s)
-            await asyncio.sleep(min(drawn_s, LONGEST * self._latency_s))
+            await asyncio.sleep(min(drawn_s, MAX_LATENCY_MEANS * self._latency_s))
         answer = self._answers[min(req.metadata["turn"], len(self._answers) - 1)]
-        tokens = answer[:room]
+        tokens = answer[:max_tokens]
         return ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=tokens,
@@ -137,17 +148,17 @@ class ScriptedSpeaker:
         self.version = version
 
     def pause(self) -> None:
-        """Nothing runs that could be held."""
+        """Do nothing: no request runs that would have to be paused."""
 
     def resume(self) -> None:
-        """Nothing was held."""
+        """Do nothing: no request was paused."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """The rows of a data file or dataset, as training gives them to an agent. Raises DatasetError."""
+    """Read the rows of a dataset as training passes them to an agent. Raises DatasetError."""
     from areal_core.config import DatasetConfig
     from areal_core.dataset import get_dataset
 

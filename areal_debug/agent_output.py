@@ -1,4 +1,4 @@
-"""What `areal-debug agent` prints: an episode turn by turn, and an agent's behaviour under load."""
+"""Print what `areal-debug agent` reports: an episode turn by turn, and an agent under load."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ MAX_STACK_LINES = 12
 
 
 def print_episode(report: "EpisodeReport") -> None:
-    """The row, each turn with its sampled tokens in the colours of their probabilities, and what was earned."""
+    """Print the row, each turn with its sampled tokens coloured by probability, and the rewards."""
     out = console()
     out.print(f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}")
     out.print(f"[dim]row {escaped(json.dumps(report.row, ensure_ascii=False)[:300])}[/dim]")
@@ -32,7 +32,7 @@ def print_episode(report: "EpisodeReport") -> None:
         turns = ", ".join(map(str, row.turns))
         out.print(
             f"row of turn {turns}: reward {format_number(row.reward)}, "
-            f"{row.num_trained} of {row.num_tokens} tokens trained"
+            f"{row.num_trained} of {row.num_tokens} tokens in the loss mask"
         )
     for note in report.notes:
         out.print(f"[yellow]note[/yellow]: {escaped(note)}")
@@ -47,11 +47,11 @@ def print_episode(report: "EpisodeReport") -> None:
 
 
 def print_turn(turn: "TurnFacts") -> None:
-    """One call: its numbers, what was new to the model, what it sampled, and what was read in that."""
+    """Print one call: its numbers, the new messages, the sampled tokens, and what was parsed."""
     out = console()
     facts = [
         f"prompt {turn.num_prompt_tokens} tokens"
-        + (f", the tokens of turn {turn.continues} and more" if turn.continues is not None else ""),
+        + (f", starting with the tokens of turn {turn.continues}" if turn.continues is not None else ""),
         f"sampled {len(turn.tokens)}, {turn.finish}",
         format_seconds(turn.latency_s),
     ]
@@ -63,9 +63,11 @@ def print_turn(turn: "TurnFacts") -> None:
         facts.append(f"{turn.num_tools} tools")
     out.print()
     out.print(Text(f"turn {turn.turn}", style="bold") + Text("  " + "  ".join(facts), style="dim"))
-    if turn.parted:
-        out.print(f"  [yellow]the template spells an earlier turn anew[/yellow]: {escaped(turn.parted)}")
-    for message in turn.said:
+    if turn.prefix_mismatch:
+        out.print(
+            f"  [yellow]the template renders an earlier turn differently[/yellow]: {escaped(turn.prefix_mismatch)}"
+        )
+    for message in turn.new_messages:
         out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
     sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))
     out.print(Text(f"  {'sampled':<10}", style="bold blue") + sampled)
@@ -78,11 +80,12 @@ def print_turn(turn: "TurnFacts") -> None:
 
 
 def shown(content: Any) -> str:
+    """Return message content as indented text with control characters as symbols."""
     return str(content).translate(CONTROLS).replace("\n", "\n" + " " * 12)
 
 
 def print_stress(report: "StressReport") -> None:
-    """The verdict, the load, latencies, loops, and what failed or blocked."""
+    """Print the verdict, the load, latencies, event loops, and what failed or blocked."""
     out = console()
     out.print(verdict(report))
     out.print(
@@ -99,7 +102,7 @@ def print_stress(report: "StressReport") -> None:
     out.print(loop_table(report.loops))
     collection = report.collection
     out.print(
-        f"[dim]garbage collection held all threads for {format_seconds(collection.total_s)} in sum, "
+        f"[dim]garbage collection stopped all threads for {format_seconds(collection.total_s)} in total, "
         f"{format_seconds(collection.longest_s)} at most[/dim]"
     )
     for loop in report.loops:
@@ -111,7 +114,7 @@ def print_stress(report: "StressReport") -> None:
 
 
 def verdict(report: "StressReport") -> str:
-    """One line: healthy, or what is wrong and where."""
+    """Return one line: ready, or what is wrong and where."""
     num_failed = sum(group.count for group in report.errors)
     blocked = [stall for loop in report.loops for stall in loop.blocked()]
     problems = []
@@ -126,6 +129,7 @@ def verdict(report: "StressReport") -> str:
 
 
 def latency_table(rows: "dict[str, Latency]") -> Table:
+    """Make a table of latency percentiles, one row per kind of call."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("latency", "count", "p50", "p90", "p99", "max"):
         table.add_column(heading, justify="left" if heading == "latency" else "right")
@@ -136,7 +140,7 @@ def latency_table(rows: "dict[str, Latency]") -> Table:
 
 
 def loop_table(loops: "list[LoopReport]") -> Table:
-    """How late each event loop ran."""
+    """Make a table of event-loop lag, one row per loop."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("event loop", "lag p50", "lag p99", "lag max", "late"):
         table.add_column(heading, justify="left" if heading == "event loop" else "right")
@@ -148,12 +152,12 @@ def loop_table(loops: "list[LoopReport]") -> Table:
 
 
 def print_stalls(loop: "LoopReport") -> None:
-    """Each place that blocked a loop, with its stack; where none did and the loop was late, what it was busy with."""
+    """Print each place that blocked a loop, with its stack, or a late loop's busiest places."""
     out = console()
     for stall in loop.stalls:
         style = "red" if stall in loop.blocked() else "yellow"
         out.print(
-            f"[{style}]{loop.name} loop stood still[/] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
+            f"[{style}]{loop.name} loop was blocked[/] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
             f"the longest {format_seconds(stall.longest_s)}, at {escaped(stall.place)}"
         )
         for line in stall.stack[-MAX_STACK_LINES:]:
@@ -164,7 +168,7 @@ def print_stalls(loop: "LoopReport") -> None:
 
 
 def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
-    """What was recorded of the agent, one line a step, and what to do with it."""
+    """Print what was recorded of the agent, one line per step, and the commands that read it."""
     out = console()
     out.print(f"[bold]{escaped(agent)}[/bold]  recorded in {escaped(str(record))}")
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -172,7 +176,7 @@ def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None
         "step",
         "prompts",
         "rows",
-        "trained tokens",
+        "tokens in loss mask",
         "reward mean",
         "lowest",
         "highest",
@@ -198,7 +202,7 @@ def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None
     out.print(table)
     if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
         out.print(
-            "[yellow]every prompt's samples earned the same[/yellow]: group normalisation leaves nothing to learn from"
+            "[yellow]the samples of every prompt have equal rewards[/yellow]: group normalisation makes all advantages 0"
         )
     out.print(
         f"[dim]areal-debug record show {escaped(str(record))}   areal-debug replay {escaped(str(record))}[/dim]"

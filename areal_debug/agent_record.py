@@ -1,4 +1,4 @@
-"""What a record holds of an agent's episodes: how many turns, how many tokens, which rewards."""
+"""Count what a record holds of an agent's episodes: turns, tokens, rewards."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ class RolloutFacts:
     step: int
     num_prompts: int
     num_rows: int
-    turns: dict[int, int]  # rows by how many turns of the model they hold
-    finished: dict[str, int]  # rows by how their last turn ended
+    turns: dict[int, int]  # rows by number of model turns
+    finished: dict[str, int]  # rows by finish reason of the last turn
     num_tokens: int
     num_trained: int
     mean_reward: float
     lowest_reward: float
     highest_reward: float
-    prompts_of_equal_reward: int  # group normalisation gives them no advantage
-    versions: list[int]  # of weights that sampled trained tokens
+    prompts_of_equal_reward: int  # group normalisation makes their advantages 0
+    versions: list[int]  # of weights that sampled tokens in the loss mask
 
 
 def describe_step(record: Record, step: int) -> RolloutFacts:
-    """The rows of a step, counted."""
+    """Count the rows of a step."""
     recorded = record.step(step)
     batches = [recorded.batch(rank) for rank in range(record.header.num_ranks)]
     rewards = join(batches, "rewards")
@@ -54,15 +54,17 @@ def describe_step(record: Record, step: int) -> RolloutFacts:
 
 
 def join(batches: Sequence[dict[str, np.ndarray]], key: str) -> np.ndarray:
+    """Concatenate one array of all ranks."""
     return np.concatenate([batch[key] for batch in batches])
 
 
 def turns_of_rows(batch: dict[str, np.ndarray]) -> list[int]:
-    """How often a run of trained tokens begins in each row."""
+    """Return the number of runs of tokens in the loss mask of each row."""
     bounds = batch["cu_seqlens"]
     rows = (batch["loss_mask"][a:b].astype(int) for a, b in itertools.pairwise(bounds))
     return [int((np.diff(row, prepend=0) == 1).sum()) for row in rows]
 
 
 def count(values: Sequence[int]) -> dict[int, int]:
+    """Return how often each value occurs, in ascending order of values."""
     return {value: values.count(value) for value in sorted(set(values))}

@@ -1,6 +1,7 @@
-"""A rank of `areal-debug agent rollout`: the trainer itself, with an agent as its workflow. Run by areal_debug.script.
+"""A rank of `areal-debug agent rollout`: the trainer with an agent as its workflow.
 
-The agent is `rollout.agent.agent_cls_path`; its constructor's arguments come as JSON in `ARGUMENTS`.
+Run by areal_debug.script. The agent is `rollout.agent.agent_cls_path`; its constructor's arguments
+are passed as JSON in the environment variable `ARGUMENTS`.
 """
 
 import json
@@ -11,7 +12,7 @@ ARGUMENTS = "AREAL_DEBUG_AGENT_ARGUMENTS"
 
 
 def main(argv: list[str]) -> None:
-    """Train as the config says."""
+    """Train with the agent as workflow, as the config defines."""
     from areal_core.config import GRPOConfig
     from areal_core.dataset import get_dataset
     from areal_core.trainer.build import load_tokenizer

@@ -1,4 +1,4 @@
-"""One episode of an agent, with everything that was said and sampled: what `areal-debug agent run` finds."""
+"""Run one episode of an agent; report every message and sampled token (`areal-debug agent run`)."""
 
 import time
 import traceback
@@ -24,11 +24,11 @@ class TurnFacts:
     """One call of the model."""
 
     turn: int
-    said: list[dict[str, Any]]  # messages that earlier turns had not
+    new_messages: list[dict[str, Any]]  # not in the prompts of earlier turns
     num_tools: int
     num_prompt_tokens: int
-    continues: int | None  # the turn whose exact tokens the prompt begins with
-    parted: str | None  # how the prompt differs from a turn that its messages continue, but its tokens do not
+    continues: int | None  # the turn whose exact tokens are a prefix of the prompt
+    prefix_mismatch: str | None  # where the messages continue a turn and the tokens do not
     tokens: list[Token]  # sampled
     content: str
     reasoning: str | None
@@ -37,12 +37,12 @@ class TurnFacts:
     mean_logprob: float | None
     lowest_logprob: float | None
     latency_s: float
-    reward: float | None  # what the agent gave this turn
+    reward: float | None  # that the agent assigned to this turn
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """One row that the trainer would get of the episode."""
+    """One row of the episode as the trainer would get it."""
 
     turns: list[int]
     num_tokens: int
@@ -52,7 +52,7 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """One episode. `error` is None where it gave rows to train on."""
+    """One episode. `error` is None if it produced rows to train on."""
 
     agent: str
     engine: str
@@ -60,7 +60,7 @@ class EpisodeReport:
     turns: list[TurnFacts]
     rows: list[RowFacts]
     wall_s: float
-    notes: list[str]  # what works, and will still not train well
+    notes: list[str]  # problems that do not stop the episode but harm training
     error: str | None = None
     error_at: list[str] | None = None  # where in the agent it was raised, innermost last
 
@@ -68,7 +68,7 @@ class EpisodeReport:
 def run_one(
     workflow: AgentWorkflow, engine: InferenceEngine, engine_name: str, data: dict[str, Any], index: int
 ) -> EpisodeReport:
-    """Runs the agent once on a row. What it raises is part of the report."""
+    """Run the agent once on a row. An exception of the agent is part of the report."""
     began = time.monotonic()
     loop, sessions = LoopThread(), workflow.server.proxy.sessions
     session = sessions.open(EpisodeEngine(engine, index, 0).agenerate, loop.loop)
@@ -76,7 +76,7 @@ def run_one(
     try:
         rewards = loop.run(workflow.run_in(session, data))
         rows = describe_rows(session, rewards, workflow)
-    except Exception as raised:  # the boundary: whatever an agent raises is what the user wants to see
+    except Exception as raised:  # the boundary: any exception of the agent is reported to the user
         error = f"{type(raised).__name__}: {raised}"
         error_at = frames_of_agent(raised)
     finally:
@@ -99,7 +99,7 @@ def run_one(
 
 
 def describe_rows(session: Session, rewards: dict[str, float], workflow: AgentWorkflow) -> list[RowFacts]:
-    """The rows of a finished episode, by the run's export style."""
+    """Describe the rows of a finished episode, in the export style of the run."""
     interactions, options = session.in_order(), workflow.options
     exported = export_rows(interactions, rewards, options.turn_discount, options.export_style)
     chains = conversations(interactions) if options.export_style == "concat" else [[i] for i in interactions]
@@ -118,7 +118,7 @@ def describe_rows(session: Session, rewards: dict[str, float], workflow: AgentWo
 def describe_turns(
     interactions: Sequence[Interaction], rewards: dict[str, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[TurnFacts]:
-    """The calls in order, each with what it adds to those before."""
+    """Describe the calls in order, each with what it adds to the earlier ones."""
     return [
         describe_turn(interaction, interactions[:number], rewards.get(interaction.id), tokenizer)
         for number, interaction in enumerate(interactions)
@@ -131,6 +131,7 @@ def describe_turn(
     reward: float | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TurnFacts:
+    """Describe one call; `earlier` are the calls before it in the session."""
     call, response, message = interaction.call, interaction.response, interaction.message
     continued = conversations([*earlier, interaction])[-1][:-1]
     parent = find_parent(call, earlier)
@@ -139,11 +140,13 @@ def describe_turn(
     texts = token_texts(response.output_tokens, lambda ids: str(tokenizer.decode(ids)))
     return TurnFacts(
         turn=interaction.turn,
-        said=[message.for_template() for message in call.messages[num_known:]],
+        new_messages=[message.for_template() for message in call.messages[num_known:]],
         num_tools=len(call.tools),
         num_prompt_tokens=len(response.input_tokens),
         continues=continued[-1].turn if continued else None,
-        parted=first_difference(parent, interaction, tokenizer) if parent and not continued else None,
+        prefix_mismatch=first_difference(parent, interaction, tokenizer)
+        if parent and not continued
+        else None,
         tokens=[
             Token(token, text, True, logprob, version)
             for token, text, logprob, version in zip(
@@ -162,7 +165,7 @@ def describe_turn(
 
 
 def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Tools that the model never gets to see; tokens that were cut."""
+    """Note tools that the template never shows to the model, and turns that were truncated."""
     notes = []
     with_tools = [interaction.call for interaction in interactions if interaction.call.tools]
     if with_tools and render(tokenizer, with_tools[0]) == render(tokenizer, replace(with_tools[0], tools=())):
@@ -172,7 +175,7 @@ def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizer
     num_cut = sum(interaction.response.stop_reason == "length" for interaction in interactions)
     if num_cut:
         notes.append(
-            f"{num_cut} of {len(interactions)} turns were cut by their length: raise gconfig.max_new_tokens, if they should end"
+            f"{num_cut} of {len(interactions)} turns were truncated at the length limit: raise gconfig.max_new_tokens if they should end"
         )
     return notes
 
@@ -180,7 +183,10 @@ def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizer
 def first_difference(
     parent: Interaction, interaction: Interaction, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Where a prompt leaves the tokens of the turn that its messages continue: the template has spelled that turn anew."""
+    """Describe where a prompt diverges from the tokens of the turn that its messages continue.
+
+    The chat template rendered that turn differently from what was sampled.
+    """
     ours, theirs = parent.tokens, interaction.response.input_tokens
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
@@ -190,10 +196,10 @@ def first_difference(
 
 
 def frames_of_agent(error: BaseException) -> list[str]:
-    """The frames of the user's own code that an exception came through, innermost last."""
+    """Return the frames of the user's own code in the traceback, innermost last."""
     from areal_debug.loop_monitor import is_users
 
-    caused = error.__cause__ or error  # where the engine failed, the agent's exception is the cause
+    caused = error.__cause__ or error  # the engine's error wraps the agent's own as its cause
     frames = traceback.extract_tb(caused.__traceback__)
     return [
         f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames if is_users(frame.filename)

@@ -1,4 +1,4 @@
-"""The options of an agent under test: those of a run's config, or defaults, with overrides."""
+"""The options of an agent under test: from a run's config or defaults, with overrides."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from areal_core.config.loading import apply_override
 
 
 @dataclass
-class WithoutRun:
-    """The sections that an agent needs, where no run is described."""
+class AgentSections:
+    """The config sections that an agent needs, used where there is no run config."""
 
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
@@ -26,7 +26,7 @@ class WithoutRun:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to sample, how to run the agent, and the run's model, if there is a run."""
+    """Sampling options, agent options, and the model of the run config, if there is one."""
 
     gconfig: GenerationHyperparameters
     agent: AgentConfig
@@ -34,19 +34,23 @@ class Settings:
 
 
 def read_settings(config_file: str | None, overrides: Sequence[str]) -> Settings:
-    """The options of a config file, or defaults; then the overrides. Raises ConfigError."""
+    """Read a config file, or the defaults, and apply the overrides. Raises ConfigError."""
     if config_file is not None:
         run, _ = load_expr_config(["--config", config_file, *overrides], PPOConfig)
         return Settings(run.gconfig, run.rollout.agent, run.actor.path)
     tree: dict[str, Any] = {}
     for override in overrides:
-        apply_override(tree, override, WithoutRun)
-    config = config_from_dict(tree, WithoutRun, source="overrides")
+        apply_override(tree, override, AgentSections)
+    config = config_from_dict(tree, AgentSections, source="overrides")
     return Settings(config.gconfig, config.rollout.agent)
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """`name=value` as keyword arguments; a value that is JSON is what it says, any other a text. Raises ValueError."""
+    """Parse `name=value` into keyword arguments: JSON values are decoded, others stay text.
+
+    Raises:
+        ValueError: an argument is not of the form NAME=VALUE.
+    """
     parsed: dict[str, Any] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")

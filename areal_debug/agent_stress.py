@@ -1,9 +1,10 @@
-"""An agent under the load that training gives it: a batch of prompts, a group of samples each, all at once, through the executor.
+"""Run an agent under the load of training: a batch of prompts with a group of samples each.
 
-    executor (rollout loop) --> Measured.arun_episode x batch x group --> AgentWorkflow --> agents' loop, proxy's loop
-                                times it, catches what it raises           LoopMonitor on the rollout and the agents' loop
+    executor (rollout loop) --> MeasuredWorkflow.arun_episode x batch x group --> AgentWorkflow
+                                 times it, catches its exceptions               on the agents' loop
+    LoopMonitor watches the rollout loop and the agents' loop.
 
-Nothing stops at the first error: all are counted, and grouped by what they say.
+An error does not stop the run: all errors are counted and grouped by their message.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds."""
+    """Percentiles of durations in seconds."""
 
     count: int
     p50_s: float
@@ -43,15 +44,15 @@ class Latency:
 
 
 @dataclass
-class Collection:
-    """What Python's garbage collector took of all threads, as a context manager."""
+class CollectorPauses:
+    """Measure the pauses of Python's garbage collector, as a context manager."""
 
     count: int = 0
     total_s: float = 0.0
     longest_s: float = 0.0
     _began: float = 0.0
 
-    def __enter__(self) -> "Collection":
+    def __enter__(self) -> "CollectorPauses":
         gc.callbacks.append(self._note)
         return self
 
@@ -72,7 +73,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class ErrorGroup:
-    """Episodes that raised the same, but for numbers and ids."""
+    """Episodes whose error messages are equal except for numbers and ids."""
 
     count: int
     message: str  # of the first
@@ -81,7 +82,7 @@ class ErrorGroup:
 
 @dataclass(frozen=True)
 class StressReport:
-    """What became of all episodes, how fast, and how the event loops held."""
+    """The outcome of all episodes, their throughput, and the lag of the event loops."""
 
     agent: str
     engine: str
@@ -96,17 +97,17 @@ class StressReport:
     calls: Latency
     errors: list[ErrorGroup]
     loops: list[LoopReport]
-    collection: Collection
+    collection: CollectorPauses
 
     @property
     def is_healthy(self) -> bool:
-        """No episode failed, and nothing blocked the agents' loop."""
+        """True if no episode failed and nothing blocked an event loop."""
         return not self.errors and not any(loop.blocked() for loop in self.loops)
 
 
 @dataclass
-class Measured:
-    """A workflow that times its episodes, and takes what they raise as their result."""
+class MeasuredWorkflow:
+    """A workflow that times its episodes and counts their exceptions instead of raising them."""
 
     workflow: AgentWorkflow
     durations_s: list[float] = field(default_factory=list)
@@ -116,12 +117,13 @@ class Measured:
     most_at_once: int = 0
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Run one episode. Return None if it raised."""
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         began = time.monotonic()
         try:
             rows = await self.workflow.arun_episode(engine, data)
-        except Exception as error:  # the boundary: errors are counted, and the load goes on
+        except Exception as error:  # the boundary: errors are counted, and the load continues
             self.errors.append(error)
             return None
         finally:
@@ -141,13 +143,16 @@ class TimedEngine:
 
     @property
     def version(self) -> int:
+        """Version of the weights."""
         return self.engine.version
 
     @property
     def is_paused(self) -> bool:
+        """True while the engine accepts no requests."""
         return self.engine.is_paused
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generate one completion and record how long it took."""
         began = time.monotonic()
         response = await self.engine.agenerate(req)
         self.durations_s.append(time.monotonic() - began)
@@ -155,15 +160,19 @@ class TimedEngine:
         return response
 
     def set_version(self, version: int) -> None:
+        """Set the version of the weights."""
         self.engine.set_version(version)
 
     def pause(self) -> None:
+        """Pause the engine."""
         self.engine.pause()
 
     def resume(self) -> None:
+        """Resume the engine."""
         self.engine.resume()
 
     def close(self) -> None:
+        """Close the engine."""
         self.engine.close()
 
 
@@ -175,19 +184,19 @@ def stress(
     num_prompts: int,
     group_size: int,
 ) -> StressReport:
-    """Runs `num_prompts` rows (in turn, if there are fewer) `group_size` times each, all at once."""
-    timed, measured = TimedEngine(engine), Measured(workflow)
+    """Run `num_prompts` rows, repeated if there are fewer, `group_size` times each, all at once."""
+    timed, measured = TimedEngine(engine), MeasuredWorkflow(workflow)
     executor = Executor(timed, StalenessControl(num_prompts + 1, num_prompts))
     prompts = list(enumerate(itertools.islice(itertools.cycle(data), num_prompts)))
-    # Not measured: libraries import their parts when they are first used, which is slow once.
-    run_all(executor, [(num_prompts, prompts[0][1])], Measured(workflow), 1)
+    # A warm-up that is not measured: libraries import modules lazily, which is slow once.
+    run_all(executor, [(num_prompts, prompts[0][1])], MeasuredWorkflow(workflow), 1)
     timed.durations_s, timed.num_output_tokens = [], 0
     watched = {"agents": workflow.agents, "rollout": executor.loop}
     monitors = [LoopMonitor(name, loop.loop, loop.thread) for name, loop in watched.items()]
     began = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
-            collection = stack.enter_context(Collection())
+            collection = stack.enter_context(CollectorPauses())
             for monitor in monitors:
                 stack.enter_context(monitor)
             run_all(executor, prompts, measured, group_size)
@@ -213,21 +222,25 @@ def stress(
 
 
 def run_all(
-    executor: Executor, prompts: Sequence[tuple[int, dict[str, Any]]], measured: Measured, group_size: int
+    executor: Executor,
+    prompts: Sequence[tuple[int, dict[str, Any]]],
+    measured: MeasuredWorkflow,
+    group_size: int,
 ) -> None:
-    """Waits for all episodes. Where every one failed, their errors say why."""
+    """Wait for all episodes. If every one failed, their errors are in `measured`."""
     with contextlib.suppress(NothingAccepted):
         executor.rollout_batch(prompts, measured, n_samples=group_size)
 
 
 def latency_of(durations_s: Sequence[float]) -> Latency:
+    """Compute the percentiles of some durations."""
     ordered = sorted(durations_s)
     shares = (percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
     return Latency(len(ordered), *shares)
 
 
 def group_errors(errors: Sequence[Exception]) -> list[ErrorGroup]:
-    """Errors of one type that say the same but for numbers and ids, the most frequent first."""
+    """Group errors of one type and one message except for numbers and ids, most frequent first."""
     groups: dict[str, list[Exception]] = defaultdict(list)
     for error in errors:
         groups[VARIABLE_PART.sub("#", f"{type(error).__name__}: {error}")].append(error)

@@ -1,4 +1,4 @@
-"""What a check of logprobs looks like in a terminal: verdict, causes, numbers, curves, the worst tokens in their context."""
+"""Print a log-prob consistency check: verdict, causes, numbers, curves, and the worst tokens."""
 
 import math
 from collections.abc import Callable
@@ -26,44 +26,44 @@ NUMBERS = (
     ("p99_abs", "99 %"),
     ("max_abs", "largest"),
     ("mean", "mean D"),
-    ("t_clustered", "its t, by sequence"),
+    ("t_clustered", "t, clustered by sequence"),
     ("k1", "k1"),
     ("k3", "k3"),
     ("ratio_mean", "mean ratio"),
     ("ess_token", "effective samples"),
     ("share_above_ln2", "share |D| > ln 2"),
     ("logprob_pearson", "correlation"),
-    ("surprisal_correlation", "D with surprisal"),
+    ("surprisal_correlation", "corr. D, surprisal"),
 )
 RESCORING_LABELS = (
     ("decode", "engine when sampling, engine scoring (A - B)"),
     ("prefill", "engine scoring, model (B - C)"),
-    ("engine_repeat", "engine scoring, twice"),
-    ("model_repeat", "model, twice"),
-    ("model_alone", "model, in other company"),
+    ("engine_repeat", "engine scoring, repeated"),
+    ("model_repeat", "model, repeated"),
+    ("model_alone", "model, batch of one"),
 )
 STYLES = {"healthy": "green", "mismatch": "red", "unknown": "yellow"}
 Decode = Callable[[list[int]], str] | None
 
 
 def print_report(
-    out: Console, checked: Checked, gates: tuple[Gate, ...], request: Request, told: dict[str, Any]
+    out: Console, checked: Checked, gates: tuple[Gate, ...], request: Request, context: dict[str, Any]
 ) -> None:
-    """The whole report; `told` says what was compared with the model."""
+    """Print the complete report; `context` describes what was compared with the model."""
     print_verdict(out, checked)
-    for engine in told.get("engines", ()):
+    for engine in context.get("engines", ()):
         out.print(f"engine: {escaped(engine)}")
-    if "answers" in told:
-        print_answers(out, **told["answers"])
+    if "answers" in context:
+        print_answers(out, **context["answers"])
     for finding in checked.diagnosis.causes:
         print_finding(out, finding)
     if checked.diagnosis.missing:
-        out.print("To tell more, give:")
+        out.print("For a more precise answer, add:")
         for name in checked.diagnosis.missing:
             out.print(f"  {escaped(name)}")
         out.print()
     for gate in gates:
-        word = "[green]holds[/green]" if gate.holds else "[red]does not hold[/red]"
+        word = "[green]passed[/green]" if gate.holds else "[red]failed[/red]"
         out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
     if checked.trainer_check is not None:
         print_third(out, checked.trainer_check)
@@ -75,7 +75,7 @@ def print_report(
 
 
 def print_verdict(out: Console, checked: Checked) -> None:
-    """One line."""
+    """Print one line, then the tokens left out and the notes."""
     verdict = checked.diagnosis.verdict
     headline, summary = summary_of(checked)
     out.print(f"[bold {STYLES[verdict]}]{verdict.capitalize()}:[/] {escaped(headline)}. {escaped(summary)}")
@@ -86,12 +86,12 @@ def print_verdict(out: Console, checked: Checked) -> None:
 
 
 def summary_of(checked: Checked) -> tuple[str, str]:
-    """What is the matter, and what was compared."""
+    """Return the headline (the first cause) and what was compared."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
     headline = (
         found.causes[0].name
         if found.causes
-        else "engine and model differ by more than noise, and nothing explains it"
+        else "engine and model differ by more than the noise floor, and no known cause explains it"
     )
     summary = (
         f"{measured.num_tokens:,} tokens of {measured.num_sequences:,} sequences, mean |D| {format_number(measured.metrics['mean_abs'])}, "
@@ -101,14 +101,14 @@ def summary_of(checked: Checked) -> tuple[str, str]:
 
 
 def left_out(checked: Checked) -> str:
-    """How many tokens were not compared and why; empty when all were."""
+    """Describe how many tokens were not compared and why; empty if all were."""
     counts = {n.replace("_", " "): count for n, count in vars(checked.diagnosis.measurement.excluded).items()}
     listed = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"left out: {listed}" if listed else ""
 
 
 def print_finding(out: Console, finding: Finding) -> None:
-    """A cause with its reasons."""
+    """Print a cause with its evidence."""
     out.print(
         f"[bold]{finding.id}  {escaped(finding.name)}[/bold]  [dim]confidence {finding.confidence:.0%}[/dim]"
     )
@@ -129,16 +129,19 @@ def print_answers(
     identical: int,
     diverges_after: float | None,
 ) -> None:
-    """How many greedy answers are right, which is all that a comparison of answers can tell, and where completions part."""
-    parted = "" if diverges_after is None else f", the others part after {diverges_after:g} (median)"
+    """Print how many greedy answers are correct, and where completions diverge.
+
+    Comparing answers alone shows no more than this.
+    """
+    diverged = "" if diverges_after is None else f", the others diverge after {diverges_after:g} (median)"
     out.print(
-        f"greedy answers: engine {engine_right} of {num_prompts} right, model {model_right}; "
-        f"{identical} completions are the same tokens{parted}"
+        f"greedy answers: engine {engine_right} of {num_prompts} correct, model {model_right}; "
+        f"{identical} completions have identical tokens{diverged}"
     )
 
 
 def print_third(out: Console, third: TrainerCheck) -> None:
-    """What the trainer says, beside engine and model."""
+    """Print how far the trainer's logprobs are from those of engine and model."""
     out.print(
         f"trainer ({third.source}), mean |difference| over {third.num_tokens:,} tokens: "
         f"to the engine {format_number(third.engine_trainer)}, to the model {format_number(third.trainer_model)}; "
@@ -148,15 +151,15 @@ def print_third(out: Console, third: TrainerCheck) -> None:
 
 
 def print_rescoring(out: Console, rescoring: Rescoring) -> None:
-    """The three opinions and how well each agrees with itself."""
-    out.print(f"asked again about {rescoring.num_tokens:,} tokens, mean |difference|:")
+    """Print the differences between engine and model, and of each with its own repeat."""
+    out.print(f"rescored {rescoring.num_tokens:,} tokens, mean |difference|:")
     for label, value in rescoring_rows(rescoring):
         out.print(f"  {label:<46}{value}")
     out.print()
 
 
 def rescoring_rows(rescoring: Rescoring) -> list[tuple[str, str]]:
-    """Label and number of each comparison."""
+    """Return label and number of each comparison."""
     return [
         (label, "not comparable at this temperature" if value is None else format_number(value))
         for name, label in RESCORING_LABELS
@@ -165,7 +168,7 @@ def rescoring_rows(rescoring: Rescoring) -> list[tuple[str, str]]:
 
 
 def print_numbers(out: Console, measured: Measurement) -> None:
-    """The quantile table, two numbers a line."""
+    """Print the metrics, two per line."""
     table = Table(box=None, pad_edge=False, show_header=False)
     half = len(NUMBERS) // 2
     for left, right in zip(NUMBERS[:half], NUMBERS[half:], strict=True):
@@ -180,7 +183,7 @@ def print_numbers(out: Console, measured: Measurement) -> None:
 
 
 def print_curves(out: Console, found: Diagnosis) -> None:
-    """Histogram of D, and mean |D| along positions, turns and surprisal."""
+    """Print the histogram of D, and mean |D| by position, turn, surprisal and version."""
     bars = found.measurement.histogram
     reach = abs(bars[0][0])
     out.print(
@@ -205,7 +208,7 @@ def print_curves(out: Console, found: Diagnosis) -> None:
 
 
 def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> None:
-    """The tokens with the largest |D|, behind what came before them."""
+    """Print the tokens with the largest |D| and the text before them."""
     table = Table(title="Worst tokens", title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in (
         "sequence",
@@ -213,9 +216,9 @@ def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> 
         "engine",
         "trainer",
         "rank",
-        "behind",
+        "preceding text",
         "token",
-        "trainer's likeliest",
+        "trainer's top tokens",
     ):
         table.add_column(heading, overflow="fold")
     for token in worst:
@@ -234,12 +237,12 @@ def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> 
 
 
 def text_of(ids: list[int], decode: Decode) -> str:
-    """The ids as text with line breaks shown, or the ids themselves."""
+    """Return the ids as text with line breaks escaped, or the ids if there is no tokenizer."""
     return repr("".join(token_texts(ids, decode)))[1:-1]
 
 
 def load_decode(model: str) -> Decode:
-    """Decoding with the model's own tokenizer, or None where its folder holds none."""
+    """Load the decoder of the model's own tokenizer; None if its folder has none."""
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
         return None

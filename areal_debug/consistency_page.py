@@ -1,4 +1,4 @@
-"""A check of logprobs as one HTML page without scripts or network: the verdict first, then why, then curves and the worst tokens."""
+"""Write a log-prob consistency check as one HTML page without scripts or network access."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ from consistency.request import Request
 NUM_DOTS = 1500
 CURVES = (
     ("response_position", "mean |D| by position in the response"),
-    ("surprisal_decile", "mean |D| by decile of surprisal, likeliest tokens first"),
-    ("entropy_decile", "mean |D| by decile of entropy, surest first"),
+    ("surprisal_decile", "mean |D| by decile of surprisal, most likely tokens first"),
+    ("entropy_decile", "mean |D| by decile of entropy, lowest entropy first"),
     ("turn", "mean |D| by turn"),
     ("version", "mean |D| by weight version"),
     ("worker", "mean |D| by worker"),
@@ -32,23 +32,23 @@ CURVES = (
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture and what it shows."""
+    """A picture and its caption."""
 
     svg: Markup
     caption: str
 
 
 def write_page(
-    file: Path, checked: Checked, gates: Sequence[Gate], request: Request, told: dict[str, Any]
+    file: Path, checked: Checked, gates: Sequence[Gate], request: Request, context: dict[str, Any]
 ) -> None:
-    """Write the page, whole or not at all."""
-    write_template(file, "consistency.html", page_facts(checked, gates, request, told))
+    """Write the page atomically."""
+    write_template(file, "consistency.html", page_facts(checked, gates, request, context))
 
 
 def page_facts(
-    checked: Checked, gates: Sequence[Gate], request: Request, told: dict[str, Any]
+    checked: Checked, gates: Sequence[Gate], request: Request, context: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the page's template names."""
+    """Collect the values of the page's template."""
     found = checked.diagnosis
     headline, summary = summary_of(checked)
     decode = load_decode(request.model)
@@ -56,9 +56,9 @@ def page_facts(
         "verdict": found.verdict,
         "headline": headline,
         "summary": ". ".join(filter(None, (summary, left_out(checked), *checked.notes))),
-        "told": [
+        "context": [
             f"{name}: {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
-            for name, value in told.items()
+            for name, value in context.items()
         ],
         "causes": found.causes,
         "missing": found.missing,
@@ -76,7 +76,7 @@ def page_facts(
 
 
 def worst_facts(token: WorstToken, decode: Callable[[list[int]], str] | None) -> dict[str, str]:
-    """A token's row, as text."""
+    """Return a token's table row as text."""
 
     def listed(top: Sequence[tuple[int, float]]) -> str:
         return "\n".join(f"{text_of([i], decode)} {logprob:.2f}" for i, logprob in top)
@@ -95,7 +95,7 @@ def worst_facts(token: WorstToken, decode: Callable[[list[int]], str] | None) ->
 
 
 def charts(checked: Checked) -> list[Chart]:
-    """Histogram, both sides against each other, and a curve for every column with more than one group."""
+    """Draw the histogram, engine against trainer, and a curve per column of several groups."""
     table, measured = checked.diagnosis.table, checked.diagnosis.measurement
     edges = [edge for edge, _ in measured.histogram]
     counts = [math.log1p(count) for _, count in measured.histogram]
@@ -108,7 +108,7 @@ def charts(checked: Checked) -> list[Chart]:
         ),
         Chart(
             dots(trainer, engine, format_number(min(*trainer, *engine))),
-            "logprob of the engine over that of the trainer; on the line they agree",
+            "logprob of the engine against that of the trainer; equal on the line",
         ),
     ]
     for column, caption in CURVES:
@@ -119,7 +119,7 @@ def charts(checked: Checked) -> list[Chart]:
 
 
 def curve(groups: Sequence[Group], caption: str) -> Chart:
-    """Bars of mean |D|."""
+    """Draw mean |D| by group as bars."""
     sizes = [group.mean_abs for group in groups]
     ends = (str(groups[0].key), str(groups[-1].key))
     return Chart(bars(sizes, *ends), f"{caption}; largest {format_number(max(sizes))}")

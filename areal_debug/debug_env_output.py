@@ -1,11 +1,11 @@
-"""The environment presets of `train --debug-env list`, explained in a terminal."""
+"""Print the environment presets of `train --debug-env list`."""
 
 from areal_core.launch.debug_env import PRESETS
 from areal_debug.render import console, escaped
 
 
 def print_presets() -> None:
-    """Each preset: what it finds, what it costs, and what each of its variables does."""
+    """Print each preset: what it finds, what it costs, and what each of its variables does."""
     out = console()
     width = max(len(f"{name}={value}") for preset in PRESETS for name, value in preset.variables.items())
     for preset in PRESETS:
@@ -15,4 +15,4 @@ def print_presets() -> None:
             setting = f"{name}={value}"
             out.print(f"  {escaped(setting):<{width}}  [dim]{escaped(preset.meaning[name])}[/dim]")
         out.print()
-    out.print("Take some of them: areal-debug train SCRIPT --debug-env nccl,hang")
+    out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")

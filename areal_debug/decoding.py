@@ -1,4 +1,4 @@
-"""Text of recorded token ids, with the tokenizer that the record names."""
+"""Decode recorded token ids with the tokenizer that the record names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
-    """Decoding with the tokenizer that the record names, or None where its file is gone or another one."""
+    """Load the decoder of the recorded tokenizer; None if its file is missing or has changed."""
     identity = record.header.tokenizer or record.header.model
     file = Path(identity["path"]) / "tokenizer.json"
     if not file.is_file() or "tokenizer.json" not in identity["files"]:
@@ -21,7 +21,7 @@ def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
     from recorder.environment import file_identity
 
     if file_identity(file) != identity["files"]["tokenizer.json"]:
-        console(stderr=True).print(f"[yellow]{file} is not the one recorded: showing ids[/yellow]")
+        console(stderr=True).print(f"[yellow]{file} differs from the recorded one: showing ids[/yellow]")
         return None
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What `diff` and `bisect-step` print: the verdict, where it shows first, the text around it, every stage, and what to do next."""
+"""Print the reports of `diff` and `bisect-step`: verdict, first difference, stages, next steps."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 SHOWN_OF_A_STAGE = 3
 REFUTED_BY = {
-    "configuration": "set these options alike and run B again: if it still differs, they were not the reason",
-    "input": "replay A with B's options: if that differs from A, it is not the input alone",
-    "environment": "run B again where these are alike: if it still differs, they were not the reason",
-    "kernel noise": "areal-debug preflight on this machine: if two runs of one step agree in every bit, it is no noise",
-    "unknown": "a replay of both records on one machine that agrees with neither",
+    "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
+    "input": "replay A with B's options: if that differs from A, the input is not the only cause",
+    "environment": "run B again where these are equal: if it still differs, they were not the cause",
+    "kernel noise": "areal-debug preflight on this machine: if two runs of one step are bit-identical, it is not noise",
+    "unknown": "a replay of both records on one machine that reproduces neither",
 }
 
 
 def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: bool) -> None:
-    """The report in words."""
+    """Print the complete report."""
     out = console()
     print_verdict(left, right, report)
     if report.first is not None:
@@ -41,18 +41,18 @@ def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: 
             out.print(difference_table(title, items, headings=("what", "A", "B")))
     print_not_compared(report)
     if report.verdict is not None:
-        out.print(f"\n[dim]what would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
+        out.print(f"\n[dim]would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
 
 
 def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None:
-    """Whether the records are the same, and if not, where that shows first and why."""
+    """Print whether the records are the same; if not, the first difference and its cause."""
     out = console()
     if report.first is None or report.verdict is None:
         count = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
-        out.print(f"[bold green]Same:[/bold green] {count} compared, every bit alike.")
+        out.print(f"[bold green]Same:[/bold green] {count} compared, all bit-identical.")
         return
     out.print(
-        f"[bold red]Different:[/bold red] step {report.step} is the first that differs, and {report.first.stage} its first stage. "
+        f"[bold red]Different:[/bold red] the records diverge first in step {report.step}, stage {report.first.stage}. "
         f"[dim]{report.num_compared} of {report.num_shared} common steps compared[/dim]"
     )
     out.print(f"[bold]{report.verdict.cause}[/bold]: {escaped(report.verdict.why)}")
@@ -61,7 +61,7 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
 
 
 def describe(difference: "StageDifference") -> str:
-    """One difference: what it is, where, and how much of it differs."""
+    """Describe one difference: name, location, both values, and how many elements differ."""
     words = [difference.name]
     if difference.minibatch is not None:
         words.append(f"minibatch {difference.minibatch}")
@@ -80,14 +80,14 @@ def describe(difference: "StageDifference") -> str:
 
 
 def show(value: object) -> str:
-    """A value of a record; absent ones as such."""
+    """Format a value of a record; None is "absent"."""
     if value is None:
         return "absent"
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def print_context(left: "Record", right: "Record", report: "DiffReport") -> None:
-    """The text around the first token that differs, on both sides."""
+    """Print the text around the first token that differs, on both sides."""
     from replayer.diff import find_context
 
     assert report.first is not None
@@ -101,14 +101,14 @@ def print_context(left: "Record", right: "Record", report: "DiffReport") -> None
 
 
 def marked(ids: tuple[int, ...], context: "Context", decode: Callable[[list[int]], str]) -> Text:
-    """The text of some tokens, the one in question between brackets."""
+    """Return the text of some tokens, the one in question between brackets."""
     before, token, after = list(ids[: context.at]), list(ids[context.at :][:1]), list(ids[context.at + 1 :])
     parts = [repr(decode(part))[1:-1] if part else "" for part in (before, token, after)]
     return Text.assemble((parts[0], "dim"), "[", (parts[1], "bold"), "]", (parts[2], "dim"))
 
 
 def print_stages(report: "DiffReport", show_all: bool) -> None:
-    """Every stage, in order, with what differs in it."""
+    """Print every stage, in order, with its differences."""
     from replayer.stages import STAGES
 
     out = console()
@@ -129,7 +129,7 @@ def print_stages(report: "DiffReport", show_all: bool) -> None:
 
 
 def print_not_compared(report: "DiffReport") -> None:
-    """Steps and stages that could not be compared."""
+    """Print the steps and stages that could not be compared."""
     out = console()
     if report.not_compared:
         stages = ", ".join(report.not_compared)
@@ -142,14 +142,14 @@ def print_not_compared(report: "DiffReport") -> None:
 
 
 def print_first_step(found: "FirstStep") -> None:
-    """Where the weights part, and how little was read to know."""
+    """Print the step after which the weights diverge, and how few steps were read to find it."""
     out = console()
-    read = f"[dim]{found.num_read} of {found.num_steps:,} steps read, nothing run again[/dim]"
+    read = f"[dim]{found.num_read} of {found.num_steps:,} steps read, no step was replayed[/dim]"
     if found.step is None:
         out.print(f"[bold green]The weights never differ[/bold green] up to step {found.last_same}. {read}")
     else:
         before = (
-            "it is the first that both have"
+            "it is the first step that both records have"
             if found.last_same is None
             else f"they were the same after step {found.last_same}"
         )
@@ -157,15 +157,15 @@ def print_first_step(found: "FirstStep") -> None:
 
 
 def print_layers(report: "LayersReport") -> None:
-    """The first layer that differs when the step is run again."""
+    """Print the first layer that differs when the step is replayed."""
     out = console()
     if report.name is None:
         out.print(
-            f"[bold]layers[/bold]       all {report.num_calls} calls of layers agree when step {report.step} runs again here from both: "
-            "what made them differ is not in the records (hardware, kernels, code)"
+            f"[bold]layers[/bold]       all {report.num_calls} layer calls agree when step {report.step} is replayed here from "
+            "both records: the cause is not in the records (hardware, kernels, code)"
         )
         return
-    why = "what went into it differs already" if report.input_differs else "what went into it is the same"
+    why = "its input differs already" if report.input_differs else "its input is the same"
     out.print(
         f"[bold]layers[/bold]       the first call that differs is {escaped(report.name)} "
         f"(call {report.index:,} of {report.num_calls:,}, rank {report.rank}); {why}"

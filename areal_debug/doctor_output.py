@@ -1,4 +1,4 @@
-"""What the doctor's findings look like in a terminal: alarms with a curve each, then what was looked at."""
+"""Print the doctor's findings: alarms with a curve each, then every metric that was checked."""
 
 import json
 
@@ -14,7 +14,7 @@ STYLES = {"error": "red", "warning": "yellow"}
 
 
 def print_examination(out: Console, run: Run, found: Examination) -> None:
-    """The whole report."""
+    """Print the complete report."""
     out.print(verdict_of(run, found))
     if run.choice:
         out.print(f"[yellow]{escaped(run.choice)}[/yellow]")
@@ -27,26 +27,26 @@ def print_examination(out: Console, run: Run, found: Examination) -> None:
         out.print("  " + escaped(" ".join(override_lines(found))))
     if found.absent:
         out.print(
-            f"[dim]not logged, so not judged: {', '.join(name.replace('_', ' ') for name in found.absent)}[/dim]"
+            f"[dim]not logged, so not checked: {', '.join(name.replace('_', ' ') for name in found.absent)}[/dim]"
         )
 
 
 def verdict_of(run: Run, found: Examination) -> str:
-    """One line."""
+    """Return the verdict in one line."""
     what = f"{run.num_steps} steps of {escaped(run.source)} (names of {run.family})"
     if not run.series:
-        return f"[yellow]Cannot tell:[/yellow] none of the metrics in {what} is known"
+        return f"[yellow]Inconclusive:[/yellow] none of the metrics in {what} is known"
     if not found.alarms and run.num_steps < FEWEST_STEPS:
-        return f"[yellow]Cannot tell yet:[/yellow] {what}, and a trend needs {FEWEST_STEPS}"
+        return f"[yellow]Inconclusive:[/yellow] {what}, and a trend needs at least {FEWEST_STEPS}"
     if not found.alarms:
-        return f"[bold green]Healthy:[/] nothing is wrong in {what}"
+        return f"[bold green]Healthy:[/] no problem found in {what}"
     first = found.alarms[0]
     more = f", and {len(found.alarms) - 1} more" if len(found.alarms) > 1 else ""
     return f"[bold {STYLES[first.severity]}]{escaped(first.title[:1].upper() + first.title[1:])}[/]{more}: {what}"
 
 
 def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
-    """An alarm with its curve and its reasons."""
+    """Print an alarm with its curve and its evidence."""
     out.print(f"[bold {STYLES[alarm.severity]}]{alarm.id}  {escaped(alarm.title)}[/]")
     out.print(
         f"  {'curve':<11} {sparkline(run.by_name[alarm.metric].finite.values.tolist())}  [dim]{escaped(alarm.metric)}[/dim]"
@@ -64,7 +64,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
 
 
 def print_curves(out: Console, run: Run) -> None:
-    """Every metric that was judged."""
+    """Print every metric that was checked."""
     for quantity, series in run.series.items():
         values = series.finite.values.tolist()
         if values:
@@ -74,5 +74,5 @@ def print_curves(out: Console, run: Run) -> None:
 
 
 def override_lines(found: Examination) -> list[str]:
-    """The recommended change as command-line overrides."""
+    """Return the recommended change as command-line overrides."""
     return [f"{name}={json.dumps(value)}" for name, value in found.overrides.items()]

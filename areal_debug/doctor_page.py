@@ -1,4 +1,4 @@
-"""The doctor's findings as one HTML page without scripts or network: alarms with their curves, then every metric that was judged."""
+"""Write the doctor's findings as one HTML page without scripts or network access."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ MOST_POINTS = 500
 
 
 def write_page(file: Path, run: Run, found: Examination) -> None:
-    """Write the page."""
-    judged = [(name, series) for name, series in run.series.items() if len(series.finite.values)]
+    """Write the page atomically."""
+    checked = [(name, series) for name, series in run.series.items() if len(series.finite.values)]
     verdict = found.alarms[0].severity if found.alarms else verdict_of(run, found)
     facts = {
         "verdict": verdict,
         "headline": found.alarms[0].title.capitalize()
         if found.alarms
-        else {"healthy": "Nothing is wrong", "unknown": "Cannot tell"}[verdict],
+        else {"healthy": "No problem found", "unknown": "Inconclusive"}[verdict],
         "summary": ". ".join(
             filter(None, (f"{run.num_steps} steps of {run.source}, names of {run.family}", run.choice))
         ),
@@ -35,7 +35,7 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
         "overrides": override_lines(found),
         "charts": [
             {"svg": picture(series), "caption": f"{name.replace('_', ' ')}: {series.name}"}
-            for name, series in judged
+            for name, series in checked
         ],
         "absent": [name.replace("_", " ") for name in found.absent],
     }
@@ -43,14 +43,14 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
 
 
 def alarm_facts(run: Run, alarm: Alarm) -> dict[str, Any]:
-    """What the template names, with the curve and the evidence marked in it."""
+    """Collect the values of the template, with the evidence marked in the curve."""
     steps = {step for step, _ in alarm.evidence}
     evidence = ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)
     return vars(alarm) | {"evidence": evidence, "svg": picture(run.by_name[alarm.metric], steps)}
 
 
 def picture(series: Series, marked_steps: set[int] | frozenset[int] = frozenset()) -> Markup:
-    """The curve, thinned to what a picture can show; marked steps stay."""
+    """Draw the curve, thinned to `MOST_POINTS` points; marked steps are kept."""
     shown = series.finite
     if not len(shown.values):
         return Markup("")

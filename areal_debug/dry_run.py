@@ -1,6 +1,7 @@
-"""What a run would do, worked out from its options and from files that lie here: no network, no device, no process.
+"""Plan a run from its options and local files: no network, no device, no process.
 
-The parts of a real run are asked, not copied: the same allocation, placement, count of steps and periods answer here.
+The functions of a real run are called, not copied: allocation, placement, number of steps and
+periods are computed by the same code.
 """
 
 import importlib.util
@@ -31,7 +32,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Processes:
-    """Some processes of one kind: how many, with how many devices each, and where."""
+    """Processes of one kind: how many, with how many devices each, and where."""
 
     what: str
     count: int
@@ -43,7 +44,8 @@ class Processes:
 class Steps:
     """Rows of the dataset and steps of the run.
 
-    Where the rows cannot be counted here, `rows` says why, and `total` is at most what the config allows.
+    If the rows cannot be counted here, `rows` is the reason and `total` an upper bound from the
+    config.
     """
 
     num_rows: int | None
@@ -54,7 +56,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything that is known of a run before it starts."""
+    """Everything that is known about a run before it starts."""
 
     script: str
     config_file: str
@@ -71,17 +73,18 @@ class DryRun:
 
 
 def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]) -> DryRun:
-    """The plan of a run whose config has been checked; `notes` are what `load_with_notes` said of it.
+    """Plan a run whose config has been checked; `notes` are those of `load_with_notes`.
 
     Raises:
-        ConfigError: the job cannot be placed, has no step to train, or asks for a package that is not installed.
-        DatasetError: the dataset is here and cannot be read.
+        ConfigError: the job cannot be placed, has no step to train, or needs a package that is not
+            installed.
+        DatasetError: the dataset is local and cannot be read.
     """
     allocation = config.allocation
     refuse_missing_packages(config)
     steps = plan_length(config) if allocation.train is not None else None
     step = plan_step(config, allocation) if steps is not None else ()
-    upkeep = plan_upkeep(config, lambda timer: say_period(timer, steps)) if steps is not None else ()
+    upkeep = plan_upkeep(config, lambda timer: describe_period(timer, steps)) if steps is not None else ()
     return DryRun(
         script=str(script),
         config_file=config_file,
@@ -94,12 +97,12 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         step=tuple(step),
         upkeep=tuple(upkeep),
         logs=str(run_folder(config, "logs")),
-        notes=(*notes, *look_at_devices(config, allocation)),
+        notes=(*notes, *note_on_devices(config, allocation)),
     )
 
 
 def refuse_missing_packages(config: AnyConfig) -> None:
-    """Raise ConfigError for a package that an option needs and that is not installed, before a rank finds out."""
+    """Raise ConfigError for a package that an option needs and that is not installed."""
     needed = {
         "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode != "disabled"),
         "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode != "disabled"),
@@ -114,7 +117,7 @@ def refuse_missing_packages(config: AnyConfig) -> None:
 
 
 def plan_length(config: AnyConfig) -> Steps:
-    """Rows, steps of an epoch, and steps of the run, as far as files here tell.
+    """Count rows, steps per epoch, and steps of the run, as far as local files allow.
 
     Raises:
         ConfigError: the run would have no step.
@@ -122,29 +125,32 @@ def plan_length(config: AnyConfig) -> Steps:
     data = config.train_dataset
     if config.debug.replay_rollout_data:
         return Steps(None, "a replay has the steps of its record", None, None)
-    num_rows, said = count_rows(config, data)
+    num_rows, text = count_rows(config, data)
     if num_rows is None:
-        return Steps(None, said, None, config.total_train_steps)
-    return Steps(num_rows, said, num_rows // data.batch_size, count_steps(config, num_rows))
+        return Steps(None, text, None, config.total_train_steps)
+    return Steps(num_rows, text, num_rows // data.batch_size, count_steps(config, num_rows))
 
 
 def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:
-    """Rows that `get_dataset` would give, and where they lie; None and the reason where that cannot be known here."""
+    """Count the rows of a dataset and name their source; else None and the reason."""
     path = Path(data.path)
     if data.path != "arithmetic" and not path.exists():
-        return None, f"{data.path} is not a file or folder here"
+        return None, f"{data.path} is not a local file or folder"
     if path.is_dir() and jsonl_of_split(path, data.split) is None:
-        return None, f"{data.path} holds no JSONL files"
+        return None, f"{data.path} contains no JSONL files"
     if data.max_length is None:
         return len(read_rows(data.path, data.split, dict(data.dataset_kwargs))), data.path
     if not Path(config.tokenizer_path or config.actor.path).is_dir():
-        return None, f"rows of more than {data.max_length} tokens are left out, and the tokenizer is not here"
+        return (
+            None,
+            f"rows of more than {data.max_length} tokens are dropped, and the tokenizer is not a local folder",
+        )
     rows = get_dataset(data, tokenizer=load_tokenizer(config))
     return len(rows), f"{data.path}, prompts of at most {data.max_length} tokens"
 
 
 def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes]:
-    """Servers and ranks, with their devices or machines. Raises ConfigError when they do not fit."""
+    """Place servers and ranks on devices or machines. Raises ConfigError if they do not fit."""
     with_servers = not config.debug.replay_rollout_data
     job = Job((), config, allocation, {}, run_folder(config, "logs"), with_servers)
     found, is_local = [], config.scheduler.type in (None, "local")
@@ -167,38 +173,42 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
             else on_machines(range(placement.num_trainer_nodes), placement)
         )
         kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
-        found.append(Processes(kind, world, 1, where + say_groups(allocation.train)))
+        found.append(Processes(kind, world, 1, where + describe_groups(allocation.train)))
     return found
 
 
-def say_groups(sizes: Parallel) -> str:
-    """`; 2 groups of 4 with the same rows: 2 share the tokens, 2 the layers`; empty where each rank has rows of its own."""
+def describe_groups(sizes: Parallel) -> str:
+    """Describe how ranks share rows; empty if none do.
+
+    For example `; 2 groups of 4 with the same rows: 2 share the tokens (c) x 2 share the layers
+    (t)`.
+    """
     shared = {"tokens (c)": sizes.context, "layers (t)": sizes.tensor}
-    said = " x ".join(f"{size} share the {what}" for what, size in shared.items() if size > 1)
+    text = " x ".join(f"{size} share the {what}" for what, size in shared.items() if size > 1)
     num_groups = f"{sizes.data} group{'s' * (sizes.data != 1)}"
-    return said and f"; {num_groups} of {sizes.context * sizes.tensor} with the same rows: {said}"
+    return text and f"; {num_groups} of {sizes.context * sizes.tensor} with the same rows: {text}"
 
 
 def on_this_machine(config: AnyConfig, first: int, count: int) -> str:
-    """The devices that the local launcher gives: servers take the first ones."""
+    """Name the devices that the local launcher assigns: servers take the first ones."""
     if config.device == "cpu":
         return "CPU of this machine"
     return f"GPU {numbers(range(first, first + count))} of the machine where it is started"
 
 
 def on_machines(nodes: Sequence[int], placement: Placement) -> str:
-    """The machines of a scheduler's job, the trainer's first."""
+    """Name the machines of a scheduler's job, the trainer's first."""
     return f"machine {numbers(nodes)} (of {placement.num_nodes}, from 0)"
 
 
 def numbers(found: Sequence[int]) -> str:
-    """`0-3`, or `2`."""
+    """Format a range as `0-3`, or `2`."""
     low, high = min(found), max(found)
     return f"{low}" if low == high else f"{low}-{high}"
 
 
-def look_at_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
-    """A note where one machine is asked for more devices than its description has."""
+def note_on_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
+    """Note if the allocation needs more devices on one machine than the config declares."""
     sides = [side for side in (allocation.rollout, allocation.train) if side is not None]
     num_devices = max if allocation.kind == "colocated" else sum
     needed, per_node = num_devices(side.world_size for side in sides), config.cluster.n_gpus_per_node
@@ -206,23 +216,26 @@ def look_at_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
         return []
     return [
         f"the allocation {allocation} needs {needed} devices on one machine and cluster.n_gpus_per_node is {per_node}: "
-        "for several machines set scheduler.type to ray or slurm"
+        "to use several machines, set scheduler.type to ray or slurm"
     ]
 
 
-def say_period(timer: TimerConfig, steps: Steps | None) -> str:
-    """`every 2 epochs or 600 seconds: 5 times, first after step 57`; empty if never. Steps count from 0."""
+def describe_period(timer: TimerConfig, steps: Steps | None) -> str:
+    """Return `every 2 epochs or 600 seconds: 5 times, first after step 57`; empty if never.
+
+    Steps count from 0.
+    """
     periods = {"epoch": timer.freq_epochs, "step": timer.freq_steps, "second": timer.freq_secs}
     given = [unit if period == 1 else f"{period} {unit}s" for unit, period in periods.items() if period]
     if not given:
         return ""
-    said = f"every {' or '.join(given)}"
+    text = f"every {' or '.join(given)}"
     if steps is None or steps.total is None or steps.per_epoch is None:
-        return said
+        return text
     frequency = Frequency(timer.freq_epochs, timer.freq_steps, None, max(steps.per_epoch, 1))
     due = [step for step in range(steps.total) if frequency.is_due(step)]
     if not due:
-        return f"{said}: not once in {steps.total} steps" if not timer.freq_secs else said
+        return f"{text}: not once in {steps.total} steps" if not timer.freq_secs else text
     at_least = "at least " if timer.freq_secs else ""
     times = "once" if len(due) == 1 else f"{len(due)} times"
-    return f"{said}: {at_least}{times}, first after step {due[0]}"
+    return f"{text}: {at_least}{times}, first after step {due[0]}"

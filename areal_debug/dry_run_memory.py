@@ -1,6 +1,7 @@
-"""Memory that a rank and a server would need, from the model's `config.json`: shapes on the meta device, no weights.
+"""Estimate the memory of a rank and a server from the model's `config.json`.
 
-States are exact (parameters divided by ranks); activations and caches are rough and say how they are reckoned.
+Shapes are computed on the meta device, without weights. States are exact (parameters divided by
+ranks); activations and caches are rough, and their report shows the formula.
 """
 
 from dataclasses import dataclass, replace
@@ -9,24 +10,24 @@ from typing import Any
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, PPOConfig, RWConfig
 from areal_core.config.lora_checks import is_base_of
-from areal_debug.dry_run_states import FP32, SIZES, Model, Part, Shape, not_reckoned, state_parts
+from areal_debug.dry_run_states import FP32, SIZES, Model, Part, Shape, not_estimated, state_parts
 from areal_debug.dry_run_step import AnyConfig
 
-# Elements that the backward of one layer keeps for a token, in hidden and intermediate widths, of a layer as Llama has it:
-# two norms in float32 with their outputs, queries twice, keys and values, attention, residual; gate, up, activation, product.
-# Within 15 % of what autograd keeps of Llama and Qwen2 layers in float32 and bfloat16 (a test holds it).
+# Elements that autograd keeps per token for the backward of one Llama layer, in hidden and
+# intermediate widths: two norms in float32 with their outputs, queries twice, keys and values,
+# attention, residual; gate, up, activation, product. Tested to be within 15 % of the measured
+# size for Llama and Qwen2 layers in float32 and bfloat16.
 KEPT_HIDDEN, KEPT_INTERMEDIATE = 12, 4
-KEPT_IN_HEADS = (
-    5  # of the hidden widths: queries twice, keys and values, attention; tensor parallelism divides them
-)
-LAYERS_AT_HAND = 2  # FSDP2 gathers the next layer while one computes
+# Of the hidden widths: queries twice, keys and values, attention; tensor parallelism divides them.
+KEPT_IN_HEADS = 5
+GATHERED_LAYERS = 2  # FSDP2 gathers the next layer while one computes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Parts of one rank and of one device of a server, and what a rank keeps in host memory in place of its device's.
+    """Items of one rank, of one device of a server, and of a rank's host memory.
 
-    Where a part is missing, `unknown` says why.
+    `unknown` are the reasons for items that could not be estimated.
     """
 
     num_parameters: int | None
@@ -37,11 +38,11 @@ class Memory:
 
 
 def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
-    """What a rank, and a device of a server, would hold."""
+    """Estimate the memory of a rank and of one device of a server."""
     models, sizes = models_of(config), allocation.train or Parallel()
     shape = read_shape(models[0], sizes)
     if shape is None:
-        return Memory(None, (), (), (), (f"{config.actor.path} has no config.json here",))
+        return Memory(None, (), (), (), (f"{config.actor.path} has no local config.json",))
     rank: list[Part] = []
     host: list[Part] = []
     unknown: list[str] = []
@@ -49,13 +50,13 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
         for model in models:
             other = shape if model is models[0] else read_shape(model, sizes)
             if other is None:
-                unknown.append(f"{model.name}: {model.options.path} has no config.json here")
+                unknown.append(f"{model.name}: {model.options.path} has no local config.json")
             else:
                 kept = state_parts(model, other, sizes)
-                stays = config.device == "cpu"  # where all memory is the host's
+                stays = config.device == "cpu"  # all memory is host memory
                 rank += [part for part in kept if stays or not part.is_on_host]
                 host += [part for part in kept if part.is_on_host and not stays]
-                unknown += [f"{model.name}: {reason}" for reason in not_reckoned(model.options)]
+                unknown += [f"{model.name}: {reason}" for reason in not_estimated(model.options)]
         rank += working_parts(config, shape, sizes, unknown)
     server: list[Part] = []
     if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
@@ -68,7 +69,7 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
 
 
 def models_of(config: AnyConfig) -> list[Model]:
-    """Every model of a rank, the trained one first."""
+    """List every model of a rank, the trained one first."""
     models = [Model("actor", config.actor, trains=True, has_scores=isinstance(config, RWConfig))]
     if isinstance(config, DPOConfig) and not is_base_of(config.ref, config.actor):
         models.append(Model("reference", config.ref or config.actor))
@@ -83,7 +84,7 @@ def models_of(config: AnyConfig) -> list[Model]:
 
 
 def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
-    """Weights and cache of the engine: on a rank if it is embedded, else on each device of a server."""
+    """Estimate weights and cache of the engine, on a rank if embedded, else per server device."""
     if allocation.rollout is None:
         return []
     num_engines, tensor = allocation.rollout.data, allocation.rollout.tensor
@@ -101,16 +102,19 @@ def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> lis
 
 
 def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: list[str]) -> list[Part]:
-    """What comes and goes within a step, at its peak. Tensor-parallel ranks divide layers and logits, sequence-parallel ones tokens."""
+    """Estimate the temporary memory of a step at its peak.
+
+    Tensor-parallel ranks divide layers and logits, sequence-parallel ranks divide tokens.
+    """
     from areal_core.engine.logprobs import LOGITS_AT_A_TIME, TOKENS_PER_WEIGHT_GRADIENT
 
     size = SIZES[config.actor.dtype]
-    gathered = shape.outside_layers + (LAYERS_AT_HAND + 1) * shape.largest_layer
+    gathered = shape.outside_layers + (GATHERED_LAYERS + 1) * shape.largest_layer
     parts = [
         Part(
             "working copy",
             size * gathered // sizes.tensor,
-            f"{config.actor.dtype}: all outside of layers, {LAYERS_AT_HAND} layers, gradients of one"
+            f"{config.actor.dtype}: everything outside of layers, {GATHERED_LAYERS} layers, gradients of one"
             + f"; over {sizes.tensor}" * (sizes.tensor > 1),
         )
     ]
@@ -135,13 +139,13 @@ def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: lis
         Part(
             "logits",
             chunk + FP32 * vocab * shape.hidden,
-            "a chunk at a time, and the output layer's gradient",
+            "one chunk at a time, and the output layer's gradient",
         ),
     ]
 
 
 def tokens_of_micro_batch(config: AnyConfig, num_ranks: int) -> int | None:
-    """Most tokens that go through the model at a time; None if nothing bounds them."""
+    """Return the maximum number of tokens of a micro-batch; None if nothing bounds it."""
     spec, data = config.actor.mb_spec, config.train_dataset
     if spec.max_tokens_per_mb:
         return spec.max_tokens_per_mb
@@ -154,14 +158,14 @@ def tokens_of_micro_batch(config: AnyConfig, num_ranks: int) -> int | None:
 
 
 def longest_sequence(config: PPOConfig) -> int:
-    """Most tokens of prompt and completion."""
+    """Return the maximum number of tokens of prompt and completion."""
     if config.train_dataset.max_length is None:
         return config.gconfig.max_tokens
     return min(config.gconfig.max_tokens, config.train_dataset.max_length + config.gconfig.max_new_tokens)
 
 
 def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engines: int) -> Part:
-    """Keys and values of everything that one engine may have in flight, were each sequence as long as it may get."""
+    """Estimate the key-value cache of one engine if every sequence in flight has maximum length."""
     prompts = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
     sequences = -(-prompts * config.gconfig.n_samples // num_engines)
     tokens = sequences * longest_sequence(config)
@@ -171,10 +175,11 @@ def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engi
 
 
 def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
-    """Sizes of a model, from its folder or what the hub's cache holds; None where there is no config that is known.
+    """Read the sizes of a model from its folder or the hub's cache; None without a known config.
 
     Raises:
-        RanksError, ModelError: the ranks of a group cannot share its heads or layers, or it has none of those that are to have adapters.
+        RanksError, ModelError: its heads or layers cannot be divided among the ranks of a group, or
+            it has no module that matches the target modules of an adapter.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -215,7 +220,7 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
 
 
 def parse_shape(facts: dict[str, Any], num_parameters: int, undivided: int, layers: list[int]) -> Shape:
-    """Sizes from `config.json`. A mixture of experts sends a token through a few of them only."""
+    """Parse sizes from `config.json`. A mixture of experts uses a few experts per token."""
     heads = facts["num_attention_heads"]
     head_dim = facts.get("head_dim") or facts["hidden_size"] // heads
     kv_heads = facts.get("num_key_value_heads") or heads

@@ -1,4 +1,4 @@
-"""What a rank holds of each model as long as the run lasts: masters, optimiser states and gradients, and whether on its device."""
+"""Memory that a rank needs throughout a run: master weights, optimizer states, gradients."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,10 @@ from areal_core.allocation import Parallel
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 
 FP32 = 4
-SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "auto": 2}  # SGLang's names, too
-# Bytes a parameter, and what they are.
-OPTIMISER_STATES = {
+# Bytes per element; the names are also SGLang's.
+SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "auto": 2}
+# Bytes per parameter, and a description.
+OPTIMIZER_STATES = {
     "adam": (8, "2 float32 states of adam"),
     "sgd": (0, "0 float32 states of sgd"),
     "adam_bf16": (6, "a bfloat16 and a float32 state of adam_bf16"),
@@ -17,9 +18,10 @@ OPTIMISER_STATES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, in elements. `undivided` are those of `num_parameters` that tensor-parallel ranks hold alike: norms, routers.
+    """Sizes of a model in elements.
 
-    `adapter` is what an adapter trains in place of `num_parameters`; 0 where there is none.
+    `undivided` are those of `num_parameters` that every tensor-parallel rank holds: norms, routers.
+    `adapter` is the number of parameters that an adapter trains instead; 0 if there is none.
     """
 
     num_parameters: int
@@ -36,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Part:
-    """One item of a rank's or a server's memory."""
+    """One item of the memory of a rank or server; `how` is its formula."""
 
     name: str
     size_bytes: int
@@ -46,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Model:
-    """A model that each rank holds a shard of; `has_scores` says that its head gives one number instead of logits."""
+    """A model of which each rank has a shard. `has_scores`: its head returns one number."""
 
     name: str
     options: TrainEngineConfig
@@ -55,12 +57,12 @@ class Model:
 
 
 def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
-    """What lives as long as the run, in shards of equal size."""
+    """Estimate what stays in memory for the duration of the run, in shards of equal size."""
     num_ranks = sizes.world_size
-    alike = shape.undivided if sizes.tensor > 1 else 0
-    shard = -(-(shape.num_parameters - alike) // num_ranks) - (-alike * sizes.tensor // num_ranks)
+    replicated = shape.undivided if sizes.tensor > 1 else 0
+    shard = -(-(shape.num_parameters - replicated) // num_ranks) - (-replicated * sizes.tensor // num_ranks)
     over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
-    over += f", {alike:,} of them over {num_ranks // sizes.tensor}" if alike else ""
+    over += f", {replicated:,} of them over {num_ranks // sizes.tensor}" if replicated else ""
     options, all_on_host = model.options, model.options.fsdp.offload_params
     if shape.adapter:
         frozen = Part(
@@ -80,23 +82,23 @@ def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
         parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}", all_on_host)]
     if model.trains:
         optimizer = options.optimizer or OptimizerConfig()
-        size, states = OPTIMISER_STATES[optimizer.type]
+        size, states = OPTIMIZER_STATES[optimizer.type]
         visits = optimizer.offload or options.fsdp.per_layer_optim_step
         if visits and not all_on_host:
             at_once = "a layer's at a time" if options.fsdp.per_layer_optim_step else "all of them"
             states += f"; on the device while it steps, {at_once}"
         on_host = all_on_host or visits
-        parts.append(Part(f"{model.name}: optimiser", size * shard, states, on_host))
+        parts.append(Part(f"{model.name}: optimizer", size * shard, states, on_host))
         parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded", all_on_host))
     return parts
 
 
-def not_reckoned(options: TrainEngineConfig) -> list[str]:
-    """What options in use change, and nobody reckons."""
+def not_estimated(options: TrainEngineConfig) -> list[str]:
+    """Name the options in use whose effect on memory is not estimated."""
     in_use = {
-        "what fsdp.compile saves or costs": options.fsdp.compile,
-        "what use_liger saves": options.use_liger,
-        "what offload gives back while the model is idle": options.offload
+        "effect of fsdp.compile": options.fsdp.compile,
+        "savings of use_liger": options.use_liger,
+        "memory that offload releases while the model is idle": options.offload
         and not options.fsdp.offload_params,
     }
     return [reason for reason, is_on in in_use.items() if is_on]

@@ -1,4 +1,4 @@
-"""What one step would do, in the order in which it does it, and what happens between steps."""
+"""The stages of one step in the order in which they run, and what happens between steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ from areal_core.config.lora_checks import is_base_of, serves_adapters
 from areal_core.paths import record_folder, run_folder
 from areal_core.rollout.sglang_wire import adapter_name
 
-AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # whatever trains has an `actor`
+AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that is done, and how."""
+    """One stage and a description of what it does."""
 
     name: str
     does: str
 
 
 def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
-    """The stages of a step; the allocation has a training part."""
+    """Yield the stages of a step; the allocation must have a training part."""
     if isinstance(config, PPOConfig):
         yield from plan_rollout(config, allocation)
         yield from plan_scores(config)
@@ -41,11 +41,11 @@ def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
     if isinstance(config, PPOConfig) and config.critic is not None:
         yield replace(plan_update(config, config.critic, allocation), name="value update")
     if isinstance(config, PPOConfig) and allocation.rollout is not None:
-        yield plan_push(config, allocation)
+        yield plan_weight_update(config, allocation)
 
 
 def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
-    """Where the batch comes from, and how old it may be."""
+    """Yield the source of the batch and the allowed staleness."""
     num_prompts, num_samples = config.train_dataset.batch_size, config.gconfig.n_samples
     batch = f"{num_prompts} prompts x {num_samples} samples = {num_prompts * num_samples:,} sequences"
     if config.debug.replay_rollout_data:
@@ -53,7 +53,7 @@ def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
         return
     if allocation.rollout is None:
         yield Stage(
-            "batch", "the allocation has no engine: the script must give the trainer a source of batches"
+            "batch", "the allocation has no engine: the script must pass a source of batches to the trainer"
         )
         return
     at_once = config.rollout.max_concurrent_rollouts or num_prompts
@@ -62,14 +62,16 @@ def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
     )
     yield Stage("rollout", f"{batch}, {tokens}; {at_once} prompts at once")
     behind = config.rollout.max_head_offpolicyness
-    ahead = f"samples up to {behind} versions old; generation runs while training does"
-    yield Stage("staleness", ahead if behind else "none: each sample is of the version that trains on it")
+    ahead = f"samples up to {behind} versions old; generation runs during training"
+    yield Stage(
+        "staleness", ahead if behind else "none: each sample comes from the version that trains on it"
+    )
     if config.actor.dynamic_sampling:
-        yield Stage("filter", "groups whose rewards are all equal are dropped and sampled anew")
+        yield Stage("filter", "groups whose rewards are all equal are dropped and resampled")
 
 
 def plan_scores(config: PPOConfig) -> Iterator[Stage]:
-    """The forward passes before the update."""
+    """Yield the forward passes before the update."""
     actor = config.actor
     if config.critic is not None:
         yield Stage("values", f"one forward pass of {config.critic.path}")
@@ -83,16 +85,16 @@ def plan_scores(config: PPOConfig) -> Iterator[Stage]:
             "proximal", "one forward pass of the actor, for the logprobs that the ratio is clipped around"
         )
     norms = {"rewards": actor.reward_norm, "advantages": actor.adv_norm}
-    said = [
+    described = [
         f"{name}: mean of {norm.mean_level}, standard deviation of {norm.std_level}"
         for name, norm in norms.items()
         if norm is not None
     ]
-    yield Stage("advantages", "; ".join(said) or "not normalised")
+    yield Stage("advantages", "; ".join(described) or "not normalised")
 
 
 def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocation) -> Stage:
-    """Rows, minibatches and micro-batches of a rank, for one of the models that learn."""
+    """Describe rows, minibatches and micro-batches of a rank, for one trained model."""
     assert allocation.train is not None
     limit, num_ranks = model.mb_spec.max_tokens_per_mb, allocation.train.data
     rows, minibatches = config.train_dataset.batch_size // num_ranks, 1
@@ -104,17 +106,17 @@ def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocat
     checkpointing = ", activations recomputed" if model.gradient_checkpointing else ""
     compiled = ", layers compiled" if model.fsdp.compile else ""
     unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"
-    times = "1 optimiser step" if minibatches == 1 else f"{minibatches} optimiser steps"
+    times = "1 optimizer step" if minibatches == 1 else f"{minibatches} optimizer steps"
     times += f" of an adapter of rank {model.lora_rank}" * model.use_lora
     return Stage(
         "update",
-        f"{times} over {rows:,} {unit} {holders(allocation.train)}, in {micro}{checkpointing}{compiled}; "
-        f"attention is {say_attention(config.device, model)}",
+        f"{times} over {rows:,} {unit} {row_owner(allocation.train)}, in {micro}{checkpointing}{compiled}; "
+        f"attention is {describe_attention(config.device, model)}",
     )
 
 
-def say_attention(device: str, model: TrainEngineConfig) -> str:
-    """What `attn_impl` comes to, on a GPU where the config does not name a CPU."""
+def describe_attention(device: str, model: TrainEngineConfig) -> str:
+    """Describe the kernel that `attn_impl` selects, on a GPU unless the config names a CPU."""
     import torch
 
     from areal_core.engine.flash_attention import choose_attention
@@ -123,52 +125,54 @@ def say_attention(device: str, model: TrainEngineConfig) -> str:
     return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).why
 
 
-def holders(sizes: Parallel) -> str:
-    """Who holds rows: each rank, or each group of ranks and how they divide them."""
+def row_owner(sizes: Parallel) -> str:
+    """Describe which ranks share rows: one rank, or a group and how it divides them."""
     if sizes.context * sizes.tensor == 1:
-        return "a rank"
+        return "per rank"
     shares = [f"their tokens {sizes.context} ways"] * (sizes.context > 1)
     shares += [f"the layers {sizes.tensor} ways"] * (sizes.tensor > 1)
-    return f"a group of {sizes.context * sizes.tensor} ranks, which divide {' and '.join(shares)}"
+    return f"per group of {sizes.context * sizes.tensor} ranks, which divide {' and '.join(shares)}"
 
 
 def reference_of(config: PPOConfig | DPOConfig) -> str:
-    """The model that the policy is compared with."""
+    """Name the reference model of the policy."""
     is_base = is_base_of(config.ref, config.actor)
     return "the actor with its adapter off" if is_base else (config.ref or config.actor).path
 
 
-def plan_push(config: PPOConfig, allocation: Allocation) -> Stage:
-    """How the engine gets the new weights."""
+def plan_weight_update(config: PPOConfig, allocation: Allocation) -> Stage:
+    """Describe how the engine receives new weights."""
     if allocation.rollout_backend == "embedded":
         assert allocation.train is not None
         is_alone = allocation.train.context * allocation.train.tensor == 1
-        whose = "each rank's own replica" if is_alone else "the replica of each group's first rank"
-        return Stage("push", f"weights are copied into {whose}")
+        whose = "each rank's own replica" if is_alone else "the replica of rank 0 of each group"
+        return Stage("weight sync", f"weights are copied into {whose}")
     assert allocation.rollout is not None
     ways = {"xccl": "broadcast to", "disk": "written to disk and read by"}
     check = config.rollout.verify_weights_every
     servers = f"{allocation.rollout.data} server{'s' * (allocation.rollout.data != 1)}"
-    when = f"after the first and every {check} pushes"
+    when = f"after the first and every {check} weight syncs"
     if serves_adapters(config):
-        checked = f"; the model beneath is compared with its files {when}" if check else ""
+        checked = f"; the base model is compared with its files {when}" if check else ""
         name = adapter_name(config.gconfig.lora_name, "N")
-        return Stage("push", f"the adapter is written to disk and read by {servers} as {name}{checked}")
+        return Stage(
+            "weight sync", f"the adapter is written to disk and read by {servers} as {name}{checked}"
+        )
     checked = f"; compared with the trainer's {when}" if check else ""
-    return Stage("push", f"weights are {ways[config.actor.weight_update_mode]} {servers}{checked}")
+    return Stage("weight sync", f"weights are {ways[config.actor.weight_update_mode]} {servers}{checked}")
 
 
-def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> Iterator[Stage]:
-    """Checkpoints, evaluation, recovery, records and loggers."""
+def plan_upkeep(config: AnyConfig, describe_period: Callable[[TimerConfig], str]) -> Iterator[Stage]:
+    """Yield checkpoints, evaluation, recovery, records and loggers."""
     checkpoints = run_folder(config, "checkpoints")
-    yield Stage("save", plan_saving(config, say_period(config.saver), checkpoints / "default"))
-    recover, mode = say_period(config.recover), config.recover.mode
+    yield Stage("save", plan_saving(config, describe_period(config.saver), checkpoints / "default"))
+    recover, mode = describe_period(config.recover), config.recover.mode
     off = mode in ("disabled", "off") or not recover
     yield Stage(
         "recover",
         f"no: recover.mode is {mode}" if off else f"{mode}, {recover}; into {checkpoints / 'recover'}",
     )
-    yield Stage("evaluate", plan_evaluation(config, say_period))
+    yield Stage("evaluate", plan_evaluation(config, describe_period))
     if config.debug.dump_rollout_data:
         every = config.debug.dump_every
         steps = f"every {every} steps" if every > 1 else "every step"
@@ -177,18 +181,18 @@ def plan_upkeep(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> 
 
 
 def plan_saving(config: AnyConfig, period: str, folder: Path) -> str:
-    """When models are written that others can use."""
+    """Describe when models are exported."""
     if not isinstance(config, PPOConfig):
         return f"{period + '; ' if period else ''}after the last step; into {folder}"
     if not period:
-        return "no checkpoint to use: saver.freq_* are empty"
-    beside = "; the critic beside it" if config.critic is not None else ""
-    return f"{period}; after the last step; into {folder}{beside}"
+        return "no checkpoint is exported: saver.freq_* are empty"
+    critic = "; the critic next to it" if config.critic is not None else ""
+    return f"{period}; after the last step; into {folder}{critic}"
 
 
-def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str]) -> str:
-    """When validation runs."""
-    period = say_period(config.evaluator)
+def plan_evaluation(config: AnyConfig, describe_period: Callable[[TimerConfig], str]) -> str:
+    """Describe when validation runs."""
+    period = describe_period(config.evaluator)
     when = [
         *(["before the first step"] if config.evaluator.eval_before_train else []),
         *([period] if period else []),
@@ -196,12 +200,12 @@ def plan_evaluation(config: AnyConfig, say_period: Callable[[TimerConfig], str])
     if not when:
         return "never: evaluator.freq_* are empty"
     if config.valid_dataset is None:
-        return f"{'; '.join(when)}; valid_dataset is empty, so the script must give the rows"
+        return f"{'; '.join(when)}; valid_dataset is empty, so the script must pass the rows"
     return f"{'; '.join(when)}; on {config.valid_dataset.path}"
 
 
 def loggers(config: AnyConfig) -> Iterator[str]:
-    """Where statistics go."""
+    """Yield the destinations of statistics."""
     options = config.stats_logger
     yield "stats.jsonl"
     if options.tensorboard.path:

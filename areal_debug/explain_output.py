@@ -1,4 +1,4 @@
-"""What `replay --explain` says: the samples of a step by their share of its gradient, and the first of them in full."""
+"""Print `replay --explain`: the samples of a step by their share of its gradient."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ COLUMNS = ("rank", "row", "prompt", "sample", "minibatch", "reward", "advantage"
 
 
 def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> None:
-    """The verdict, a table, and the text of the sample that moved the weights most."""
+    """Print the verdict, a table, and the text of the sample with the largest gradient."""
     samples, step = found["samples"], found["step"]
     first = samples[0]
     norms = ", ".join(format_number(norm) for norm in found["grad_norms"])
@@ -24,20 +24,20 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
     )
     if not found["faithful"]:
         out.print(
-            "[yellow]The replay on the way differs from the record: shares are those of the replay.[/yellow]"
+            "[yellow]The replay up to this step differs from the record: shares are those of the replay.[/yellow]"
         )
     out.print(table(samples[:SHOWN]))
     if len(samples) > SHOWN:
         out.print(f"... and {len(samples) - SHOWN} with smaller gradients; --json has all of them")
     print_text(out, record, step, first)
     out.print(
-        f"[dim]Shares of a minibatch's gradient sum to 100 %; below 0 pulls against it. "
+        f"[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. "
         f"Next: areal-debug record show {escaped(str(record.path))} --step {step}[/dim]"
     )
 
 
 def table(samples: list[dict[str, Any]]) -> Table:
-    """One row a sample."""
+    """Make a table with one row per sample."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     for heading in (*COLUMNS, "loss", "of loss", "of gradient", "own norm"):
         found.add_column(heading, justify="right")
@@ -55,7 +55,7 @@ def table(samples: list[dict[str, Any]]) -> Table:
 
 
 def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) -> None:
-    """Prompt and completion, where the record holds text."""
+    """Print prompt and completion, if the record contains text."""
     text = record.step(step).text(sample["rank"])
     if text is None:
         return

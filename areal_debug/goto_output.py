@@ -1,4 +1,4 @@
-"""What `areal-debug goto` is asked for, and what it says when it is there. Imports no torch."""
+"""The options and the report of `areal-debug goto`. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GotoOptions:
-    """What a user asked for. `do` is "shell", "pdb" or "" for neither."""
+    """The options of the command. `do` is "shell", "pdb" or "" for neither."""
 
     stage: str = "batch"
     do: str = ""
@@ -25,33 +25,33 @@ class GotoOptions:
 
 
 def print_report(out: Console, report: "GotoReport") -> None:
-    """Whether the step was reached with the recorded bits, and from where."""
+    """Print whether the step was reached bit-identically, and from which checkpoint."""
     start = "the run's first weights" if report.anchor is None else f"the anchor of step {report.anchor}"
     count = len(report.replayed)
-    way = f"from {start}, {count} step{'s' * (count != 1)} replayed"
+    path = f"from {start}, {count} step{'s' * (count != 1)} replayed"
     first = report.first_different
     if report.faithful:
         weights = (
-            f"; the {report.num_parameters} parameters before it have the recorded checksums"
+            f"; all {report.num_parameters} parameters before it have the recorded checksums"
             if report.num_parameters
             else ""
         )
         out.print(
-            f"[bold green]At step {report.step}[/bold green] ({report.stage}): {way}, all identical{weights}."
+            f"[bold green]At step {report.step}[/bold green] ({report.stage}): {path}, all bit-identical{weights}."
         )
         return
     if first is not None:
-        reached = "went on to" if report.reached else "stopped before"
+        reached = "continued to" if report.reached else "stopped before"
         out.print(
             f"[bold red]Not faithful:[/bold red] step {first.step} differs from its record in {len(first.differences)} values; "
-            f"{reached} step {report.step}. {way}."
+            f"{reached} step {report.step}. {path}."
         )
     elif report.wrong_parameters:
         named = ", ".join(report.wrong_parameters[:3])
         out.print(
             f"[bold red]Not faithful:[/bold red] {len(report.wrong_parameters)} parameters before step {report.step} "
-            f"differ from their recorded checksums: {escaped(named)}. {way}."
+            f"differ from their recorded checksums: {escaped(named)}. {path}."
         )
     out.print(
-        "Next: `areal-debug replay` from there says what was set differently; --keep-going goes on all the same."
+        "Next: `areal-debug replay` from there reports what was set differently; --keep-going continues in spite of it."
     )

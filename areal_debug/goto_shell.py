@@ -1,9 +1,10 @@
-"""A Python shell at a step, on one rank or on all in step.
+"""A Python shell at a step, on one rank or on all ranks in lockstep.
 
-    rank 0   terminal ─> line ──┬─> runs it ─> own output ───────────────> terminal
-    rank r   waits for a line <─┘   runs it ─> output, if it differs ────> terminal, marked with its rank
+    rank 0   terminal ─> line ──┬─> runs it ─> its output ───────────────> terminal
+    rank r   waits for a line <─┘   runs it ─> output, if it differs ────> terminal, with its rank
 
-Every line runs on every rank, so that collectives meet: `trainer.actor.checksums()` works, and so does `model.state_dict()`.
+Every line runs on every rank, so that collectives complete: `trainer.actor.checksums()` works, and
+so does `model.state_dict()`.
 """
 
 import code
@@ -17,43 +18,43 @@ from typing import Any, cast
 
 from replayer.goto import Scene
 
-WHERE = {
-    "batch": "with its batch in hand, before anything is computed from it",
+STAGE_DESCRIPTIONS = {
+    "batch": "with its batch loaded, before anything is computed from it",
     "advantages": "with advantages computed",
     "loss": "with the first micro-batch's loss computed, before its backward",
-    "backward": "with the first minibatch's gradients summed, before they are clipped",
+    "backward": "with the first minibatch's gradients accumulated, before they are clipped",
     "optimizer": "after the optimizer's first step",
 }
 
 
 def open_shell(scene: Scene) -> None:
-    """A shell on all ranks, until end of file or `exit()`."""
+    """Open a shell on all ranks, until end of file or `exit()`."""
     ranks = scene.trainer.ranks
     names = scene.names()
     if ranks.world_size > 1:
         console: code.InteractiveConsole = LockstepConsole(names, ranks.rank, ranks.gather_objects)
     else:
         console = code.InteractiveConsole(names)
-        with_completion(names)
+        enable_completion(names)
     try:
         console.interact(banner=describe(scene) if ranks.rank == 0 else "", exitmsg="")
     except SystemExit:
-        return  # exit() leaves the shell; how the command ends is not its business
+        return  # exit() leaves the shell and does not set the exit code of the command
 
 
 def describe(scene: Scene) -> str:
-    """Where one stands, and the names that one can type."""
+    """Describe the current step and stage, and the available names."""
     rows, width = scene.batch["attention_mask"].shape
     names = ", ".join(scene.names())
     everywhere = "\nEvery line runs on every rank." if scene.trainer.ranks.world_size > 1 else ""
     return (
-        f"Step {scene.step}, {WHERE[scene.stage]}: {rows} rows, {width} tokens wide.\n{names}\n"
-        f"`plan` and `outcome` are what the run recorded of this step. End of file leaves.{everywhere}"
+        f"Step {scene.step}, {STAGE_DESCRIPTIONS[scene.stage]}: {rows} rows, {width} tokens wide.\n{names}\n"
+        f"`plan` and `outcome` are what the run recorded of this step. End of file (Ctrl-D) leaves.{everywhere}"
     )
 
 
-def with_completion(names: dict[str, Any]) -> None:
-    """Completes names with the tab key, where the terminal library is there."""
+def enable_completion(names: dict[str, Any]) -> None:
+    """Complete names with the tab key, if the terminal library is installed."""
     try:
         import readline
         import rlcompleter
@@ -71,7 +72,7 @@ class LockstepConsole(code.InteractiveConsole):
         self.rank, self.gather = rank, gather
 
     def raw_input(self, prompt: str = "") -> str:
-        """Rank 0's line; a collective. Raises EOFError on all ranks at its end of file."""
+        """Return rank 0's line; a collective. Raises EOFError on all ranks at its end of file."""
         line: str | None = None
         if self.rank == 0:
             try:
@@ -84,13 +85,13 @@ class LockstepConsole(code.InteractiveConsole):
         return line
 
     def push(self, line: str, *arguments: Any, **options: Any) -> bool:
-        """Runs the line and prints what it printed, on rank 0; a collective."""
-        said = io.StringIO()
+        """Run the line on every rank and print its output on rank 0; a collective."""
+        output = io.StringIO()
         try:
-            with redirect_stdout(said), redirect_stderr(said):
+            with redirect_stdout(output), redirect_stderr(output):
                 return super().push(line, *arguments, **options)
         finally:
-            texts = self.gather(said.getvalue())
+            texts = self.gather(output.getvalue())
             if self.rank == 0:
                 print(texts[0], end="", flush=True)
                 for rank, text in enumerate(texts):
@@ -101,21 +102,24 @@ class LockstepConsole(code.InteractiveConsole):
                         )
 
     def write(self, data: str) -> None:
-        """Banners and exit messages come from rank 0 alone; what a line prints is taken by `push`."""
+        """Print banners and exit messages on rank 0 only; `push` captures what a line prints."""
         if self.rank == 0 or data.strip():
             super().write(data)
 
 
 def open_debugger(scene: Scene, rank: int) -> None:
-    """The debugger on one rank; the others go on to the next collective and wait there, so that one can step into it."""
+    """Open the debugger on one rank.
+
+    The other ranks continue to the next collective and wait there, so that one can step into it.
+    """
     if scene.trainer.ranks.rank != rank:
         return
-    print(f"{describe(scene)}\n`n` steps on in the trainer, `c` runs to the step's end.", flush=True)
+    print(f"{describe(scene)}\n`n` steps in the trainer, `c` runs to the step's end.", flush=True)
     StepDebugger(scene.names()).stop_in(trainer_frame(sys._getframe()))
 
 
 def trainer_frame(frame: FrameType | None) -> FrameType:
-    """The frame of the core that told its observers."""
+    """Return the innermost frame of the core that called an observer."""
     while frame is not None:
         module, name = str(frame.f_globals["__name__"]), frame.f_code.co_name
         if module.startswith("areal_core.") and name != "_observe":
@@ -125,14 +129,14 @@ def trainer_frame(frame: FrameType | None) -> FrameType:
 
 
 class StepDebugger(pdb.Pdb):
-    """A debugger in which some names mean something in every frame that has none of its own by that name."""
+    """A debugger that adds names to every frame that does not define them itself."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__()
         self.names = names
 
     def stop_in(self, frame: FrameType) -> None:
-        """Stops at the next line of `frame`, which is reached when all frames of ours have returned."""
+        """Stop at the next line of `frame`, which runs after all debugger frames have returned."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:
@@ -140,10 +144,10 @@ class StepDebugger(pdb.Pdb):
             self.botframe = outer
             outer = outer.f_back
         self.set_next(frame)
-        sys.settrace(self.trace_dispatch)  # last: from here on every call of ours would be traced, too
+        sys.settrace(self.trace_dispatch)  # last: every later call in here would be traced
 
     def setup(self, f: FrameType | None, tb: TracebackType | None) -> None:
-        """Called when the debugger stops in a frame."""
+        """Add the names when the debugger stops in a frame."""
         super().setup(f, tb)
         frame_locals = cast("dict[str, Any]", self.curframe_locals)
         for name, value in self.names.items():

@@ -1,4 +1,4 @@
-"""A diagnosis in the terminal: verdict, rank map, tree, evidence, next steps, what would refute it."""
+"""Print a hang diagnosis: verdict, rank map, tree, evidence, next steps, what would refute it."""
 
 import json
 import shutil
@@ -32,7 +32,11 @@ def show_diagnosis(
     html: Path | None = None,
     markdown: Path | None = None,
 ) -> int:
-    """Print a diagnosis, write the pages asked for, and return the exit status (0 not hung, 1 hung, 2 unknown)."""
+    """Print a diagnosis and write the requested pages.
+
+    Returns:
+        The exit status: 0 not hung, 1 hung, 2 unknown.
+    """
     if html is not None:
         from hangdoctor.report.html import page
 
@@ -50,7 +54,7 @@ def show_diagnosis(
 
 
 def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) -> None:
-    """Lay the page and the Markdown of a diagnosis into the folder of its collection."""
+    """Write the page and the Markdown of a diagnosis into the folder of its collection."""
     from hangdoctor.report.html import page
     from hangdoctor.report.markdown import markdown
 
@@ -59,7 +63,7 @@ def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) ->
 
 
 def report(diagnosis: Diagnosis, width: int = 120) -> Text:
-    """The whole report as styled text; `str()` of it is what a pipe gets."""
+    """Return the complete report as styled text; `str()` of it is the plain output."""
     text = Text()
     text.append(diagnosis.label, VERDICT_STYLES[exit_status(diagnosis)])
     text.append(f"  {diagnosis.confidence} confidence\n", LEVEL_STYLES[diagnosis.confidence])
@@ -79,7 +83,7 @@ def report(diagnosis: Diagnosis, width: int = 120) -> Text:
 
 
 def sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
-    """Titles and lines of what follows the tree."""
+    """Return titles and lines of the sections after the tree."""
     evidence = [
         f"{f'rank {e.ranks}' if e.ranks[:1].isdigit() else e.process or '-'}: {e.fact}"
         + (f"  {e.frame} ({e.location})" if e.location else "")
@@ -94,13 +98,13 @@ def sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
         ("Evidence", evidence),
         ("Next", steps),
         ("Would refute it", list(diagnosis.would_refute)),
-        ("Other readings", other),
+        ("Other explanations", other),
         ("To collect", list(diagnosis.collect)),
     ]
 
 
 def add_rank_map(text: Text, diagnosis: Diagnosis, width: int) -> None:
-    """One character a rank, in rows of up to 64, coloured by part; beyond 4,096 ranks the ranges above say it all."""
+    """Append one character per rank, in rows of up to 64, coloured by role; up to 4,096 ranks."""
     cells = [cell for cell in diagnosis.ranks if isinstance(cell.rank, int)]
     if len(cells) < 2 or len(cells) > MAX_CELLS:
         return
@@ -116,10 +120,11 @@ def add_rank_map(text: Text, diagnosis: Diagnosis, width: int) -> None:
 
 
 def add_tree(text: Text, diagnosis: Diagnosis) -> None:
+    """Append the merged stacks of all ranks."""
     lines = tree_lines(merged_tree(diagnosis.groups))
     if not lines:
         return
-    text.append("\nStacks, outermost call first; * where ranks part\n", "bold")
+    text.append("\nStacks, outermost call first; * where ranks diverge\n", "bold")
     for line in lines[:MAX_TREE_LINES]:
         text.append("  " * (line.indent + 1) + ("* " if line.fork else ""))
         text.append(printable(line.text), "bold" if line.fork else "")

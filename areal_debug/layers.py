@@ -1,4 +1,4 @@
-"""Runs one step of two records again, each on ranks of its own, and compares what every layer gave."""
+"""Replay one step of two records, each on its own ranks, and compare the output of every layer."""
 
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 
 def trace_both(left: "Record", right: "Record", step: int, model: str | None) -> "LayersReport":
-    """The first layer that differs in a step of two records. Raises ReplayError, WrongModel; ends the command when a replay fails."""
+    """Find the first layer that differs in a step of two records.
+
+    Ends the command if a replay fails.
+
+    Raises:
+        ReplayError, WrongModel: a record cannot be replayed up to this step.
+    """
     from replayer.layers import compare_calls
 
     return compare_calls(step, trace(left, step, model), trace(right, step, model))
 
 
 def trace(record: "Record", step: int, model: str | None) -> "list[list[Call]]":
-    """The calls of every rank in a step."""
+    """Return the layer calls of every rank in a step."""
     from replayer.layers import Call
 
     step_range(record, step, step)

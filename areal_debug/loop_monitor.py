@@ -1,10 +1,10 @@
-"""How late an event loop runs, and what it was doing when it was late.
+"""Measure the lag of an event loop, and sample its stack while it lags.
 
-    loop's thread    beat  beat  beat ...........(late).............. beat     each beat notes its own lateness
-    watchdog thread               looks: no beat for too long --> samples the loop thread's stack until the next beat
+    loop's thread    beat  beat  beat .......(late)........ beat    each beat notes its own lateness
+    watchdog thread               no beat for too long --> samples the stack until the next beat
 
-A callback that is on the stack in several samples running has blocked the loop, and its stack says where. A loop that is late without
-one is busy: many short callbacks, more than it has time for.
+A callback that is on the stack in consecutive samples has blocked the loop, and its stack shows
+where. A loop that lags without one is busy: it has more short callbacks than time.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 BEAT_S = 0.01
-LOOK_S = 0.02
-NOT_THE_USERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+SAMPLE_S = 0.02
+NOT_USER_CODE = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
 ASYNCIO = "/asyncio/"
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Sample:
-    """The loop's stack at one moment; `callback` tells one callback from another, 0 between them."""
+    """The loop's stack at one moment; `callback` identifies the running callback, 0 if none."""
 
     time_s: float
     late_s: float  # since the last beat
@@ -52,7 +52,7 @@ class Sample:
 class Stall:
     """Callbacks that blocked the loop at one place."""
 
-    place: str  # the innermost line of the user's own code, else the innermost of all
+    place: str  # the innermost line of user code, else the innermost line
     count: int
     total_s: float
     longest_s: float
@@ -61,7 +61,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class LoopReport:
-    """How late a loop ran. Percentiles are over time: what something that asks at a random moment would have waited."""
+    """The lag of one loop.
+
+    Percentiles are over time: how long a request at a random moment would have waited.
+    """
 
     name: str
     watched_s: float
@@ -75,18 +78,18 @@ class LoopReport:
     )  # places and their shares of the late samples
 
     def blocked(self) -> list[Stall]:
-        """The stalls that are no chance: longer than a second, or a hundredth of all time in sum.
+        """Return stalls beyond chance: one above a second, or a hundredth of the time in total.
 
-        A machine with more to do than cores holds any callback up for some tenths of a second.
+        A machine with more work than cores delays any callback by some tenths of a second.
         """
         return [s for s in self.stalls if s.longest_s > 1.0 or s.total_s > self.watched_s / 100]
 
 
 class LoopMonitor:
-    """Watches one event loop, which runs in another thread, as a context manager; `report()` afterwards.
+    """Monitor an event loop of another thread, as a context manager; `report()` afterwards.
 
     Args:
-        blocking_s: a callback that takes longer has blocked the loop.
+        blocking_s: duration from which a callback counts as blocking.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class LoopMonitor:
         self._watchdog.join()
 
     def report(self) -> LoopReport:
-        """What was seen while it watched."""
+        """Summarise what was measured."""
         gaps = [later - earlier for earlier, later in itertools.pairwise(self._beats)]
         lags = sorted(lags_over_time([gap - BEAT_S for gap in gaps]))
         late_s = sum(gap for gap in gaps if gap > self.blocking_s / 2)
@@ -135,7 +138,7 @@ class LoopMonitor:
             self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(SAMPLE_S):
             now = time.monotonic()
             late_s = now - self._beats[-1]
             if late_s > self.blocking_s / 2:
@@ -145,9 +148,9 @@ class LoopMonitor:
 
 
 def lags_over_time(lags: Sequence[float]) -> Iterator[float]:
-    """Lags at regular moments: one of a second stands for a hundred moments, of which the last one waits no more.
+    """Resample lags at regular moments: one of 1 s becomes a hundred values from 1 s down to 0.
 
-    Without it a loop that stands still for ten seconds has one bad beat among hundreds.
+    Otherwise a loop that is blocked for ten seconds would have one late beat among hundreds.
     """
     for lag in lags:
         yield max(lag, 0.0)
@@ -155,12 +158,12 @@ def lags_over_time(lags: Sequence[float]) -> Iterator[float]:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value that `share` of the ordered values do not exceed; 0 of none."""
+    """Return the value that `share` of the ordered values do not exceed; 0 of an empty sequence."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def callback_and_stack(frame: FrameType) -> tuple[int, tuple[Place, ...]]:
-    """Identity of the callback that the loop runs, and the stack from it on; 0 and nothing between callbacks."""
+    """Identify the running callback and return its stack; 0 and () between callbacks."""
     places: list[Place] = []
     inner: FrameType | None = None
     at: FrameType | None = frame
@@ -174,17 +177,18 @@ def callback_and_stack(frame: FrameType) -> tuple[int, tuple[Place, ...]]:
 
 
 def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> list[Stall]:
-    """The places where callbacks blocked, the costliest first.
+    """Find the places where callbacks blocked, the longest total time first.
 
-    One long callback is a stall, and so are short ones at one place that make up a fifth of the time that the loop was late.
+    A stall is one long callback, or short ones at one place that sum to a fifth of the lag.
     """
     blocked: dict[Place, list[tuple[float, tuple[Place, ...]]]] = defaultdict(list)
-    for seen in callbacks_sampled_twice(samples):
+    for seen in callbacks_in_consecutive_samples(samples):
         if all(ASYNCIO in place.file for place in seen[0].stack):
-            continue  # the loop's own work, which waits for the interpreter or for a core
-        # The first of a late time may have begun with it; any other was seen at most one look after it began.
-        is_first = seen[0].late_s < blocking_s / 2 + 2 * LOOK_S
-        took_s = seen[-1].time_s - seen[0].time_s + (seen[0].late_s if is_first else LOOK_S)
+            continue  # the loop's own work, waiting for the interpreter lock or for a core
+        # The first callback of a lag may have started with it; any other was sampled at most one
+        # sampling interval after it started.
+        is_first = seen[0].late_s < blocking_s / 2 + 2 * SAMPLE_S
+        took_s = seen[-1].time_s - seen[0].time_s + (seen[0].late_s if is_first else SAMPLE_S)
         stack = Counter(sample.stack for sample in seen).most_common(1)[0][0]
         blocked[own_place(stack)].append((took_s, stack))
     stalls = [
@@ -197,17 +201,17 @@ def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> 
         )
         for place, times in blocked.items()
     ]
-    told = [s for s in stalls if s.longest_s >= blocking_s or s.total_s >= max(late_s / 5, blocking_s)]
-    return sorted(told, key=lambda stall: stall.total_s, reverse=True)
+    reported = [s for s in stalls if s.longest_s >= blocking_s or s.total_s >= max(late_s / 5, blocking_s)]
+    return sorted(reported, key=lambda stall: stall.total_s, reverse=True)
 
 
-def callbacks_sampled_twice(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """The samples of each callback that more than one look in a row has found."""
+def callbacks_in_consecutive_samples(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each callback that was found in at least two consecutive samples."""
     seen: list[Sample] = []
     for sample in samples:
-        # Since the last beat less time has passed than at the look before: there was a beat between them.
-        goes_on = seen and sample.callback == seen[-1].callback and sample.late_s > seen[-1].late_s
-        if not goes_on:
+        # If lateness has decreased since the previous sample, there was a beat in between.
+        continues = seen and sample.callback == seen[-1].callback and sample.late_s > seen[-1].late_s
+        if not continues:
             yield from [seen] if len(seen) > 1 else []
             seen = []
         if sample.callback:
@@ -216,11 +220,11 @@ def callbacks_sampled_twice(samples: Sequence[Sample]) -> Iterator[list[Sample]]
 
 
 def own_place(stack: Sequence[Place]) -> Place:
-    """The innermost place in the user's own code, neither a library nor ours; else the innermost of all."""
+    """Return the innermost place in user code, else the innermost place."""
     own = [place for place in stack if is_users(place.file)]
     return (own or stack)[-1]
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither of Python, nor installed, nor one of our packages."""
-    return file.startswith(EXAMPLES) or not file.startswith((*NOT_THE_USERS, "<"))
+    """Return whether a file is user code: not Python's, not installed, not one of our packages."""
+    return file.startswith(EXAMPLES) or not file.startswith((*NOT_USER_CODE, "<"))

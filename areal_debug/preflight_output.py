@@ -1,4 +1,4 @@
-"""What `areal-debug preflight` says. Imports no torch."""
+"""Print the report of `areal-debug preflight`. Imports no torch."""
 
 from rich.console import Console
 from rich.table import Table
@@ -11,18 +11,18 @@ SHOWN = 12
 
 
 def print_preflight(out: Console, report: PreflightReport) -> None:
-    """Verdict, findings, and where bits differ the machine's own noise."""
+    """Print the verdict, the findings, and the noise floor if bits differ."""
     problems = len(report.problems)
     if report.identical and not problems:
-        out.print("[bold green]Deterministic:[/bold green] one step taken twice has the same bits.")
+        out.print("[bold green]Deterministic:[/bold green] two runs of one step are bit-identical.")
     elif report.identical:
         out.print(
-            f"[bold red]Not safe:[/bold red] one step taken twice has the same bits, by luck of this step: "
-            f"{problems} problem{'s' * (problems != 1)} below can change them."
+            f"[bold red]Not safe:[/bold red] two runs of one step are bit-identical, but "
+            f"{problems} problem{'s' * (problems != 1)} below can make others differ."
         )
     else:
         out.print(
-            f"[bold red]Not deterministic:[/bold red] one step taken twice differs in {len(report.differences)} of "
+            f"[bold red]Not deterministic:[/bold red] two runs of one step differ in {len(report.differences)} of "
             f"{report.num_compared} values."
         )
     out.print(findings_table(report))
@@ -30,11 +30,13 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
         out.print()
         out.print(noise_table(report))
         if len(report.noise) > SHOWN:
-            out.print(f"... and {len(report.noise) - SHOWN} parameters with less; --json has all of them")
+            out.print(
+                f"... and {len(report.noise) - SHOWN} parameters with less noise; --json lists all of them"
+            )
 
 
 def findings_table(report: PreflightReport) -> Table:
-    """One row a finding, with what to do."""
+    """Make a table with one row per finding and its next step."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in report.findings:
         table.add_row(MARKS[finding.status], finding.check, escaped(finding.seen), escaped(finding.next_step))
@@ -42,9 +44,9 @@ def findings_table(report: PreflightReport) -> Table:
 
 
 def noise_table(report: PreflightReport) -> Table:
-    """The parameters that differ, noisiest first."""
+    """Make a table of the parameters that differ, noisiest first."""
     table = Table(
-        title="This machine's own noise in one step",
+        title="Noise floor of this machine in one step",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -53,9 +55,9 @@ def noise_table(report: PreflightReport) -> Table:
     for heading in (
         "parameter",
         "weights that differ",
-        "farthest weight",
-        "farthest gradient",
-        "of the largest",
+        "largest weight diff",
+        "largest gradient diff",
+        "relative",
     ):
         table.add_column(heading, justify="left" if heading == "parameter" else "right")
     for noise in report.noise[:SHOWN]:

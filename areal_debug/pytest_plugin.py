@@ -1,11 +1,11 @@
-"""Recorded steps as tests: a pytest plugin that replays a record and fails where the code's numbers are not the recorded ones.
+"""Recorded steps as tests: replay a record with pytest and fail if the numbers differ.
 
     @pytest.mark.replay("tests/records/tiny_grpo.zip", steps=(0, 3))
-    def test_training_gives_the_recorded_numbers(replay_record, tiny_model):
+    def test_training_reproduces_the_record(replay_record, tiny_model):
         replay_record(model=tiny_model)
 
-Nothing is ever generated unless asked with `--areal-record`. This file loads with every pytest: it imports neither torch nor zarr; what a
-test needs is imported when it replays (`areal_debug.regression`).
+Nothing is generated without `--areal-record`. Every pytest loads this module, so it imports neither
+torch nor zarr; a test imports what it needs when it replays (`areal_debug.regression`).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 MODES = {
     "none": "replay or fail, never generate (the default)",
     "once": "generate records that are missing, with the mark's run=[...]",
-    "all": "generate all records anew, with the mark's run=[...]",
-    "rewrite": "train again on the recorded rollouts, keep the new numbers, and show what changed",
+    "all": "generate all records again, with the mark's run=[...]",
+    "rewrite": "train again on the recorded rollouts, store the new numbers, and print what changed",
 }
 MARK = 'replay("path", steps=(first, last), exact=False, model="folder", run=["script.py", ...]): a record to replay'
 
 
 @dataclass
 class Session:
-    """What the plugin learned in a session. `used` are the records that collected tests name."""
+    """The state of the plugin in a session. `used` are the records that collected tests name."""
 
     mode: str
     used: set[Path] = field(default_factory=set)
@@ -43,42 +43,42 @@ SESSION = pytest.StashKey[Session]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option, and where records lie."""
+    """Add the option, and the setting for the folders of records."""
     group = parser.getgroup("areal-debug")
     modes = "; ".join(f"{name}: {what}" for name, what in MODES.items())
     group.addoption("--areal-record", choices=list(MODES), default="none", help=modes)
     parser.addini(
-        "areal_records", "Folders in which unused records are looked for.", "paths", ["tests/records"]
+        "areal_records", "Folders that are searched for unused records.", "paths", ["tests/records"]
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The mark, and a place for what is learned."""
+    """Register the mark, and create the state."""
     config.addinivalue_line("markers", MARK)
     config.stash[SESSION] = Session(config.getoption("--areal-record"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Notes which record a test names, also when the test is left out afterwards."""
+    """Note which record a test names, even if the test is deselected later."""
     for mark in item.iter_markers("replay"):
         if mark.args:
             item.config.stash[SESSION].used.add(place_of(item.config, mark.args[0]))
 
 
 def place_of(config: pytest.Config, path: str) -> Path:
-    """A record's place; relative ones count from pytest's root."""
+    """Return a record's path; relative paths start at pytest's root."""
     return (config.rootpath / path).resolve()
 
 
 @pytest.fixture
 def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport"]:
-    """A function that replays the record of the test's mark and fails where it differs; its arguments override the mark's.
+    """A function that replays the record of the test's mark and fails if it differs.
 
-    Returns the judged `replayer.check.ReplayReport`.
+    Its arguments override those of the mark. It returns the judged `replayer.check.ReplayReport`.
     """
 
     def replay(**arguments: Any) -> "ReplayReport":
-        from areal_debug.regression import RegressionError, Spec, hold
+        from areal_debug.regression import RegressionError, Spec, check_spec
 
         __tracebackhide__ = True
         mark = request.node.get_closest_marker("replay")
@@ -87,22 +87,24 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
         session = request.config.stash[SESSION]
         place = place_of(request.config, mark.args[0])
         try:
-            held = hold(Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments}), session.mode)
+            checked = check_spec(
+                Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments}), session.mode
+            )
         except RegressionError as error:
             pytest.fail(str(error), pytrace=False)
         session.replayed.add(place)
-        session.num_steps += len(held.report.steps)
-        if held.stale:
-            session.stale[place] = held.stale
-        if held.changes is not None:
-            session.written[place] = held.changes
-        return held.report
+        session.num_steps += len(checked.report.steps)
+        if checked.stale:
+            session.stale[place] = checked.stale
+        if checked.changes is not None:
+            session.written[place] = checked.changes
+        return checked.report
 
     return replay
 
 
 def find_records(folder: Path) -> Iterator[Path]:
-    """Records and archives under a folder."""
+    """Yield the records and archives under a folder."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.suffix == ".zip" or (path / "record.json").is_file() or (path / "zarr.json").is_file():
             yield path.resolve()
@@ -111,7 +113,7 @@ def find_records(folder: Path) -> Iterator[Path]:
 
 
 def unused_records(config: pytest.Config) -> list[Path]:
-    """Records that no test names; nothing can be said where only some of the tests were collected."""
+    """Return records that no test names; empty if only some of the tests were collected."""
     if config.args_source == pytest.Config.ArgsSource.ARGS:
         return []
     found = [
@@ -121,7 +123,7 @@ def unused_records(config: pytest.Config) -> list[Path]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was replayed, what was written and how it changed, what is stale, what is unused."""
+    """Print what was replayed, what was written and how it changed, and stale or unused records."""
     session = config.stash[SESSION]
     unused = unused_records(config)
     if not (session.replayed or session.written or unused):
@@ -130,15 +132,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     def name(path: Path) -> str:
         return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else str(path)
 
-    tell = terminalreporter.write_line
+    write = terminalreporter.write_line
     terminalreporter.section("records", sep="-")
-    tell(f"{session.num_steps} steps of {len(session.replayed)} records replayed")
+    write(f"{session.num_steps} steps of {len(session.replayed)} records replayed")
     for path, changes in session.written.items():
-        tell(f"{name(path)} is written anew:" if changes else f"{name(path)} is unchanged")
+        write(f"{name(path)} was rewritten:" if changes else f"{name(path)} is unchanged")
         for line in changes:
-            tell(f"  {line}")
+            write(f"  {line}")
     for path, reasons in session.stale.items():
-        tell(f"{name(path)} is stale, judged by noise and not by bits: {'; '.join(reasons)}")
-        tell("  --areal-record=rewrite records it for this machine")
+        write(
+            f"{name(path)} is stale, compared with the noise floor and not bit by bit: {'; '.join(reasons)}"
+        )
+        write("  --areal-record=rewrite records it for this machine")
     for path in unused:
-        tell(f"{name(path)} is unused: no test names it")
+        write(f"{name(path)} is unused: no test names it")

@@ -1,4 +1,4 @@
-"""What `areal-debug record` prints: a listing, text in the colours of its probabilities, a verdict on the bytes."""
+"""Print the reports of `areal-debug record`: a listing, coloured text, a verdict on the bytes."""
 
 import json
 import math
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from recorder.summary import StepSummary
 
 MAX_LINES = 40
-# a model may write escape sequences, which would move the cursor: show them as symbols
+# a model may generate escape sequences, which would move the cursor: show them as symbols
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 FINISH_REASONS = ("stop", "length", "abort")
-# lowest probability of each band, its colour, and its words in the legend
+# lowest probability of each band, its colour, and its label in the legend
 BANDS = (
     (0.9, "green", "90 % and more"),
     (0.5, "cyan", "50 to 90 %"),
@@ -30,7 +30,10 @@ BANDS = (
 
 
 def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: int) -> None:
-    """The run in a few lines, then one line a step; of more than `max_lines` steps, the first and the last."""
+    """Print the run in a few lines, then one line per step.
+
+    Of more than `max_lines` steps, the first and the last are printed.
+    """
     out, header = console(), record.header
     num_tokens = sum(summary.num_tokens for summary in summaries)
     size_bytes = sum(summary.size_bytes for summary in summaries)
@@ -64,18 +67,18 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
     for sentence in describe_gaps(record.gaps):
         out.print(sentence, style="yellow")
     for step in record.uncommitted:
-        out.print(f"step {step} was not finished and is not part of the record", style="yellow")
+        out.print(f"step {step} was not finished and is not in the record", style="yellow")
 
 
 def describe_recording(recording: "Recording") -> str:
-    """`plan`, `full, every 10 steps`, or `rollout, steps 3, 5`."""
+    """Return `plan`, `full, every 10 steps`, or `rollout, steps 3, 5`."""
     if recording.steps is not None:
         return f"{recording.scope}, steps {', '.join(map(str, recording.steps))}"
     return recording.scope + (f", every {recording.every} steps" if recording.every > 1 else "")
 
 
 def describe_gaps(gaps: "Gaps") -> list[str]:
-    """A sentence for each reason for which steps are not there."""
+    """Return one sentence per reason for which steps are missing."""
     num_removed = sum(last - first + 1 for first, last in gaps.removed)
     sentences = []
     if num_removed:
@@ -95,7 +98,7 @@ def describe_gaps(gaps: "Gaps") -> list[str]:
 
 
 def step_cells(summary: "StepSummary") -> tuple[str, ...]:
-    """A step as a row of the listing."""
+    """Return a step as a row of the listing."""
     return (
         str(summary.step),
         str(summary.version),
@@ -107,14 +110,14 @@ def step_cells(summary: "StepSummary") -> tuple[str, ...]:
 
 
 def print_sample(sample: "Sample", as_table: bool, recorded_text: list[dict[str, Any]] | None) -> None:
-    """A row under its heading, as text in colours or one line a token."""
+    """Print a row under its heading, as coloured text or as one line per token."""
     out = console()
     out.print(heading(sample))
     out.print(token_table(sample) if as_table else text_of(sample, recorded_text))
 
 
 def heading(sample: "Sample") -> Text:
-    """Which row this is and how it ended."""
+    """Return the identity of a row, its reward and how it finished."""
     trained = [token.logprob for token in sample.tokens if token.trained]
     mean = format_number(sum(trained) / len(trained)) if trained else "-"
     name = f"step {sample.step}, rank {sample.rank}, row {sample.row}"
@@ -122,21 +125,21 @@ def heading(sample: "Sample") -> Text:
         f"prompt {sample.prompt_id}, sample {sample.sample_id}",
         f"reward {format_number(sample.reward)}",
         f"finished by {FINISH_REASONS[sample.finish_reason]}",
-        f"{len(trained)} of {len(sample.tokens)} tokens trained",
+        f"{len(trained)} of {len(sample.tokens)} tokens in the loss mask",
         f"mean logprob {mean}",
     )
     return Text(name, style="bold") + Text("  " + "  ".join(facts), style="dim")
 
 
 def style_of(token: "Token") -> str:
-    """Dim where the token is not trained, else the colour of its probability's band."""
+    """Return dim for a token outside the loss mask, else the colour of its probability's band."""
     if not token.trained:
         return "dim"
     return next((colour for lowest, colour, _ in BANDS if math.exp(token.logprob) >= lowest), "reverse red")
 
 
 def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
-    """The row's text in colours; from the recorded text, which has no tokens to colour, where there is no tokenizer."""
+    """Return the row's text in colours; without a tokenizer the recorded text, uncoloured."""
     if recorded is not None:
         line = recorded[sample.row]
         return Text(line["prompt"].translate(CONTROLS), style="dim") + Text(
@@ -146,9 +149,9 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
 
 
 def token_table(sample: "Sample") -> Table:
-    """One line a token with its numbers."""
+    """Make a table of tokens with their numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("position", "id", "trained", "logprob", "version"):
+    for name in ("position", "id", "loss mask", "logprob", "version"):
         table.add_column(name, justify="right")
     table.add_column("text")
     for position, token in enumerate(sample.tokens):
@@ -160,16 +163,16 @@ def token_table(sample: "Sample") -> Table:
 
 
 def print_legend() -> None:
-    """What the colours mean."""
+    """Print the meaning of the colours."""
     bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
-    console().print(Text.assemble("probability when sampled: ", *bands, ("not trained", "dim")))
+    console().print(Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim")))
 
 
 def print_verification(report: "VerifyReport") -> None:
-    """The verdict, then each problem with its file and tensor, then what to do."""
+    """Print the verdict, then each problem with its file and tensor, then what to do."""
     out = console()
     if report.intact:
-        out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as it was written")
+        out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as written")
         return
     plural = "" if len(report.problems) == 1 else "s"
     out.print(f"[red]{len(report.problems)} problem{plural}[/red], {len(report.steps_ok)} steps are intact")

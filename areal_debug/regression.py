@@ -1,7 +1,8 @@
-"""Holds the code to a record: replays it on ranks of its own, judges it as promised, and says what differs and how to see it again.
+"""Check the code against a record: replay it on its own ranks and raise if the numbers differ.
 
-hold ─> mode rewrite / all / once: write the record first
-     ─> replay in processes of their own (determinism is set before they start) ─> judge ─> report, or RegressionError
+check_spec ─> mode rewrite / all / once: write the record first
+           ─> replay in separate processes (determinism is set before they start)
+           ─> compare at the record's guarantee ─> report, or RegressionError
 """
 
 import os
@@ -33,15 +34,16 @@ SHOWN = 12  # differences in a message
 
 
 class RegressionError(AssertionError):
-    """The code does not give the recorded numbers, or there is no record to hold it to."""
+    """The code does not reproduce the recorded numbers, or there is no record to compare with."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a test asks for.
+    """The request of a test.
 
-    `steps` are first and last, both included, or one; all unless given. `exact` wants the recorded bits even where the machine is another
-    one. `model` is where the model that the run started from lies now. `run` are the arguments of `areal-debug train` that make the record.
+    `steps` are first and last, both included, or one; all unless given. `exact` requires the
+    recorded bits even on a different machine. `model` is the current path of the run's first model.
+    `run` are the arguments of `areal-debug train` that generate the record.
     """
 
     path: Path
@@ -53,34 +55,38 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A replay that met its record. `stale` says why only noise could be promised; `changes` what writing the record changed."""
+class CheckedRecord:
+    """A replay that agrees with its record.
+
+    `stale` are the reasons why only agreement within noise was required; `changes` what rewriting
+    changed.
+    """
 
     report: ReplayReport
     stale: tuple[str, ...]
     changes: list[str] | None
 
 
-def hold(spec: Spec, mode: str) -> Held:
-    """Replays the record of a test, which `mode` may want written first. Raises RegressionError."""
+def check_spec(spec: Spec, mode: str) -> CheckedRecord:
+    """Replay the record of a test, after writing it if `mode` requires. Raises RegressionError."""
     try:
-        changes = write_first(spec, mode)
+        changes = write_if_requested(spec, mode)
         request = request_of(spec, open_record(spec.path))
         report = replay_and_judge(request, run_quietly)
     except (RecordError, ReplayError) as error:
         raise RegressionError(str(error)) from None
     assert report.verdict is not None
-    # "changed" is a verdict without a judgement, for those who set an option differently on purpose
+    # "changed" means that an option was set differently on purpose, so nothing was judged
     accepted = report.verdict.exit_code == 0 and report.verdict.finding != "changed"
     if not accepted or (spec.exact and not report.identical):
         raise RegressionError(describe_failure(spec, request, report))
-    return Held(report, report.guarantee.reasons, changes)
+    return CheckedRecord(report, report.guarantee.reasons, changes)
 
 
-def write_first(spec: Spec, mode: str) -> list[str] | None:
-    """Writes the record where the mode wants it; returns what changed, None where nothing was to be written."""
+def write_if_requested(spec: Spec, mode: str) -> list[str] | None:
+    """Write the record if the mode requires it; return the changes, None if nothing was written."""
     if mode == "rewrite" and spec.path.exists():
-        return bless(spec)
+        return rewrite(spec)
     if mode == "all" or (mode in ("once", "rewrite") and not spec.path.exists()):
         return generate(spec)
     if not spec.path.exists():
@@ -91,7 +97,7 @@ def write_first(spec: Spec, mode: str) -> list[str] | None:
 
 
 def request_of(spec: Spec, record: Record) -> Request:
-    """The replay that a test asks for. Raises ReplayError for what can be seen to be wrong at once."""
+    """Make the replay request of a test. Raises ReplayError for errors that are visible at once."""
     check_replayable(record)
     steps = (spec.steps, spec.steps) if isinstance(spec.steps, int) else spec.steps or (None, None)
     first, last = step_range(record, *steps)
@@ -101,17 +107,17 @@ def request_of(spec: Spec, record: Record) -> Request:
 
 
 def run_quietly(request: Request) -> ReplayReport:
-    """One replay on as many ranks as recorded."""
+    """Run one replay on as many ranks as recorded."""
     try:
         return run_once(request, open_record(request.record).header.world_size, quiet=True)
     except SystemExit as ended:
         raise RegressionError(
-            f"the replay of {request.record} ended with exit code {ended.code}: what it said is in the captured output"
+            f"the replay of {request.record} ended with exit code {ended.code}: its output is in the captured output"
         ) from None
 
 
 def command_of(request: Request) -> str:
-    """The command that shows the same."""
+    """Return the command that reproduces the failure."""
     first_of = open_record(request.record).steps
     words = ["areal-debug", "replay", request.record]
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
@@ -120,22 +126,20 @@ def command_of(request: Request) -> str:
 
 
 def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
-    """What differs, recorded beside replayed, then how to see it again and how to accept it."""
+    """Describe what differs, recorded and replayed, how to reproduce it, and how to accept it."""
     first, verdict = report.first_different, report.verdict
     assert first is not None
     assert verdict is not None
     num_different = sum(not result.identical for result in report.steps)
     lines = [
-        f"{spec.path} is not what the code gives now: {num_different} of {len(report.steps)} steps differ, "
+        f"{spec.path} does not match the numbers of the code: {num_different} of {len(report.steps)} steps differ, "
         f"the first is step {first.step}, in {len(first.differences)} values"
     ]
     if verdict.k is not None:
         lines.append(
-            f"the farthest is {verdict.k:.3g} x this machine's own noise away: {verdict.where}, step {verdict.step}"
+            f"the largest difference is {verdict.k:.3g} x this machine's noise floor: {verdict.where}, step {verdict.step}"
         )
-    lines += [
-        f"promised were {report.guarantee.kind} numbers: {reason}" for reason in report.guarantee.reasons
-    ]
+    lines += [f"guarantee {report.guarantee.kind}: {reason}" for reason in report.guarantee.reasons]
     if (header := report.set_differently) is not None:
         lines += [
             f"set differently: {d.where}: recorded {format_value(d.recorded)}, now {format_value(d.current)}"
@@ -147,16 +151,16 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
     ]
     if (num_more := len(first.differences) - SHOWN) > 0:
         lines.append(f"  ... and {num_more} more")
-    lines.append(f"to see it again: {command_of(replace(request, last=first.step))}")
-    lines.append(f"if the change is meant: pytest {shlex.quote(spec.test)} --areal-record=rewrite")
+    lines.append(f"to reproduce it: {command_of(replace(request, last=first.step))}")
+    lines.append(f"if the change is intended: pytest {shlex.quote(spec.test)} --areal-record=rewrite")
     return "\n".join(lines)
 
 
-def bless(spec: Spec) -> list[str]:
-    """Trains again on the recorded rollouts and puts the new numbers into the record's place; returns what changed.
+def rewrite(spec: Spec) -> list[str]:
+    """Train again on the recorded rollouts and replace the record; return what changed.
 
-    Options, model and rollouts stay as recorded; the environment is this one's. Anchors after the first step are left out, because their
-    weights followed from the old numbers.
+    Options, model and rollouts stay as recorded; the environment is the current one. Checkpoints
+    (anchors) after the first step are dropped, because their weights followed from the old numbers.
     """
     old = open_record(spec.path)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,12 +183,12 @@ def bless(spec: Spec) -> list[str]:
         if 0 in old.anchors():
             anchor = f"{ANCHORS_FOLDER}/000000"
             shutil.copytree(old.storage.local_folder(anchor), new_path / anchor, dirs_exist_ok=True)
-        put_in_place(new_path, spec.path)
+        move_record(new_path, spec.path)
     return changes
 
 
 def describe_changes(old: Record, new: Record) -> list[str]:
-    """A line for each step that differs: how many values, and the first statistics, old and new."""
+    """Return a line per differing step: number of values, first statistics old and new."""
     lines = []
     for step in new.steps:
         ranks = range(old.header.num_ranks)
@@ -202,13 +206,14 @@ def describe_changes(old: Record, new: Record) -> list[str]:
 
 
 def generate(spec: Spec) -> list[str]:
-    """Makes the record with the test's run; returns a line that says so.
+    """Generate the record with the test's run; return a line for the summary.
 
-    The run starts in a folder of its own, in which the model is called `model`: no path of this machine gets into the record.
+    The run starts in a temporary folder in which the model is called `model`: no path of this
+    machine is recorded.
     """
     if not spec.run:
         raise RegressionError(
-            f"{spec.test} does not say how to make {spec.path}: give its mark run=[script, '--config', file, ...]"
+            f"{spec.test} does not define how to generate {spec.path}: give its mark run=[script, '--config', file, ...]"
         )
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "record"
@@ -227,12 +232,12 @@ def generate(spec: Spec) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode != 0:
             raise RegressionError(f"{shlex.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-        put_in_place(made, spec.path)
-    return [f"{len(open_record(spec.path).steps)} steps are recorded for the first time"]
+        move_record(made, spec.path)
+    return [f"{len(open_record(spec.path).steps)} steps recorded for the first time"]
 
 
-def put_in_place(record: Path, place: Path) -> None:
-    """Moves a record to where a test expects it, as an archive where its name ends in `.zip` or `.zarr`."""
+def move_record(record: Path, place: Path) -> None:
+    """Move a record to the path of a test, as an archive if the name ends in `.zip` or `.zarr`."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = place.with_name("." + place.name)
     for path in (unfinished, unfinished.with_suffix(unfinished.suffix + ".tmp")):

@@ -1,4 +1,4 @@
-"""The comparison of a replay with its record, on the ranks: rank 0 prints as it goes and leaves its report behind."""
+"""Compare a replay with its record on the ranks: rank 0 prints each step and writes the report."""
 
 import os
 from typing import Any
@@ -19,10 +19,10 @@ from replayer.run import check_of
 def replay_reporter(
     record: Record, trainer: PPOTrainer, request: Request, with_verdict: bool = True
 ) -> Observer:
-    """A comparison with the record that prints on rank 0 as it goes, and leaves its report behind at the end.
+    """Make an observer that compares with the record, prints on rank 0, and writes a report.
 
     Args:
-        with_verdict: also print the verdict, as far as it can be told without measuring noise.
+        with_verdict: also print the verdict, as far as it is known without measuring noise.
     """
     if trainer.ranks.rank != 0:
         return check_of(record, trainer, request)

@@ -1,4 +1,4 @@
-"""What a replay says: what was set differently, what may then be expected, one line a step, and a verdict."""
+"""Print a replay: what was set differently, its guarantee, one line per step, a verdict."""
 
 from rich.console import Console
 
@@ -8,15 +8,15 @@ from replayer.check import GRAD_NORM, LOSS, RankDifference, ReplayReport, StepRe
 SHOWN_OF_A_KIND = 2
 EXPECTED = {
     "bitwise": "bit-identical numbers",
-    "noise": "numbers within a few times of this machine's own noise",
-    "statistical": "agreement over many steps, not of single ones",
-    "changed": "other numbers, because something was set differently",
+    "noise": "numbers within a few times this machine's noise floor",
+    "statistical": "agreement over many steps, not of single steps",
+    "changed": "different numbers, because something was set differently",
     "unrecorded": "nothing to compare with",
 }
 
 
 def print_start(out: Console, report: ReplayReport) -> None:
-    """What was set differently, before any number that follows from it, and what may be expected."""
+    """Print what was set differently and which guarantee follows, before the first number."""
     header = report.set_differently
     assert header is not None
     for title, differences in (
@@ -35,12 +35,12 @@ def print_start(out: Console, report: ReplayReport) -> None:
 
 
 def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None:
-    """One line, and the first differences of each kind below it; without them where numbers are expected to differ."""
+    """Print one line, and below it the first differences of each kind if `in_detail`."""
     numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
     if result.identical:
         out.print(
             f"step {result.step:>4}  [green]identical[/green]  {numbers}  "
-            f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in all[/dim]"
+            f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in total[/dim]"
         )
         return
     if not result.num_compared:
@@ -62,20 +62,20 @@ def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None
 
 
 def describe(difference: RankDifference) -> str:
-    """One value, recorded and replayed."""
+    """Return one value, recorded and replayed."""
     recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
     rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
     return escaped(f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}")
 
 
 def print_verdict(out: Console, report: ReplayReport) -> None:
-    """Whether the replay met the record, as closely as could be expected, and where it left it."""
+    """Print whether the replay met its guarantee, and where it diverged first."""
     first, count = report.first_different, len(report.steps)
     if report.guarantee.kind == "unrecorded":
         out.print(
             f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
         )
-        out.print("`--record-to FOLDER` records what comes out, and that record replays bit by bit.")
+        out.print("`--record-to FOLDER` records the results, and that record replays bit by bit.")
         return
     if first is None:
         out.print(
@@ -88,9 +88,9 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
     where = f"{num_different} of {count} steps; the first is step {first.step} ({', '.join(kinds)})."
     verdict = report.verdict
     if verdict is None:
-        out.print(f"[bold yellow]Not told:[/bold yellow] bits differ in {where}")
+        out.print(f"[bold yellow]Inconclusive:[/bold yellow] bits differ in {where}")
         out.print(
-            "They may: see above. `areal-debug replay` measures this machine's noise and says how many times."
+            "A difference is allowed here, see above. `areal-debug replay` measures this machine's noise floor and compares."
         )
     elif report.guarantee.kind in ("noise", "statistical"):
         print_distance(out, report, where)
@@ -100,36 +100,34 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
 
 
 def print_distance(out: Console, report: ReplayReport, where: str) -> None:
-    """A verdict that counts noises or standard errors."""
+    """Print a verdict in units of the noise floor or of standard errors."""
     verdict = report.verdict
     assert verdict is not None
-    unit = "own noise" if report.guarantee.kind == "noise" else "standard errors over steps"
+    unit = "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
     word = {
         "within": f"[bold green]Within {unit}:[/bold green]",
-        "unclear": "[bold yellow]Not told:[/bold yellow]",
+        "unclear": "[bold yellow]Inconclusive:[/bold yellow]",
         "different": "[bold red]Different:[/bold red]",
     }[verdict.finding]
     out.print(f"{word} bits differ in {where}")
     if verdict.k is None:
-        out.print("Too little could be compared: replay more steps.")
+        out.print("Too few values could be compared: replay more steps.")
         return
     at = f" in step {verdict.step}" if verdict.step is not None else ""
-    out.print(f"The farthest statistic is {verdict.k:.3g} x {unit} away: {verdict.where}{at}.")
+    out.print(f"The largest difference is {verdict.k:.3g} x {unit}: {verdict.where}{at}.")
     if verdict.finding == "within":
         out.print(
             f"A defect smaller than that cannot be excluded; the guarantee is {report.guarantee.kind}, not bitwise."
         )
     elif verdict.finding == "unclear":
         out.print(
-            "More than rounding is expected to do, less than a defect usually does: replay on the recorded machine."
+            "This is above the noise floor and below what a defect usually causes: replay on the recorded machine."
         )
 
 
 def reason_of(report: ReplayReport) -> str:
-    """Where to look for the cause of different numbers."""
+    """Return where to search for the cause of different numbers."""
     header = report.set_differently
     if report.guarantee.kind == "changed" or (header is not None and not header.identical):
-        return "What was set differently stands above; the numbers follow from it."
-    return (
-        "Nothing was set differently: look at the code, the hardware, or a kernel that is not deterministic."
-    )
+        return "The cause is what was set differently, see above."
+    return "Nothing was set differently: check the code, the hardware, and for kernels that are not deterministic."

@@ -1,4 +1,4 @@
-"""Replays on ranks of this machine for a verb: starts them, takes the report of rank 0, has it judged. Imports no torch."""
+"""Run replays on ranks of this machine for a command, and judge their reports. Imports no torch."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,11 +13,15 @@ from replayer.rerun import replay_and_judge
 
 
 def replay_on_ranks(
-    request: Request, num_ranks: int, quiet: bool = False, tell: Callable[[str], None] = lambda sentence: None
+    request: Request,
+    num_ranks: int,
+    quiet: bool = False,
+    notify: Callable[[str], None] = lambda message: None,
 ) -> ReplayReport:
-    """The judged report of a replay on `num_ranks` processes, which print what they find unless `quiet`.
+    """Replay on `num_ranks` processes, which print unless `quiet`; return the judged report.
 
-    Runs again, quietly, where noise must be measured; `tell` is told so. Ends the command with the ranks' exit code when they fail.
+    Replays again, quietly, if noise must be measured; `notify` gets the reason. Ends the command
+    with the ranks' exit code if they fail.
     """
     quiet_now = quiet
 
@@ -27,19 +31,22 @@ def replay_on_ranks(
     def before_rerun(why: str) -> None:
         nonlocal quiet_now
         quiet_now = True
-        tell(why)
+        notify(why)
 
     return replay_and_judge(request, run, before_rerun)
 
 
 def run_once(request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
-    """The report of one replay, as rank 0 left it."""
+    """Run one replay and return the report of rank 0."""
     arguments = ["-m", "areal_debug.replay_rank", "replay", request_text(request)]
     return parse_report(report_of_ranks(arguments, num_ranks, quiet))
 
 
 def report_of_ranks(arguments: list[str], num_ranks: int, quiet: bool = False) -> dict[str, Any]:
-    """What rank 0 left behind. Ends the command with the ranks' exit code when they fail."""
+    """Run `areal_debug.replay_rank` on ranks and return the report of rank 0.
+
+    Ends the command with the ranks' exit code if they fail.
+    """
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 
@@ -48,6 +55,8 @@ def report_of_ranks(arguments: list[str], num_ranks: int, quiet: bool = False) -
         environment = DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {})
         code = run_ranks(arguments, num_ranks, environment, Path(folder))
         if code != 0 or not report.exists():
-            said = "what it said stands above"
-            fail(f"the replay ended with exit code {code} before its last step; {said}", code or 1)
+            fail(
+                f"the replay ended with exit code {code} before its last step; see its output above",
+                code or 1,
+            )
         return read_report(report)

@@ -1,7 +1,7 @@
-"""What a running server says of itself, and what of it is worth a second look before an agent is debugged against it.
+"""The properties of a running server, and settings to check before an agent is debugged against it.
 
-Everything is read back from the server (`/server_info`, `/model_info`), not taken from the command line: servers change what
-they were asked for.
+Everything is read from the server (`/server_info`, `/model_info`), not from the command line:
+servers change what was requested.
 """
 
 import json
@@ -16,7 +16,11 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server as it runs; None where it does not say. `model_sampling` is what the model's folder asks for."""
+    """A server as it runs; None where it reports nothing.
+
+    `model_sampling` is from the model's folder. `sampling_defaults` is "model" if requests without
+    a temperature get the model's, "openai" if they get 1.0.
+    """
 
     address: str
     version: str
@@ -29,13 +33,13 @@ class ServerFacts:
     tensor_size: int
     attention_backend: str | None
     chunked_prefill_size: int | None
-    sampling_defaults: str | None  # "model": requests without temperature take the model's; "openai": 1.0
+    sampling_defaults: str | None
     model_sampling: dict[str, float]
     num_cache_tokens: int | None
 
 
 def read_facts(server: Server) -> ServerFacts:
-    """Asks a healthy server. Raises `RequestRefused` or `OSError`."""
+    """Query a healthy server. Raises `RequestRefused` or `OSError`."""
     return parse_facts(
         server.address,
         json.loads(call(server, "GET", "/server_info", timeout_s=10.0)),
@@ -44,7 +48,7 @@ def read_facts(server: Server) -> ServerFacts:
 
 
 def parse_facts(address: str, server: dict[str, Any], model: dict[str, Any]) -> ServerFacts:
-    """The replies of `/server_info` and `/model_info`; what a version does not send is None."""
+    """Parse the replies of `/server_info` and `/model_info`; missing fields are None."""
     model_path = str(model["model_path"])
     return ServerFacts(
         address=address,
@@ -70,20 +74,20 @@ def parse_facts(address: str, server: dict[str, Any], model: dict[str, Any]) -> 
 
 
 def model_json(model_path: str, name: str) -> dict[str, Any]:
-    """A JSON file of the model's folder; empty where the folder or the file is not on this machine."""
+    """Read a JSON file of the model's folder; empty if it is not on this machine."""
     file = Path(model_path) / f"{name}.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return found
 
 
 def stored_dtype(model_path: str) -> str | None:
-    """The data type that a checkpoint's config names; None where it names none."""
+    """Return the data type in a checkpoint's config, or None."""
     config = model_json(model_path, "config")
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def worth_checking(facts: ServerFacts) -> list[str]:
-    """Settings that surprise people, a sentence each; empty when there is none."""
+    """Return settings that are often not intended, one sentence each."""
     config = model_json(facts.model_path, "config")
     stored = stored_dtype(facts.model_path)
     longest = config.get("max_position_embeddings")
@@ -91,19 +95,21 @@ def worth_checking(facts: ServerFacts) -> list[str]:
     if facts.sampling_defaults == "model" and facts.model_sampling:
         listed = ", ".join(f"{name} {value:g}" for name, value in facts.model_sampling.items())
         notes.append(
-            f"a request that does not say how to sample gets the model's own defaults ({listed}); training sends its own values"
+            f"a request without sampling parameters gets the model's own defaults ({listed}); training sends its own values"
         )
     if facts.context_length and longest and facts.context_length < longest:
-        notes.append(f"sequences are cut at {facts.context_length:,} tokens; the model takes {longest:,}")
+        notes.append(
+            f"sequences are truncated at {facts.context_length:,} tokens; the model supports {longest:,}"
+        )
     if stored and facts.dtype not in ("auto", stored):
         notes.append(f"the weights are stored as {stored} and served as {facts.dtype}")
     if "vision_config" in config and not facts.multimodal:
         notes.append(
-            "the model can see images and this server takes text only: add --enable-multimodal after --"
+            "the model supports images and this server takes text only: add --enable-multimodal after --"
         )
     if facts.chunked_prefill_size is not None and facts.chunked_prefill_size > 0:
         notes.append(
-            f"prompts are read in chunks of {facts.chunked_prefill_size:,} tokens, which moves logprobs in the last digits; "
+            f"prompts are prefilled in chunks of {facts.chunked_prefill_size:,} tokens, which changes the last digits of logprobs; "
             "training serves with --chunked-prefill-size -1"
         )
     return notes

@@ -1,11 +1,11 @@
-"""The process that stays with one inference server: starts it, tells how it is, ends it.
+"""The process that supervises one inference server: starts it, reports its state, ends it.
 
-serve (the command)                keeper, a session of its own             server, ends when the keeper does
-starts the keeper -------------->  starts the server ------------------->   loads; output -> log file
-reads the state file every 0.2 s   waits for /health <-----------------     answers
-  until it is ready or failed <--  joins a run's names, writes "ready"
-returns; the shell may end         asks every second: ended? ---------->
-serve --stop: SIGTERM ---------->  leaves the names, ends the server, forgets the state
+serve (the command)                keeper (own session)           server (ends with its keeper)
+starts the keeper -------------->  starts the server ---------->  loads; output -> log file
+reads the state file every 0.2 s   waits for /health <----------  answers
+  until it is ready or failed <--  joins a run, writes "ready"
+returns; the shell may end         polls every second: ended? ->
+serve --stop: SIGTERM ---------->  leaves the run, ends the server, removes the state file
 """
 
 import json
@@ -38,7 +38,10 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class ServeSpec:
-    """What to serve. `run` is the "experiment/trial" to join, or "", in the names below `names_root`."""
+    """The server to start.
+
+    `run` is the "experiment/trial" to join, or ""; its names are stored below `names_root`.
+    """
 
     model: str
     engine: str
@@ -52,22 +55,24 @@ class ServeSpec:
 
     @property
     def address(self) -> str:
+        """`host:port`."""
         return f"{self.host}:{self.port}"
 
     @property
     def log(self) -> str:
+        """Path of the file with the server's output."""
         return str(state_file(self.address).with_suffix(".log"))
 
 
 def keep(spec: ServeSpec, when_ready: Callable[[ServerState], None] = lambda state: None) -> None:
-    """Serves until SIGTERM, SIGINT, or the end of the server.
+    """Serve until SIGTERM, SIGINT, or the end of the server.
 
     Raises:
-        ServerFailed: the server ended, or was not ready in time; the state says so as well.
+        ServerFailed: the server ended, or was not ready in time; the state file reports it, too.
     """
     with ended_on_signals(), ExitStack() as stack:
         state = write_state(this_keeper(spec.address, spec.engine, spec.model, spec.run))
-        # Forgotten when told to end; a failure stays, so that `serve --status` can tell of it.
+        # Removed after a regular end; kept after a failure, so that `serve --status` reports it.
         forgetting = stack.enter_context(ExitStack())
         forgetting.callback(forget, state)
         try:
@@ -95,7 +100,7 @@ def keep(spec: ServeSpec, when_ready: Callable[[ServerState], None] = lambda sta
 
 
 def join_run(stack: ExitStack, spec: ServeSpec) -> None:
-    """Adds the server to the names of a run, until the stack ends."""
+    """Add the server to the names of a run, until the stack ends."""
     if spec.run:
         experiment, _, trial = spec.run.partition("/")
         names = FolderNames(spec.names_root)
@@ -104,13 +109,13 @@ def join_run(stack: ExitStack, spec: ServeSpec) -> None:
 
 
 def leave_run(names: FolderNames, name: str) -> None:
-    """Takes the server out of a run's names, if the run has not cleared them."""
+    """Remove the server from a run's names, if the run has not cleared them."""
     with suppress(NoSuchName):
         names.delete(name)
 
 
 def keep_in_background(spec: ServeSpec) -> ServerState:
-    """Starts a keeper that survives us, and waits until its server is ready.
+    """Start a keeper that outlives this process, and wait until its server is ready.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
@@ -128,7 +133,8 @@ def keep_in_background(spec: ServeSpec) -> ServerState:
         )
     try:
         while True:
-            ended = keeper.poll() is not None  # before the file is read, which it may write as its last act
+            # Polled before the file is read: the keeper may write the file and then end.
+            ended = keeper.poll() is not None
             state = read_state(file) if file.exists() else None
             if state is not None and state.phase == "ready":
                 return state
@@ -146,7 +152,7 @@ def keep_in_background(spec: ServeSpec) -> ServerState:
 
 
 def main(text: str) -> int:
-    """Exit code 1 when the server failed; the state file says how."""
+    """Run a keeper. Return 1 if the server failed; the state file contains the reason."""
     try:
         keep(ServeSpec(**json.loads(text)))
     except ServerFailed:

@@ -1,4 +1,4 @@
-"""What `areal-debug serve` prints: a server's facts, and the list of servers that are known."""
+"""Print the reports of `areal-debug serve`: a server's properties, and the known servers."""
 
 import os
 import time
@@ -19,18 +19,22 @@ STYLES = {"ready": "green", "starting": "yellow"}
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A known server as it is now: ready, starting, not answering, failed, or gone (killed with its keeper)."""
+    """A known server and its current state.
+
+    `now` is ready, starting, not answering, failed, or gone (killed with its keeper).
+    """
 
     state: ServerState
     now: str
 
     @property
     def is_well(self) -> bool:
+        """True if the server is ready or starting."""
         return self.now in ("ready", "starting")
 
 
 def status_of(state: ServerState) -> ServerStatus:
-    """Asks the system for the keeper and the server for its health."""
+    """Determine the state of a server from its keeper process and its health check."""
     if state.phase == "failed":
         return ServerStatus(state, "failed")
     if not state.keeper_lives:
@@ -41,12 +45,12 @@ def status_of(state: ServerState) -> ServerStatus:
 
 
 def address_line(address: str) -> str:
-    """What another process needs in its environment to use the server."""
+    """Return the environment variable with which another process uses the server."""
     return f"{ADDRESSES_VARIABLE}={address}"
 
 
 def print_facts(out: Console, facts: ServerFacts, state: ServerState) -> None:
-    """What runs, what is worth a look, and, last and alone on its line, the address."""
+    """Print what runs, what to check, and the address, last and on a line of its own."""
     out.print(Text(f"{facts.version} serves {facts.model_path} on {facts.device}", style="bold"))
     for name, value in shown_facts(facts, state).items():
         out.print(Text(f"  {name:<16}", style="dim") + Text(value))
@@ -56,7 +60,7 @@ def print_facts(out: Console, facts: ServerFacts, state: ServerState) -> None:
 
 
 def shown_facts(facts: ServerFacts, state: ServerState) -> dict[str, str]:
-    """The facts worth a line each."""
+    """Return the properties that are printed, one per line."""
     sampling = ", ".join(f"{name} {value:g}" for name, value in facts.model_sampling.items())
     return {
         "weights": f"version {facts.weight_version}",
@@ -72,7 +76,7 @@ def shown_facts(facts: ServerFacts, state: ServerState) -> dict[str, str]:
 
 
 def facts_document(facts: ServerFacts, state: ServerState) -> dict[str, Any]:
-    """The same facts as JSON types."""
+    """Return the same properties as JSON types."""
     return {
         "address": facts.address,
         "environment": address_line(facts.address),
@@ -83,9 +87,9 @@ def facts_document(facts: ServerFacts, state: ServerState) -> dict[str, Any]:
 
 
 def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
-    """One line a server, then why those that are not well are not."""
+    """Print one line per server, then the messages of those with problems."""
     if not statuses:
-        out.print("no server is known: start one with `areal-debug serve --model M --background`")
+        out.print("no known server: start one with `areal-debug serve --model M --background`")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("address", "state", "engine", "up", "joined", "model", "log"):
@@ -112,7 +116,7 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
 
 
 def statuses_document(statuses: list[ServerStatus]) -> dict[str, Any]:
-    """The same facts as JSON types."""
+    """Return the same states as JSON types."""
     ready = [status.state.address for status in statuses if status.now == "ready"]
     return {
         "servers": [asdict(status.state) | {"now": status.now} for status in statuses],

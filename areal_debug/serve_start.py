@@ -1,4 +1,4 @@
-"""From what a user asks for to what a keeper starts; what cannot work is said before anything is started."""
+"""Build the specification of a server; refuse what cannot work before anything starts."""
 
 import getpass
 import importlib.util
@@ -19,7 +19,7 @@ from areal_debug.serve_state import known_servers
 
 
 class CannotServe(ValueError):
-    """A server that could not start: no such model, a port that is taken, an engine that is not installed."""
+    """The server cannot start: no such model, port in use, or engine not installed."""
 
 
 def plan_server(
@@ -36,12 +36,12 @@ def plan_server(
     ready_timeout_s: float,
     arguments: list[str],
 ) -> ServeSpec:
-    """What to start. Raises `CannotServe`."""
+    """Build the specification of a server. Raises `CannotServe`."""
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise CannotServe("SGLang is not installed: `make env` installs it, or use --engine embedded")
     model = checked_model(model)
-    device = found_device() if device == "auto" else device
-    if dtype == "auto":  # the checkpoint's own; SGLang's "auto" would serve float32 as float16
+    device = default_device() if device == "auto" else device
+    if dtype == "auto":  # the checkpoint's dtype; SGLang's "auto" would serve float32 as float16
         dtype = stored_dtype(model) or dtype
     embedded = ["--dtype", dtype] if dtype != "auto" else []
     if engine == "sglang":
@@ -64,27 +64,31 @@ def plan_server(
     )
 
 
-def found_device() -> str:
-    """ "cuda" where the NVIDIA driver shows a GPU, which is known without loading torch."""
+def default_device() -> str:
+    """Return "cuda" if the NVIDIA driver lists a GPU; known without loading torch."""
     return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
 
 
 def checked_model(model: str) -> str:
-    """The model, its folder as an absolute path. A name on the hub (`owner/name`) is left to the server."""
+    """Return the model's folder as an absolute path, or a hub name (`owner/name`) unchanged.
+
+    Raises:
+        CannotServe: there is no such folder, or it is no checkpoint.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CannotServe(f"{folder} has no config.json: give a checkpoint folder in Hugging Face format")
         return str(folder.resolve())
     if folder.exists():
-        raise CannotServe(f"{folder} is a file: give the folder that holds config.json and the weights")
+        raise CannotServe(f"{folder} is a file: give the folder that contains config.json and the weights")
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise CannotServe(f"there is no model at {model}: give a checkpoint folder, or owner/name on the hub")
     return model
 
 
 def checked_port(host: str, port: int) -> int:
-    """The port, if nobody listens there."""
+    """Return the port if nothing listens there. Raises `CannotServe`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -92,26 +96,30 @@ def checked_port(host: str, port: int) -> int:
         except OSError as error:
             raise CannotServe(
                 f"cannot listen on {host}:{port} ({error.strerror}{holder_of(host, port)}): choose another --port, or "
-                f"leave it out"
+                f"omit it"
             ) from error
     return port
 
 
 def holder_of(host: str, port: int) -> str:
-    """Who has the port, as far as the system tells us: ", by our server of ...", ", by process 12 (name)", or nothing."""
+    """Describe the process that has the port, starting with ", "; empty if it is not known."""
     for state in known_servers():
         if state.address == f"{host}:{port}" and state.keeper_lives:
             return f", by our own server of {state.model}; `areal-debug serve --stop --port {port}` ends it"
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            # Only root is told the pid of another user's.
+            # Only root sees the pid of another user's process.
             if connection.status == "LISTEN" and connection.laddr.port == port and connection.pid:
                 return f", by process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 
 
 def full_run_name(run: str, names_root: str) -> str:
-    """`experiment/trial`; a trial that was left out is found where the experiment has one with servers."""
+    """Return `experiment/trial`; an omitted trial is found if only one has servers.
+
+    Raises:
+        CannotServe: the name is malformed, or the trial is ambiguous.
+    """
     if run.count("/") == 1 and all(run.split("/")):
         return run
     if "/" in run or not run:

@@ -1,10 +1,10 @@
-"""What is known of the servers that outlive a shell: one small file each, in a folder of the user's own.
+"""The state of servers that outlive a shell: one small file each, in a folder of the user.
 
-    {state}/areal-debug/servers/127.0.0.1-30000.json      written by the keeper, removed by `serve --stop`
-    {state}/areal-debug/servers/127.0.0.1-30000.log       everything the server prints
+    {state}/areal-debug/servers/127.0.0.1-30000.json   by the keeper; removed by `--stop`
+    {state}/areal-debug/servers/127.0.0.1-30000.log    the output of the server
 
-A file says what its keeper knew last. Whether the keeper still lives is asked of the system: by pid and start time, since pids
-are given again.
+A file contains the last state that the keeper wrote. Whether the keeper still runs is checked by
+pid and start time, since pids are reused.
 """
 
 import json
@@ -18,20 +18,25 @@ import psutil
 
 @dataclass(frozen=True)
 class ServerState:
-    """One server. `phase` is "starting", "ready" or "failed", and `message` says why; `run` is what it joined."""
+    """One server.
+
+    `phase` is "starting", "ready" or "failed", `message` is the reason, and `run` is the run that
+    it joined.
+    """
 
     address: str
     engine: str
     model: str
     log: str
     keeper_pid: int
-    keeper_started: float  # seconds since the epoch, as the system tells
+    keeper_started: float  # seconds since the epoch, from the process table
     phase: str = "starting"
     message: str = ""
     run: str = ""
 
     @property
     def keeper_lives(self) -> bool:
+        """True if the keeper process is still running."""
         try:
             return abs(psutil.Process(self.keeper_pid).create_time() - self.keeper_started) < 1.0
         except psutil.NoSuchProcess:
@@ -39,7 +44,7 @@ class ServerState:
 
 
 def state_folder() -> Path:
-    """`$XDG_STATE_HOME/areal-debug/servers`, by default below `~/.local/state`; made for this user alone."""
+    """Return `$XDG_STATE_HOME/areal-debug/servers`, by default in `~/.local/state`; mode 700."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(base) / "areal-debug" / "servers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,19 +52,19 @@ def state_folder() -> Path:
 
 
 def state_file(address: str) -> Path:
-    """Where the state of the server at `host:port` is kept."""
+    """Return the path of the state of the server at `host:port`."""
     return state_folder() / f"{address.replace(':', '-')}.json"
 
 
 def this_keeper(address: str, engine: str, model: str, run: str) -> ServerState:
-    """The state of a server that this process is about to keep."""
+    """Make the state of a server whose keeper is this process."""
     me = psutil.Process()
     log = state_file(address).with_suffix(".log")
     return ServerState(address, engine, model, str(log), me.pid, me.create_time(), run=run)
 
 
 def write_state(state: ServerState, phase: str = "starting", message: str = "") -> ServerState:
-    """Puts the state, in this phase, where others find it; they see the old or the new one, never a part."""
+    """Write the state atomically; return it with the new phase."""
     state = replace(state, phase=phase, message=message)
     file = state_file(state.address)
     unfinished = file.with_suffix(".tmp")
@@ -69,25 +74,31 @@ def write_state(state: ServerState, phase: str = "starting", message: str = "") 
 
 
 def read_state(file: Path) -> ServerState:
-    """Raises `ValueError` for a file that no `serve` of this version wrote."""
+    """Read a state file. Raises `ValueError` if `serve` of this version did not write it."""
     try:
         return ServerState(**json.loads(file.read_text()))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not what `areal-debug serve` writes ({error}): remove it") from error
+        raise ValueError(
+            f"{file} was not written by this version of `areal-debug serve` ({error}): remove it"
+        ) from error
 
 
 def known_servers() -> list[ServerState]:
-    """Every server that has not been stopped, by address."""
+    """Return every server that has not been stopped, by address."""
     return [read_state(file) for file in sorted(state_folder().glob("*.json"))]
 
 
 def forget(state: ServerState) -> None:
-    """Removes what is known of a server; its log stays."""
+    """Remove the state of a server; its log stays."""
     state_file(state.address).unlink(missing_ok=True)
 
 
 def stop_keeper(state: ServerState, timeout_s: float = 30.0) -> None:
-    """Ends a keeper, and by it its server. Fine when it has ended. Raises `psutil.TimeoutExpired` when it does not end."""
+    """End a keeper and with it its server; does nothing if it has ended already.
+
+    Raises:
+        psutil.TimeoutExpired: it does not end.
+    """
     if state.keeper_lives:
         keeper = psutil.Process(state.keeper_pid)
         try:

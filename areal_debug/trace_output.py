@@ -1,4 +1,4 @@
-"""What `areal-debug trace` prints: the run in a line, a table of steps, and why one of them took long."""
+"""Print the report of `areal-debug trace`: verdict, steps, and why one of them was slow."""
 
 from dataclasses import asdict
 from typing import Any
@@ -16,22 +16,22 @@ WORDS = {
     "rollout": "waiting for rollouts",
     "compute_advantage": "in logprobs and advantages",
     "train_step": "in optimizer steps",
-    "update_weights": "pushing weights",
+    "update_weights": "in weight sync",
     "save": "saving",
-    "other": "in none of the traced stages",
+    "other": "outside the traced stages",
 }
 HEADINGS = {
     "rollout": "rollout",
     "compute_advantage": "advantage",
     "train_step": "train",
-    "update_weights": "push",
+    "update_weights": "sync",
     "save": "save",
     "other": "other",
 }
 
 
 def print_report(out: Console, trace: RunTrace, report: TraceReport, max_lines: int = MAX_LINES) -> None:
-    """Verdict, evidence, what to change, what would refute it, and where the file is."""
+    """Print verdict, evidence, what to change, what would refute it, and the path of the file."""
     out.print(verdict(report))
     out.print(table_of(report.steps, max_lines))
     print_shown(out, report)
@@ -39,14 +39,14 @@ def print_report(out: Console, trace: RunTrace, report: TraceReport, max_lines: 
     out.print(Text(f"steps {len(report.steps)}, ranks {trace.num_ranks}, episodes {statuses or 'none'}"))
     for error in trace.errors:
         out.print(Text(f"the run ended with {error}", style="red"))
-    out.print(Text(f"the whole trace, for ui.perfetto.dev or chrome://tracing: {trace.file}", style="dim"))
+    out.print(Text(f"the complete trace, for ui.perfetto.dev or chrome://tracing: {trace.file}", style="dim"))
 
 
 def verdict(report: TraceReport) -> Text:
-    """One line: are there slow steps, and where does the time go."""
+    """Return one line: the slow steps, and where the time is spent."""
     shown = report.shown
     median = format_seconds(report.median_s)
-    share = f"{shown.share(shown.bottleneck):.0%} of step {shown.step} went by {WORDS[shown.bottleneck]}"
+    share = f"{shown.share(shown.bottleneck):.0%} of step {shown.step} was spent {WORDS[shown.bottleneck]}"
     if report.slow:
         listed = ", ".join(map(str, report.slow[:10])) + (" ..." if len(report.slow) > 10 else "")
         plural = "s" if len(report.slow) > 1 else ""
@@ -60,7 +60,7 @@ def verdict(report: TraceReport) -> Text:
 
 
 def table_of(steps: list[StepTimes], max_lines: int) -> Table:
-    """One line a step; of more than `max_lines`, the first and the last."""
+    """Make a table with one row per step; of more than `max_lines`, the first and the last."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("step", "time", *HEADINGS.values()):
         table.add_column(heading, justify="right")
@@ -72,14 +72,14 @@ def table_of(steps: list[StepTimes], max_lines: int) -> Table:
     for times in steps[:head]:
         table.add_row(*cells(times))
     if left_out:
-        table.add_row("...", f"{left_out:,} left out")
+        table.add_row("...", f"{left_out:,} omitted")
     for times in steps[head + left_out :]:
         table.add_row(*cells(times))
     return table
 
 
 def cells(times: StepTimes) -> list[Text]:
-    """A step as a row of the table, its longest stage marked."""
+    """Return a step as a row of the table, its longest stage highlighted."""
     stages = [
         Text(short(times.stages[stage]), style="yellow" if stage == times.bottleneck else "")
         for stage in HEADINGS
@@ -95,22 +95,24 @@ def cells(times: StepTimes) -> list[Text]:
 
 
 def format_spread(seconds: Spread | None) -> str:
+    """Format median, 95th percentile and maximum."""
     if seconds is None:
         return "-"
     return " / ".join(short(s) for s in (seconds.p50_s, seconds.p95_s, seconds.longest_s))
 
 
 def short(seconds: float) -> str:
-    """Seconds for a table: what takes no time to speak of is a dot."""
+    """Format seconds for a table; less than a millisecond is a dot."""
     return format_seconds(seconds) if seconds >= 0.001 else "·"
 
 
 def describe(episode: Episode) -> str:
+    """Return an episode's name, rank and duration."""
     return f"{episode.name} rank {episode.rank} {format_seconds(episode.seconds)}"
 
 
 def print_shown(out: Console, report: TraceReport) -> None:
-    """The step that the finding is about."""
+    """Print the step that the finding is about."""
     shown, finding = report.shown, report.finding
     out.print()
     out.print(Text(f"Step {shown.step}: {format_seconds(shown.seconds)}", style="bold"))
@@ -124,7 +126,7 @@ def print_shown(out: Console, report: TraceReport) -> None:
             )
         )
     if shown.last is not None:
-        out.print(Text(f"  last      {describe(shown.last)} ended when the batch was complete"))
+        out.print(Text(f"  last      {describe(shown.last)} completed the batch"))
     out.print(Text(f"  because   {finding.because}"))
     out.print(Text(f"  change    {finding.change}", style="green"))
     out.print(Text(f"  refuted   by {finding.refuted_by}", style="dim"))
@@ -132,14 +134,14 @@ def print_shown(out: Console, report: TraceReport) -> None:
 
 
 def spent(times: StepTimes) -> str:
-    """Its stages, the longest first."""
+    """Return the stages of a step, the longest first."""
     ordered = sorted(times.stages.items(), key=lambda stage: -stage[1])
     parts = [f"{format_seconds(s)} {WORDS[name]}" for name, s in ordered if s >= 0.005 * times.seconds]
     return ", ".join(parts) + f" (rank {times.rank})"
 
 
 def report_document(trace: RunTrace, report: TraceReport) -> dict[str, Any]:
-    """The same facts as JSON types."""
+    """Return the same report as JSON types."""
 
     def episode_document(episode: Episode | None) -> dict[str, Any] | None:
         return None if episode is None else asdict(episode) | {"seconds": episode.seconds}

@@ -1,4 +1,4 @@
-"""A trace file as plain data: steps with their stages, and episodes with their parts, of every rank."""
+"""Read a trace file: steps with their stages, and episodes with their spans, of every rank."""
 
 import json
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from typing import Any
 
 from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
 
-EPISODE_PARTS = ("generation", "reward")
+EPISODE_SPANS = ("generation", "reward")
 
 
 @dataclass
 class Episode:
-    """One episode. Seconds are sums over its parts, which may overlap."""
+    """One episode. Seconds are sums over its spans, which may overlap."""
 
     name: str
     rank: int
@@ -27,12 +27,13 @@ class Episode:
 
     @property
     def seconds(self) -> float:
+        """Duration of the episode."""
         return self.end_s - self.start_s
 
 
 @dataclass
 class RankStep:
-    """A training step on one rank; `stages` are (name, seconds), in the order in which they ended."""
+    """A training step on one rank; `stages` are (name, seconds) in the order of their ends."""
 
     rank: int
     step: int
@@ -41,20 +42,21 @@ class RankStep:
     stages: list[tuple[str, float]]
     rollout_end_s: float
     prompts: frozenset[int]
-    staleness: tuple[float, float] | None  # mean and largest age of the trained tokens, in versions
+    staleness: tuple[float, float] | None  # mean and maximum over the loss mask, in versions
 
     @property
     def seconds(self) -> float:
+        """Duration of the step."""
         return self.end_s - self.start_s
 
     def stage_s(self, name: str) -> float:
-        """Seconds in a stage; 0 when the step had none of this name."""
+        """Return the seconds in a stage; 0 if the step had none of this name."""
         return sum(seconds for stage, seconds in self.stages if stage == name)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a run that advice is about; None where it has no such option."""
+    """The options of a run that the advice refers to; None if the run has no such option."""
 
     batch_size: int
     max_head_offpolicyness: int | None = None
@@ -66,7 +68,7 @@ class RunOptions:
 
 @dataclass
 class RunTrace:
-    """A whole trace."""
+    """A complete trace."""
 
     file: Path
     num_ranks: int
@@ -77,19 +79,20 @@ class RunTrace:
 
 
 def read_run(path: Path) -> RunTrace:
-    """The trace of a run.
+    """Read the trace of a run.
 
     Args:
-        path: a merged file, the folder of the ranks' files, or a run's log folder; folders are merged if they have news.
+        path: a merged file, the folder of the ranks' files, or a run's log folder; folders are
+            merged if a rank has written since.
 
     Raises:
-        ValueError: there is no trace, or the file is none of ours.
+        ValueError: there is no trace, or the file has another format.
     """
     return read_merged(path if path.is_file() else merged_file(path))
 
 
 def merged_file(folder: Path) -> Path:
-    """The merged file of a run, written anew when a rank has written since.
+    """Return the merged file of a run, written again if a rank has written since.
 
     Raises:
         ValueError: the run was not traced.
@@ -99,7 +102,7 @@ def merged_file(folder: Path) -> Path:
     ranks = sorted(folder.glob("rank-*.jsonl")) or sorted((folder / "trace").glob("rank-*.jsonl"))
     if not ranks:
         raise ValueError(
-            f"{folder} holds no trace: run with rollout.enable_rollout_tracing=true, and give the folder of the run's logs"
+            f"{folder} contains no trace: run with rollout.enable_rollout_tracing=true, and give the folder of the run's logs"
         )
     merged = ranks[0].parent / MERGED
     newest = max(file.stat().st_mtime_ns for file in ranks)
@@ -109,14 +112,14 @@ def merged_file(folder: Path) -> Path:
 
 
 def read_merged(file: Path) -> RunTrace:
-    """Parses a merged file, line by line. Raises `BrokenTrace`."""
+    """Parse a merged file, line by line. Raises `BrokenTrace`."""
     lines = merged_lines(file)
     about, _ = next(lines)
     trace = RunTrace(file, about["world_size"], RunOptions(**about["ranks"][0]["options"]))
     stages: list[tuple[int, str, float, float]] = []  # rank, name, start, end
     instants: dict[str, list[dict[str, Any]]] = {"batch": [], "error": []}
-    ages: list[tuple[int, float, float, float]] = []  # rank, time, mean, largest
-    parts: list[tuple[int, str, str, float]] = []  # rank, episode, kind, seconds
+    staleness: list[tuple[int, float, float, float]] = []  # rank, time, mean, largest
+    spans: list[tuple[int, str, str, float]] = []  # rank, episode, kind, seconds
     for _, event in lines:
         rank, args = event["pid"], event["args"]
         if event["ph"] == "X":
@@ -125,20 +128,20 @@ def read_merged(file: Path) -> RunTrace:
                 stages.append((rank, event["name"], start_s, end_s))
             elif event["cat"] == "episode":
                 trace.episodes.append(parse_episode(event, start_s, end_s))
-            elif event["cat"] in EPISODE_PARTS and "episode" in args:
-                parts.append((rank, args["episode"], event["cat"], end_s - start_s))
+            elif event["cat"] in EPISODE_SPANS and "episode" in args:
+                spans.append((rank, args["episode"], event["cat"], end_s - start_s))
         elif event["ph"] == "i":
             instants[event["cat"]].append(event)
         elif event["ph"] == "C" and event["name"] == "staleness":
-            ages.append((rank, event["ts"] / 1e6, args["mean"], args["max"]))
-    add_parts(trace.episodes, parts)
-    trace.steps = assemble_steps(stages, instants["batch"], ages)
+            staleness.append((rank, event["ts"] / 1e6, args["mean"], args["max"]))
+    add_spans(trace.episodes, spans)
+    trace.steps = assemble_steps(stages, instants["batch"], staleness)
     trace.errors = [f"rank {event['pid']}: {event['args']['error']}" for event in instants["error"]]
     return trace
 
 
 def merged_lines(file: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What stands at the head of a merged file, then that with each event."""
+    """Yield the header of a merged file with an empty event, then with each event."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         head = next(lines, "")
         try:
@@ -146,7 +149,7 @@ def merged_lines(file: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             about["ranks"][0]["options"]
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise BrokenTrace(
-                f"{file} is no trace that a run of ours wrote: give its trace.json or its log folder"
+                f"{file} is not a trace of areal-debug: give its trace.json or its log folder"
             ) from error
         yield about, {}
         for number, line in enumerate(lines, 2):
@@ -159,6 +162,7 @@ def merged_lines(file: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def parse_episode(event: dict[str, Any], start_s: float, end_s: float) -> Episode:
+    """Parse the event of an episode."""
     args = event["args"]
     return Episode(
         event["name"],
@@ -171,11 +175,11 @@ def parse_episode(event: dict[str, Any], start_s: float, end_s: float) -> Episod
     )
 
 
-def add_parts(episodes: list[Episode], parts: list[tuple[int, str, str, float]]) -> None:
-    """Adds to each episode the seconds of its parts."""
+def add_spans(episodes: list[Episode], spans: list[tuple[int, str, str, float]]) -> None:
+    """Add to each episode the seconds of its spans."""
     named = {(episode.rank, episode.name): episode for episode in episodes}
-    for rank, name, kind, seconds in parts:
-        if (episode := named.get((rank, name))) is not None:  # absent when the run ended in its midst
+    for rank, name, kind, seconds in spans:
+        if (episode := named.get((rank, name))) is not None:  # None if the run ended first
             if kind == "generation":
                 episode.generation_s += seconds
             else:
@@ -185,19 +189,22 @@ def add_parts(episodes: list[Episode], parts: list[tuple[int, str, str, float]])
 def assemble_steps(
     stages: list[tuple[int, str, float, float]],
     batches: list[dict[str, Any]],
-    ages: list[tuple[int, float, float, float]],
+    staleness: list[tuple[int, float, float, float]],
 ) -> list[RankStep]:
-    """Steps from the stages named "step" and what lies inside them; a run without batches (SFT) is numbered from 0."""
+    """Build steps from the stages named "step" and the stages inside them.
+
+    Steps of a run without batches (SFT) are numbered from 0.
+    """
     steps = []
     for rank in sorted({stage[0] for stage in stages}):
-        whole = sorted((start, end) for r, name, start, end in stages if r == rank and name == "step")
+        steps_of_rank = sorted((start, end) for r, name, start, end in stages if r == rank and name == "step")
         inner = sorted((end, start, name) for r, name, start, end in stages if r == rank and name != "step")
         taken = [(event["ts"] / 1e6, event["args"]) for event in batches if event["pid"] == rank]
-        seen = [(at, mean, largest) for r, at, mean, largest in ages if r == rank]
-        for number, (start, end) in enumerate(whole):
+        seen = [(at, mean, largest) for r, at, mean, largest in staleness if r == rank]
+        for number, (start, end) in enumerate(steps_of_rank):
             inside = [(name, e - s, e) for e, s, name in between(inner, start, end)]
             batch = next((args for _, args in between(taken, start, end)), None)
-            age = next(((mean, largest) for _, mean, largest in between(seen, start, end)), None)
+            lag = next(((mean, largest) for _, mean, largest in between(seen, start, end)), None)
             steps.append(
                 RankStep(
                     rank=rank,
@@ -207,14 +214,14 @@ def assemble_steps(
                     stages=[(name, seconds) for name, seconds, _ in inside],
                     rollout_end_s=next((e for name, _, e in inside if name == "rollout"), start),
                     prompts=frozenset(batch["prompts"] if batch is not None else ()),
-                    staleness=age,
+                    staleness=lag,
                 )
             )
     return steps
 
 
 def between(items: list[Any], start: float, end: float) -> list[Any]:
-    """The items whose first member lies in the interval; `items` ascend by it."""
+    """Return the items whose first element is in the interval; `items` are sorted by it."""
     from bisect import bisect_left, bisect_right
 
     return items[bisect_left(items, (start,)) : bisect_right(items, (end + 1e-9,))]

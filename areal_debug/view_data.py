@@ -1,4 +1,4 @@
-"""What a page shows, read from a record: the run as one number a step and curve, a step as columns over rows and tokens."""
+"""Read the data of a page from a record: curves of the run, columns of a step."""
 
 import json
 import math
@@ -14,14 +14,14 @@ from recorder.errors import StepNotRecorded
 from recorder.reader import Record, RecordedStep
 
 MAX_CURVE_STEPS = 1000
-# Curves from the outcome's statistics: name on the page, and the names under which trainers record it.
+# Curves from the outcome's statistics: label on the page, and the names that trainers record.
 STATS = {
     "loss": ("ppo_actor/update/loss", "ppo_actor/update/actor_loss/avg", "loss"),
     "grad norm": ("ppo_actor/update/grad_norm", "grad_norm"),
     "entropy": ("ppo_actor/update/entropy/avg", "ppo_actor/update/entropy"),
 }
-# Per-token columns that the trainer computed, which speak of the next token, and their names on the page.
-LEARNED = {
+# Per-token columns of the trainer, aligned to the previous token, and their labels on the page.
+TRAINER_COLUMNS = {
     "prox_logp": "trainer logprob",
     "ref_logp": "reference logprob",
     "advantages": "advantage",
@@ -32,19 +32,19 @@ LEARNED = {
 
 @dataclass(frozen=True)
 class RunView:
-    """A run over its steps. `curves` have one value a step, NaN where it was not recorded."""
+    """A run over its steps. `curves` have one value per step, NaN where it was not recorded."""
 
     record: str
     header: dict[str, str]
-    clip: tuple[float, float] | None  # the ratio is clipped outside
+    clip: tuple[float, float] | None  # the ratio is clipped outside this range
     steps: list[int]
     curves: dict[str, list[float]]
-    num_steps: int  # of the record; more than `steps` when those are a selection
+    num_steps: int  # of the record; `steps` may be a selection
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One step over all ranks: tokens one row after another, aligned to the token itself."""
+    """One step over all ranks: rows one after another, columns aligned to the token itself."""
 
     step: int
     version: int
@@ -54,11 +54,11 @@ class StepView:
     recorded_text: (
         list[tuple[str, str]] | None
     )  # prompt and completion of each row, where tokens have no text
-    missing: dict[str, str] = field(default_factory=dict)  # what the record does not hold, and what would
+    missing: dict[str, str] = field(default_factory=dict)  # absent columns, and how to record them
 
 
 def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) -> RunView:
-    """The curves of a run; of more than `MAX_CURVE_STEPS` steps, as many evenly chosen."""
+    """Read the curves of a run; of more than `MAX_CURVE_STEPS` steps, evenly spaced ones."""
     chosen = record.steps
     if len(chosen) > MAX_CURVE_STEPS:
         places = np.linspace(0, len(record.steps) - 1, MAX_CURVE_STEPS).round().astype(int)
@@ -82,13 +82,13 @@ def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) ->
 
 
 def curves_of(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """One list a curve, NaN where a step has no value on it."""
+    """Return one list per curve, NaN where a step has no value."""
     names = list(dict.fromkeys(name for point in points for name in point))
     return {name: [point.get(name, math.nan) for point in points] for name in names}
 
 
 def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, float]:
-    """A step's value on every curve."""
+    """Return a step's value on every curve."""
     arrays = [
         step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"])
         for rank in range(step.manifest.num_ranks)
@@ -97,7 +97,7 @@ def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, 
     rewards = np.concatenate([a["rewards"] for a in arrays])
     versions = np.concatenate([a["versions"][a["loss_mask"] > 0] for a in arrays])
     point = {"reward": mean(rewards), "length": mean(lengths)}
-    # The batch was taken one version before the one that the step led to.
+    # The batch was trained on by the version before the one that the step produced.
     point["staleness"] = step.manifest.version - 1 - mean(versions)
     point |= stats_point(step)
     tick(step)
@@ -105,7 +105,7 @@ def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, 
 
 
 def stats_point(step: RecordedStep) -> dict[str, float]:
-    """The curves that come from the outcome; none where the scope leaves it out."""
+    """Return the curves from the outcome; empty if the scope excludes it."""
     try:
         stats = step.outcome(0).stats
     except StepNotRecorded:
@@ -115,11 +115,12 @@ def stats_point(step: RecordedStep) -> dict[str, float]:
 
 
 def mean(values: np.ndarray) -> float:
+    """Return the mean; NaN of an empty array."""
     return float(values.mean()) if len(values) else math.nan
 
 
 def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
-    """Between which ratios a token has a gradient, for both signs of its advantage."""
+    """Return the ratios between which a token has a gradient, for both signs of the advantage."""
     actor = config.get("actor")
     if not isinstance(actor, dict) or not isinstance(actor.get("eps_clip"), float):
         return None
@@ -131,15 +132,15 @@ def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
 def read_step(
     step: RecordedStep, decode: Decode | None, patterns: Sequence[re.Pattern[str]] = ()
 ) -> StepView:
-    """A step as columns. Redacted by `patterns`, which needs `decode`.
+    """Read a step as columns, redacted by `patterns`, which needs `decode`.
 
     Raises:
-        ValueError: there is something to redact and no tokenizer, so that ids would tell what texts do not.
+        ValueError: there are patterns and no tokenizer, so that token ids would reveal the text.
     """
     if patterns and decode is None:
         raise ValueError(
-            "cannot redact: the tokenizer of this record is not here, and token ids tell the text to whoever has it; "
-            "put the model where it lay"
+            "cannot redact: the tokenizer of this record is not available, and token ids reveal the text to anyone who has it; "
+            "restore the model at its recorded path"
         )
     ranks = range(step.manifest.num_ranks)
     batches = [step.batch(rank) for rank in ranks]
@@ -153,7 +154,7 @@ def read_step(
     if patterns:
         text = redact_tokens(text, bounds, patterns)
     trained = tokens["loss_mask"] > 0
-    learned, missing = learned_columns(step, bounds, tokens["logprobs"], trained)
+    computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained)
     return StepView(
         step=step.manifest.step,
         version=step.manifest.version - 1,
@@ -175,7 +176,7 @@ def read_step(
             "mask": tokens["loss_mask"].astype(np.uint8),
             "logprob": tokens["logprobs"].astype(np.float32),
             "version": tokens["versions"].astype(np.int32),
-            **learned,
+            **computed,
         },
         text=text,
         recorded_text=None if decode else recorded_texts(step),
@@ -183,32 +184,34 @@ def read_step(
     )
 
 
-def learned_columns(
+def trainer_columns(
     step: RecordedStep, bounds: np.ndarray, logprobs: np.ndarray, trained: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The per-token columns that the trainer computed, moved to the token that they speak of; and why others are absent."""
+    """Return the trainer's per-token columns, aligned to their token, and why others are absent."""
     wider = "record with debug.dump_scope=full"
     try:
         ranks = [step.learning(rank) for rank in range(step.manifest.num_ranks)]
     except StepNotRecorded:
         return {}, dict.fromkeys(("trainer logprob", "ratio", "advantage", "entropy"), wider)
     found = {}
-    for key, name in LEARNED.items():
+    for key, name in TRAINER_COLUMNS.items():
         if all(key in rank for rank in ranks):
             flat = np.concatenate([rank[key] for rank in ranks]).astype(np.float32)
             moved = np.concatenate([[0], flat[:-1]]).astype(np.float32)
-            moved[bounds[:-1][bounds[:-1] < len(moved)]] = 0  # nothing speaks of a row's first token
+            # No prediction for the first token of a row.
+            moved[bounds[:-1][bounds[:-1] < len(moved)]] = 0
             found[name] = moved
-    # Without a pass of its own the trainer takes the engine's logprobs, and a ratio of 1 would say that it had looked.
+    # Without a forward pass of its own the trainer copies the engine's logprobs: a ratio of 1 would
+    # look like a measurement.
     if "trainer logprob" in found and np.array_equal(found["trainer logprob"][trained], logprobs[trained]):
         del found["trainer logprob"]
-    computed = "it takes actor.recompute_logprob=true or actor.use_decoupled_loss=true"
-    missing = {name: computed for name in ("trainer logprob", "entropy") if name not in found}
-    return found, missing | ({"ratio": computed} if "trainer logprob" in missing else {})
+    needed = "needs actor.recompute_logprob=true or actor.use_decoupled_loss=true"
+    missing = {name: needed for name in ("trainer logprob", "entropy") if name not in found}
+    return found, missing | ({"ratio": needed} if "trainer logprob" in missing else {})
 
 
 def recorded_texts(step: RecordedStep) -> list[tuple[str, str]] | None:
-    """Decoded rows of all ranks as they were recorded, or None."""
+    """Return the recorded text of the rows of all ranks, or None."""
     ranks = [step.text(rank) for rank in range(step.manifest.num_ranks)]
     if any(rank is None for rank in ranks):
         return None
@@ -216,7 +219,7 @@ def recorded_texts(step: RecordedStep) -> list[tuple[str, str]] | None:
 
 
 def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:
-    """The run without what the patterns match in its names and paths."""
+    """Return the run without matches of the patterns in its names and paths."""
     document = asdict(run)
     document["record"] = redact_text(run.record, patterns)
     document["header"] = {name: redact_text(value, patterns) for name, value in run.header.items()}
@@ -224,7 +227,7 @@ def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:
 
 
 def run_json(run: RunView) -> str:
-    """The run for the page; what is not finite is null, for JSON has no such numbers."""
+    """Return the run as JSON for the page; values that are not finite are null."""
     curves = {
         name: [value if math.isfinite(value) else None for value in values]
         for name, values in run.curves.items()

@@ -1,8 +1,10 @@
-"""A step as bytes for a page: a JSON head, then its columns as typed arrays, all in one gzip stream.
+"""Pack a step for a page: a JSON header, then its columns as typed arrays, in one gzip stream.
 
-    uint32 size of the head | head, padded to 8 bytes | column | column | ...        (little-endian; columns begin at 8 bytes)
+    uint32 header size | header, padded to 8 bytes | column | column | ...
+    (little-endian; columns start at multiples of 8 bytes)
 
-The head lists each column's name, kind, type and length in order; the page makes typed arrays of them without a copy.
+The header lists each column's name, kind, type and length in order; the page makes typed arrays of
+them without a copy.
 """
 
 import gzip
@@ -15,15 +17,15 @@ from areal_debug.view_data import StepView
 TYPES = {"float32": "Float32Array", "int32": "Int32Array", "uint32": "Uint32Array", "uint16": "Uint16Array"}
 TYPES |= {"uint8": "Uint8Array", "int8": "Int8Array"}
 ALIGNMENT = 8
-LEVEL = 5  # of gzip; 9 takes three times as long for two percent
+LEVEL = 5  # of gzip; 9 takes three times as long and saves two percent
 
 
 def pack_step(view: StepView) -> bytes:
-    """The whole step, compressed."""
+    """Return the complete step, compressed."""
     columns = {("row", name): array for name, array in view.rows.items()}
     columns |= {("token", name): narrowed(array) for name, array in view.tokens.items()}
     columns["token", "index"] = narrowed(view.text.index)
-    head = {
+    header = {
         "step": view.step,
         "version": view.version,
         "texts": view.text.texts,
@@ -35,7 +37,7 @@ def pack_step(view: StepView) -> bytes:
             for (kind, name), array in columns.items()
         ],
     }
-    encoded = json.dumps(head, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    encoded = json.dumps(header, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     encoded += b" " * (-(4 + len(encoded)) % ALIGNMENT)
     parts = [len(encoded).to_bytes(4, "little"), encoded]
     for array in columns.values():
@@ -45,7 +47,7 @@ def pack_step(view: StepView) -> bytes:
 
 
 def narrowed(array: np.ndarray) -> np.ndarray:
-    """Integers in the narrowest type of the page that holds them."""
+    """Cast integers to the narrowest type of the page that represents them."""
     if array.dtype.kind == "f" or not len(array):
         return array
     low, high = int(array.min()), int(array.max())

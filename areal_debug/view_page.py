@@ -1,4 +1,4 @@
-"""The page as one file that asks nobody for anything: style, script and data are in it, and its policy forbids the rest."""
+"""The page as one file: style, script and data are inline, its policy forbids requests."""
 
 import base64
 import re
@@ -11,34 +11,34 @@ from areal_debug.view_pack import pack_step
 
 PAGES = Path(__file__).parent / "pages"
 SCRIPTS = ("load", "colours", "charts", "table", "sample", "app")
-PLACE = re.compile(r"\{(connect|title|style|run|step|script)\}")
+PLACEHOLDER = re.compile(r"\{(connect|title|style|run|step|script)\}")
 
 
 def static_page(run: RunView, step: StepView) -> str:
-    """The page of one step, with nothing behind it."""
+    """Return the page of one step, without a server."""
     packed = base64.b64encode(pack_step(step)).decode()
     return filled(f"{run.record}, step {step.step}", "'none'", run, packed)
 
 
 def served_page(run: RunView) -> str:
-    """The page without a step: it asks the server that it came from for `run.json` and `step/N`."""
+    """Return the page without a step: it requests `run.json` and `step/N` from its server."""
     return filled(run.record, "'self'", run, "")
 
 
 def filled(title: str, connect: str, run: RunView, step: str) -> str:
-    """The template with its places filled, once each, so that no data is taken for a place."""
+    """Fill each placeholder of the template once, so that no data is taken for a placeholder."""
     values = {
         "title": escape(title),
         "connect": connect,
-        "style": part("view.css"),
+        "style": page_file("view.css"),
         "run": run_json(run).replace("<", "\\u003c"),
         "step": step,
-        "script": "\n".join(part(f"view_{name}.js") for name in SCRIPTS),
+        "script": "\n".join(page_file(f"view_{name}.js") for name in SCRIPTS),
     }
-    return PLACE.sub(lambda place: values[place[1]], part("view.html"))
+    return PLACEHOLDER.sub(lambda place: values[place[1]], page_file("view.html"))
 
 
 @cache
-def part(name: str) -> str:
-    """A file of the page."""
+def page_file(name: str) -> str:
+    """Return the text of a file in `pages`."""
     return (PAGES / name).read_text(encoding="utf-8")

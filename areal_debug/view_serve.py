@@ -1,12 +1,12 @@
-"""The page with a server behind it, on this machine only: it shows steps as they are recorded.
+"""Serve the page on this machine; it shows steps as they are recorded.
 
 browser                          server (a thread a request)              record
 GET /           ---------------> the page, without a step
-GET /run.json   every 2 s -----> reads the steps that are new <---------- a running recorder commits them
-GET /step/42    ---------------> reads, packs, keeps the last few
+GET /run.json   every 2 s -----> reads new steps <---------------- a running recorder commits them
+GET /step/42    ---------------> reads, packs, caches the last few
 
-A page of another site must not read a record through a browser that runs here: a request that names another host than this
-one is refused.
+Pages of other sites must not read a record through a browser on this machine: a request that names
+another host is refused.
 """
 
 import http.server
@@ -37,11 +37,11 @@ STEP_PATH = re.compile(r"/step/(\d+)")
 
 
 class FollowedRecord:
-    """A record that may be growing. Reads each step's point once.
+    """A record that may be growing. Reads the curve values of each step once.
 
     Args:
-        path: of the record.
-        decode: text of token ids, or None.
+        path: path of the record.
+        decode: decodes token ids, or None.
         patterns: what to redact.
     """
 
@@ -53,7 +53,7 @@ class FollowedRecord:
         self._packed: OrderedDict[int, bytes] = OrderedDict()
 
     def run(self) -> RunView:
-        """The run as it is now."""
+        """Return the run with the steps recorded so far."""
         with self._lock:
             record = open_record(self._path)
             new = [step for step in record.steps if step > max(self._points, default=-1)]
@@ -65,7 +65,7 @@ class FollowedRecord:
             return self._run
 
     def step(self, step: int) -> bytes:
-        """A packed step. Raises `RecordError`."""
+        """Return a packed step. Raises `RecordError`."""
         with self._lock:
             if step not in self._packed:
                 view = read_step(open_record(self._path).step(step), self._decode, self._patterns)
@@ -77,18 +77,18 @@ class FollowedRecord:
 
 
 def point_at(run: RunView, place: int) -> dict[str, float]:
-    """A step's value on every curve of a run."""
+    """Return a step's value on every curve of a run."""
     return {name: values[place] for name, values in run.curves.items()}
 
 
 def make_server(followed: FollowedRecord, port: int) -> http.server.ThreadingHTTPServer:
-    """A server at `127.0.0.1:port`, not yet serving; port 0 for any free one."""
+    """Make a server at `127.0.0.1:port` that is not yet serving; port 0 takes any free one."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = self.headers["Host"] or ""
             if host.partition(":")[0] not in ("127.0.0.1", "localhost"):
-                self.answer(HTTPStatus.FORBIDDEN, b"this page is for this machine only")
+                self.answer(HTTPStatus.FORBIDDEN, b"this page is available on this machine only")
             elif self.path == "/":
                 self.answer(HTTPStatus.OK, served_page(followed.run()).encode(), "text/html; charset=utf-8")
             elif self.path == "/run.json":
@@ -96,7 +96,7 @@ def make_server(followed: FollowedRecord, port: int) -> http.server.ThreadingHTT
             elif found := STEP_PATH.fullmatch(self.path):
                 self.answer_step(int(found[1]))
             else:
-                self.answer(HTTPStatus.NOT_FOUND, b"there is no such page")
+                self.answer(HTTPStatus.NOT_FOUND, b"no such page")
 
         def answer_step(self, step: int) -> None:
             try:
@@ -118,6 +118,6 @@ def make_server(followed: FollowedRecord, port: int) -> http.server.ThreadingHTT
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the terminal is the user's."""
+            """Print nothing: the terminal is for the user."""
 
     return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,8 +1,8 @@
-"""The text of every token of a step at the cost of its vocabulary: one table of texts, and an index a token.
+"""The text of every token of a step: one table of distinct texts, and an index per token.
 
-A token's text is what it adds behind another token, so leading spaces stay. Tokens that hold a part of a character only have
-text together: runs of them are decoded where they stand. Redaction replaces tokens, so neither text nor id of what was
-redacted is left anywhere.
+A token's text is what it adds after another token, so leading spaces are kept. Tokens that contain
+a part of a character only have text together: runs of them are decoded in place. Redaction replaces
+tokens, so that neither text nor id of what was redacted remains.
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy as np
 from recorder.samples import token_texts
 
 Decode = Callable[[list[int]], str]
-BROKEN = "\ufffd"  # what a part of a character decodes to
+BROKEN = "\ufffd"  # text of an incomplete character
 BLOCK = "█"
 
 
@@ -29,19 +29,24 @@ class TokenText:
 
 
 def text_of_tokens(ids: np.ndarray, bounds: np.ndarray, decode: Decode | None) -> TokenText:
-    """The texts of flat `ids` [tokens], rows from `bounds[i]` to `bounds[i + 1]`; without `decode`, ids in angle brackets."""
+    """Decode flat `ids` [tokens], rows from `bounds[i]` to `bounds[i + 1]`.
+
+    Without `decode`, the texts are ids in angle brackets.
+    """
     unique, index = np.unique(ids, return_inverse=True)
     known = [int(token) for token in unique]
     if decode is None:
         return TokenText(index.astype(np.uint32), [f"⟨{token}⟩" for token in known], known)
-    texts = texts_behind_another(known, decode)
+    texts = texts_after_another(known, decode)
     partial = np.array([BROKEN in text for text in texts], dtype=bool)
     found = TokenText(index.astype(np.uint32), texts, known)
-    return joined_parts(found, np.flatnonzero(partial[index]), bounds, decode) if partial.any() else found
+    return (
+        join_partial_tokens(found, np.flatnonzero(partial[index]), bounds, decode) if partial.any() else found
+    )
 
 
-def texts_behind_another(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """What each token adds to the text of a plain one."""
+def texts_after_another(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Return what each token adds to the text of a plain one."""
     anchor = next((t for t in tokens if (text := decode([t])).strip() and BROKEN not in text), None)
     if anchor is None:
         return [decode([token]) for token in tokens]
@@ -49,8 +54,10 @@ def texts_behind_another(tokens: Sequence[int], decode: Decode) -> list[str]:
     return [decode([anchor, token])[before:] for token in tokens]
 
 
-def joined_parts(found: TokenText, places: np.ndarray, bounds: np.ndarray, decode: Decode) -> TokenText:
-    """The same tokens, the text of those at `places` taken from the runs that they stand in."""
+def join_partial_tokens(
+    found: TokenText, places: np.ndarray, bounds: np.ndarray, decode: Decode
+) -> TokenText:
+    """Return the same tokens; the texts at `places` are decoded from the runs that contain them."""
     index, texts, ids = found.index.copy(), list(found.texts), list(found.ids)
     entries: dict[tuple[int, str], int] = {}
     rows = np.searchsorted(bounds, places, side="right")
@@ -69,7 +76,7 @@ def joined_parts(found: TokenText, places: np.ndarray, bounds: np.ndarray, decod
 
 
 def redact_tokens(found: TokenText, bounds: np.ndarray, patterns: Sequence[re.Pattern[str]]) -> TokenText:
-    """Every token that touches a match becomes a block; entries that are used nowhere any more are dropped."""
+    """Replace every token that overlaps a match by a block; drop unused table entries."""
     hidden = np.zeros(len(found.index), dtype=bool)
     for begin, end in pairwise(bounds):
         pieces = [found.texts[entry] for entry in found.index[begin:end]]
@@ -87,7 +94,7 @@ def redact_tokens(found: TokenText, bounds: np.ndarray, patterns: Sequence[re.Pa
 
 
 def redact_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
-    """The text with every match replaced by a block."""
+    """Replace every match in a text by a block."""
     for pattern in patterns:
         text = pattern.sub(BLOCK, text)
     return text

@@ -94,7 +94,7 @@ def command(
         request,
         nproc or opened.header.world_size,
         as_json,
-        tell=lambda why: console(stderr=as_json).print(why, highlight=False),
+        notify=lambda why: console(stderr=as_json).print(why, highlight=False),
     )
     if as_json:
         print_json(report.to_dict())

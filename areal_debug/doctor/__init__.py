@@ -1,1 +1,1 @@
-"""What a run's metrics say about its learning: numbers in, alarms with evidence, advice and one experiment out."""
+"""Diagnose learning from a run's metrics: alarms with evidence, advice and one experiment each."""

@@ -1,4 +1,4 @@
-"""What a rule says when something is wrong."""
+"""The result of a rule that found a problem."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +8,12 @@ Evidence = tuple[tuple[int, float], ...]  # (step, value)
 
 @dataclass(frozen=True)
 class Alarm:
-    """`severity` is "error" (the run is worth nothing as it is) or "warning".
+    """One problem.
 
-    `metric` is the name that the run logs, `evidence` steps and values of it. `advice` is in the order of trying; `experiment` is the one
-    run that would confirm the alarm, `overrides` what to change for it; `source` says where the threshold comes from.
+    `severity` is "error" (the run is useless as it is) or "warning". `metric` is the name that the
+    run logs, `evidence` are steps and values of it. `advice` is in the order in which to try it;
+    `experiment` is the one run that would confirm the alarm, `overrides` are the options to change
+    for it; `source` is the reference for the threshold.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""All rules over one run, the gravest alarm first."""
+"""Apply all rules to one run; the most severe alarm comes first."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,33 +23,33 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
 
 @dataclass(frozen=True)
 class Examination:
-    """`absent` are the quantities that the run does not log, about which nothing can be said."""
+    """The alarms of a run. `absent` are the quantities that it does not log."""
 
     alarms: tuple[Alarm, ...]
     absent: tuple[str, ...]
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The config change of the gravest alarm that has one."""
+        """The config change of the most severe alarm that has one."""
         return next((alarm.overrides for alarm in self.alarms if alarm.overrides), {})
 
 
 def examine(run: Run) -> Examination:
-    """Judge a run by every rule that its metrics allow."""
+    """Apply every rule whose metrics the run logs."""
     alarms = [alarm for rule in RULES if (alarm := rule(run)) is not None]
     alarms.sort(key=lambda alarm: alarm.severity != "error")
     return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
 
 
 def verdict(run: Run, found: Examination) -> str:
-    """ "problem", "healthy", or "unknown" where nothing that is known was logged, or too few steps."""
+    """Return "problem", "healthy", or "unknown" if no known metric or too few steps were logged."""
     if found.alarms:
         return "problem"
     return "healthy" if run.series and run.num_steps >= FEWEST_STEPS else "unknown"
 
 
 def document(run: Run, found: Examination) -> dict[str, Any]:
-    """Everything as JSON-ready values."""
+    """Return the complete report as JSON types."""
     return {
         "verdict": verdict(run, found),
         "source": run.source,

@@ -1,4 +1,4 @@
-"""One name a quantity, whatever framework logged it. Patterns are tried in order, the first that a run has is taken."""
+"""The names under which each framework logs a quantity. The first pattern that matches is used."""
 
 from fnmatch import fnmatch
 
@@ -98,7 +98,7 @@ FAMILIES = {
 
 
 def find_name(quantity: str, names: list[str]) -> str | None:
-    """The name under which a run logs a quantity, or None."""
+    """Return the name under which a run logs a quantity, or None."""
     for pattern in NAMES[quantity]:
         for name in names:
             if fnmatch(name, pattern):
@@ -107,7 +107,7 @@ def find_name(quantity: str, names: list[str]) -> str | None:
 
 
 def family_of(names: list[str]) -> str:
-    """Which framework's names these are."""
+    """Return the framework whose names these are, or "unknown"."""
     for pattern, family in FAMILIES.items():
         if any(fnmatch(name, pattern + "*") for name in names):
             return family

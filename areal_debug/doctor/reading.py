@@ -1,4 +1,4 @@
-"""A run's metrics from what logged them: our JSONL, TensorBoard events, a Weights & Biases export, TRL's trainer state."""
+"""Read metrics: stats.jsonl, TensorBoard events, Weights & Biases exports, trainer states."""
 
 import csv
 import json
@@ -15,12 +15,12 @@ from areal_debug.doctor.names import NAMES, family_of, find_name
 from areal_debug.doctor.series import Series
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
-TRAINING = "train/"  # what loggers put before training metrics
+TRAINING = "train/"  # the prefix that loggers add to training metrics
 Row = Mapping[str, Any]
 
 
 class UnreadableRun(ValueError):
-    """There are no metrics at a path; says what was looked for."""
+    """There are no metrics at a path; the message names what was searched for."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ def read_run(path: Path) -> Run:
     try:
         rows = list(read(file))
     except UnicodeDecodeError as error:
-        raise UnreadableRun(f"{file} is no text: {error}") from error
+        raise UnreadableRun(f"{file} is not text: {error}") from error
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
         rows += [{"step": row["step"], **prefixed(row)} for row in read_jsonl(consistency)]
     by_name = collect(rows)
     if not by_name:
         raise UnreadableRun(
-            f"{file} holds no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
+            f"{file} contains no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
         )
     names = list(by_name)
     found = {quantity: find_name(quantity, names) for quantity in NAMES}
@@ -85,7 +85,7 @@ def read_run(path: Path) -> Run:
 
 
 def prefixed(row: Row) -> dict[str, Any]:
-    """The numbers of a consistency check as metrics."""
+    """Return the numbers of a consistency check as metrics."""
     return {f"consistency/{name}": row[name] for name in ("mean_abs", "k3", "share_above_ln2") if name in row}
 
 
@@ -99,7 +99,7 @@ def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]], tupl
         for pattern, read in READERS.items():
             if path.match(pattern):
                 return path, read, ()
-        raise UnreadableRun(f"{path} is of no kind that is known: expected {', '.join(READERS)}")
+        raise UnreadableRun(f"{path} has no known format: expected {', '.join(READERS)}")
     if not path.is_dir():
         raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
     for pattern, read in READERS.items():
@@ -107,7 +107,7 @@ def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]], tupl
         if found:
             runs = list(dict.fromkeys(run_of(file) for file in reversed(found)))
             return found[-1], read, tuple(map(str, runs[1:]))
-    raise UnreadableRun(f"{path} holds no metrics: looked for {', '.join(READERS)}")
+    raise UnreadableRun(f"{path} contains no metrics: searched for {', '.join(READERS)}")
 
 
 def run_of(file: Path) -> Path:
@@ -124,18 +124,18 @@ def run_of(file: Path) -> Path:
 
 
 def read_jsonl(file: Path) -> Iterable[Row]:
-    """One JSON object a line; a last line that a killed run did not finish is passed over."""
+    """Read one JSON object per line; an incomplete last line of a killed run is skipped."""
     lines = file.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             yield json.loads(line)
         except ValueError as error:
             if number < len(lines):
-                raise UnreadableRun(f"{file}, line {number} is no JSON: {error}") from error
+                raise UnreadableRun(f"{file}, line {number} is not JSON: {error}") from error
 
 
 def read_trainer_state(file: Path) -> Iterable[Row]:
-    """TRL's and Transformers' `trainer_state.json`."""
+    """Read the `trainer_state.json` of TRL or Transformers."""
     history = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(history, dict) or not isinstance(history.get("log_history"), list):
         raise UnreadableRun(f"{file} has no list log_history: is it a trainer_state.json of Transformers?")
@@ -144,14 +144,14 @@ def read_trainer_state(file: Path) -> Iterable[Row]:
 
 
 def read_csv(file: Path) -> Iterable[Row]:
-    """A table as Weights & Biases exports it; columns `run - metric` lose their run."""
+    """Read a table exported by Weights & Biases; the run is removed from columns `run - metric`."""
     with file.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             yield {name.split(" - ", 1)[-1]: value for name, value in row.items() if value not in ("", None)}
 
 
 def read_events(file: Path) -> Iterable[Row]:
-    """TensorBoard's event files of one folder."""
+    """Read the TensorBoard event files of one folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
@@ -171,13 +171,13 @@ READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
 
 
 def collect(rows: Iterable[Row]) -> dict[str, Series]:
-    """Series from rows; of a step that was logged twice, as after a restart, the last value counts."""
+    """Collect rows into series; if a step was logged more than once, the last value is kept."""
     values: dict[str, dict[int, float]] = {}
     for row in rows:
         step_name = next((name for name in STEP_NAMES if isinstance(row, dict) and name in row), None)
         number = as_number(row[step_name]) if step_name is not None else None
         if number is None or not math.isfinite(number):
-            continue  # a line of something else
+            continue  # not a row of metrics
         step = int(number)
         for name, value in row.items():
             number = as_number(value)
@@ -187,7 +187,7 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, written as such or as text; None for anything else."""
+    """Convert a number, or text that spells one; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
     try:
@@ -197,23 +197,23 @@ def as_number(value: Any) -> float | None:
 
 
 def series_of(name: str, by_step: Mapping[int, float]) -> Series:
-    """In the order of steps."""
+    """Make a series in ascending order of steps."""
     steps = np.array(sorted(by_step), np.int64)
     return Series(name, steps, np.array([by_step[step] for step in steps.tolist()], np.float64))
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Dotted options of the run: from `config.json` or a record beside the metrics; empty where there is none."""
+    """Read the dotted options of the run from a config or a record next to the metrics."""
     for name in ("config.json", "record/record.json"):
-        beside = file.parent / name
-        if beside.is_file():
-            document = json.loads(beside.read_text(encoding="utf-8"))
+        found = file.parent / name
+        if found.is_file():
+            document = json.loads(found.read_text(encoding="utf-8"))
             return dict(flat(document["config"] if name.startswith("record") else document))
     return {}
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted names and values."""
+    """Yield dotted names and values."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""One metric over the steps of a run, and what is robust about it: medians of windows, and a trend that outliers do not bend."""
+"""One metric over the steps of a run, with robust statistics: medians of windows, and a trend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-FEWEST_STEPS = 8  # below that a trend says nothing
-MOST_POINTS = 120  # of a trend: pairs grow with the square
+FEWEST_STEPS = 8  # with fewer steps a trend is not significant
+MOST_POINTS = 120  # of a trend: the number of pairs is quadratic
 NUM_RESAMPLES = 100
 WINDOWS = 10
 
 
 @dataclass(frozen=True)
 class Series:
-    """`values` float64 [n] at `steps` int64 [n], ascending. `name` is what the source calls it."""
+    """Values float64 [n] at `steps` int64 [n], ascending. `name` is the name in the source."""
 
     name: str
     steps: Ints
@@ -26,13 +26,13 @@ class Series:
 
     @cached_property
     def finite(self) -> "Series":
-        """Without NaN and infinities."""
+        """The series without NaN and infinities."""
         kept = np.isfinite(self.values)
         return Series(self.name, self.steps[kept], self.values[kept])
 
     @cached_property
     def window(self) -> int:
-        """Steps of one window."""
+        """Number of steps in one window."""
         return max(5, len(self.values) // WINDOWS)
 
     @property
@@ -46,24 +46,25 @@ class Series:
         return float(np.median(self.values[-self.window :]))
 
     def before_last(self) -> float:
-        """Median of the window before the last one; the last one's where there is none."""
+        """Return the median of the window before the last one, or of the last if there is none."""
         earlier = self.values[-2 * self.window : -self.window]
         return float(np.median(earlier)) if len(earlier) else self.last
 
     def sustained(self, is_bad: Callable[[float], bool]) -> bool:
-        """Whether the medians of both last windows are bad: one window is an accident, and so is a handful of steps."""
+        """Return whether the medians of both last windows are bad; False for short series."""
         return len(self.values) >= FEWEST_STEPS and is_bad(self.last) and is_bad(self.before_last())
 
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
-        """The last values with their steps, for evidence."""
+        """Return the last values with their steps, for evidence."""
         return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class Trend:
-    """`change` over the whole run with its 95 % interval, and how far steps `scatter` around it, in the metric's own unit.
+    """The change over the complete run with its 95 % interval, in the metric's own unit.
 
-    What a run gains must be sure, and visible: more than what single steps scatter by.
+    `scatter` is the standard deviation of steps around the trend. A metric rises or falls only if
+    the interval excludes 0 and the change exceeds the scatter.
     """
 
     change: float
@@ -71,27 +72,27 @@ class Trend:
     high: float
     scatter: float
 
-    def told(self, num_steps: int) -> str:
-        """The change in words."""
+    def describe(self, num_steps: int) -> str:
+        """Describe the change in words."""
         interval = f"95 % interval {self.low:+.3g} to {self.high:+.3g}"
         return f"over {num_steps} steps it changes by {self.change:+.3g} ({interval})"
 
     @property
     def rises(self) -> bool:
-        """Clearly upwards."""
+        """True if the metric rises significantly."""
         return self.low > 0 and self.change > self.scatter
 
     @property
     def falls(self) -> bool:
-        """Clearly downwards."""
+        """True if the metric falls significantly."""
         return self.high < 0 and -self.change > self.scatter
 
 
 def trend(series: Series) -> Trend | None:
-    """The Theil-Sen slope times the length of the run, with an interval from a block bootstrap of its residuals.
+    """Compute the Theil-Sen slope times the length of the run, with a block-bootstrap interval.
 
-    Source: H. Theil (1950), P. K. Sen (1968); blocks keep the correlation of neighbouring steps (H. Kuensch, 1989). None below
-    `FEWEST_STEPS`.
+    None below `FEWEST_STEPS`. Sources: H. Theil (1950), P. K. Sen (1968); resampling blocks of
+    residuals preserves the correlation of neighbouring steps (H. Kuensch, 1989).
     """
     if len(series.values) < FEWEST_STEPS:
         return None

@@ -1,1 +1,1 @@
-"""Pages of HTML, style and script, as files: whoever changes them wants an editor's help, and a browser's."""
+"""Templates, style sheets and scripts of HTML pages, as files."""

@@ -1,4 +1,7 @@
-"""Pictures for pages: SVG without scripts, its colours those of the page's style sheet (`bar`, `dot`, `line`, `axis`, `even`)."""
+"""Charts for pages: SVG without scripts.
+
+Their colours are classes of the page's style sheet (`bar`, `dot`, `line`, `axis`, `even`).
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +13,7 @@ GROUND = HEIGHT - MARGIN
 
 
 def bars(values: Sequence[float], first: str, last: str) -> Markup:
-    """Bars from 0 to the largest value, with a label at either end."""
+    """Draw bars from 0 to the largest value, with a label at either end."""
     top = max(values) or 1.0
     step = ACROSS / len(values)
     drawn = [
@@ -22,7 +25,7 @@ def bars(values: Sequence[float], first: str, last: str) -> Markup:
 
 
 def dots(x: Sequence[float], y: Sequence[float], first: str) -> Markup:
-    """Points below 0 on both axes, which are alike, and the line on which they are equal; `first` labels the low end."""
+    """Draw points that are below 0 on both axes, and the diagonal; `first` labels the low end."""
     low = min(*x, *y, -1e-6)
     points = [
         f'<circle class="dot" cx="{MARGIN + ACROSS * (1 - a / low):.1f}" cy="{MARGIN + DOWN * b / low:.1f}" r="1.6"/>'
@@ -33,7 +36,7 @@ def dots(x: Sequence[float], y: Sequence[float], first: str) -> Markup:
 
 
 def line(x: Sequence[float], y: Sequence[float], first: str, last: str, marked: Sequence[int] = ()) -> Markup:
-    """A curve between its lowest and its highest value; `marked` points get a dot."""
+    """Draw a curve between its lowest and its highest value; `marked` points get a dot."""
     low, high = min(y), max(y)
     reach_x, reach_y = (x[-1] - x[0]) or 1.0, (high - low) or 1.0
     points = [
@@ -48,7 +51,7 @@ def line(x: Sequence[float], y: Sequence[float], first: str, last: str, marked: 
 
 
 def shares(curves: Sequence[Sequence[tuple[float, float]]], first: str, last: str) -> Markup:
-    """Curves of (x, share) over one axis, between 0 and 1, with a line at a half; the last points of each get a dot."""
+    """Draw curves of (x, share) from 0 to 1, with a line at 0.5 and a dot at the end of each."""
     end = max(curve[-1][0] for curve in curves)
     drawn = [
         f'<line class="even" x1="{MARGIN}" y1="{GROUND - DOWN / 2}" x2="{WIDTH - MARGIN}" y2="{GROUND - DOWN / 2}"/>'
@@ -67,7 +70,7 @@ def shares(curves: Sequence[Sequence[tuple[float, float]]], first: str, last: st
 
 
 def framed(inside: str, first: str, last: str) -> Markup:
-    """A picture with a ground line and its two labels; `inside` is ours, the labels are escaped."""
+    """Add a base line and two labels to a picture; `inside` is trusted, labels are escaped."""
     return Markup(
         '<svg viewBox="0 0 {0} {1}" role="img">{2}<line class="axis" x1="{3}" y1="{4}" x2="{5}" y2="{4}"/>'
         '<text x="{3}" y="{6}">{7}</text><text x="{5}" y="{6}" text-anchor="end">{8}</text></svg>'

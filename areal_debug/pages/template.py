@@ -1,4 +1,4 @@
-"""Fills a page's template and writes it whole or not at all."""
+"""Render a page's template into a file, atomically."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
-    """Write a page. Everything in `facts` is escaped; a name that the template wants and the facts lack is an error."""
+    """Write a page. Everything in `facts` is escaped; a name that `facts` lacks is an error."""
     pages = Environment(
         loader=PackageLoader("areal_debug", "pages"), autoescape=True, undefined=StrictUndefined
     )

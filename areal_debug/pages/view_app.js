@@ -1,8 +1,8 @@
-// The page: what is chosen, the keys, the colour scheme, and, where a server stands behind it, the steps that come.
+// The page: selection, keys, colour scheme, and, if it is served, new steps.
 
 const THEMES = ["auto", "light", "dark"], THEME_SIGNS = { auto: "◐", light: "☀", dark: "☾" }, POLL_MS = 2000;
 const KEYS = [["j / k, ↓ / ↑", "next and previous sample"], ["→ / ←", "next and previous token"], ["1 … 6", "colour by"], ["c", "text or conversation"],
-  ["/", "filter"], ["[ / ]", "previous and next step, where the record is served"], ["t", "light or dark"], ["Esc", "back, or out of the filter"], ["?", "these keys"]];
+  ["/", "filter"], ["[ / ]", "previous and next step, if the record is served"], ["t", "light or dark"], ["Esc", "back, or leave the filter"], ["?", "this list of keys"]];
 const app = { run: null, step: null, served: false, following: true };
 const at = id => document.getElementById(id);
 
@@ -63,7 +63,7 @@ function drawHeader() {
 
 function countSamples() {
   const shown = table.order.length, { count } = app.step;
-  at("count").textContent = table.problem ? `not understood: ${table.problem}` : shown === count ? `${count} samples` : `${shown} of ${count}`;
+  at("count").textContent = table.problem ? `invalid filter: ${table.problem}` : shown === count ? `${count} samples` : `${shown} of ${count}`;
 }
 
 async function goTo(step) {

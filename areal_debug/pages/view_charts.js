@@ -1,4 +1,5 @@
-// The run over its steps: one small curve a quantity, all with the same horizontal axis. A click goes to a step, where one can.
+// The run over its steps: one small curve per quantity with a common horizontal axis. A click
+// selects a step, if the page is served.
 
 const SVG = "http://www.w3.org/2000/svg";
 

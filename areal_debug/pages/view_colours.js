@@ -1,12 +1,13 @@
-// How a token is tinted: a colour, and how much of it (0 to 1), from one value of the token. Pale is ordinary.
+// The tint of a token: a colour and its strength (0 to 1), from one value of the token. Ordinary
+// values are pale.
 
 const grow = share => Math.min(1, Math.max(0, share)) ** 0.6;
 
 function colourings(step, run) {
   const t = step.tokens, trainer = t["trainer logprob"], clip = run.clip;
   const largest = largestOf(t.advantage, t.mask);
-  const eldest = step.sums.oldest.reduce((low, v) => (v < low ? v : low), step.version);
-  const span = Math.max(1, step.version - eldest);
+  const oldest = step.sums.oldest.reduce((low, v) => (v < low ? v : low), step.version);
+  const span = Math.max(1, step.version - oldest);
   return [
     { name: "logprob", ends: ["likely", "unlikely"], colours: ["", "warm"],
       value: at => t.logprob[at], tint: v => ["warm", grow(-v / 6)] },
@@ -14,17 +15,17 @@ function colourings(step, run) {
       value: trainer && (at => Math.exp(trainer[at] - t.logprob[at])),
       tint: v => [v > 1 ? "warm" : "cool", grow(Math.abs(Math.log(v)) / 0.4)],
       marked: clip && (v => v < clip[0] || v > clip[1]) },
-    { name: "advantage", ends: ["discouraged", "encouraged"], colours: ["bad", "good"],
+    { name: "advantage", ends: ["negative", "positive"], colours: ["bad", "good"],
       value: t.advantage && (at => t.advantage[at]), tint: v => [v > 0 ? "good" : "bad", grow(Math.abs(v) / largest) * 0.8] },
-    { name: "entropy", ends: ["sure", "undecided"], colours: ["", "violet"],
+    { name: "entropy", ends: ["low", "high"], colours: ["", "violet"],
       value: t.entropy && (at => t.entropy[at]), tint: v => ["violet", grow(v / 3)] },
-    { name: "version", ends: ["newest weights", `${span} older`], colours: ["", "amber"],
+    { name: "version", ends: ["newest weights", `${span} versions older`], colours: ["", "amber"],
       value: at => t.version[at], tint: v => ["amber", (step.version - v) / span * 0.8] },
-    { name: "mask", ends: ["given", "trained"], colours: ["", "good"], value: () => 1, tint: () => ["good", 0.4] },
+    { name: "mask", ends: ["not in the loss mask", "in the loss mask"], colours: ["", "good"], value: () => 1, tint: () => ["good", 0.4] },
   ];
 }
 
-// The 99th percentile of the sizes, so that one outlier does not bleach the rest.
+// The 99th percentile of the absolute values, so that one outlier does not make the rest pale.
 function largestOf(values, mask) {
   if (!values) return 1;
   const sizes = [];
@@ -47,12 +48,12 @@ function legendOf(colouring) {
   return element("span", { className: "legend" }, colouring.ends[0], bar, colouring.ends[1]);
 }
 
-// Values as every hover shows them, in one order.
+// The values in the tooltip of a token, in their order.
 function factsOf(step, row, at) {
   const t = step.tokens, facts = [];
   if (step.ids[t.index[at]] >= 0) facts.push(["token id", step.ids[t.index[at]]]);
   facts.push(["position", at - step.sums.starts[row]]);
-  if (!t.mask[at]) return [...facts, ["trained", "no"]];
+  if (!t.mask[at]) return [...facts, ["in the loss mask", "no"]];
   facts.push(["logprob", number(t.logprob[at], 6)], ["probability", `${number(100 * Math.exp(t.logprob[at]), 4)} %`]);
   for (const name of ["trainer logprob", "reference logprob"]) if (t[name]) facts.push([name, number(t[name][at], 6)]);
   if (t["trainer logprob"]) facts.push(["ratio", number(Math.exp(t["trainer logprob"][at] - t.logprob[at]), 6)]);

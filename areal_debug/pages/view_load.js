@@ -1,4 +1,4 @@
-// From bytes to a step: rows and tokens as typed arrays, and the few sums of each row that the table shows.
+// Decode a step: rows and tokens as typed arrays, and the sums of each row that the table shows.
 
 const FINISH = ["stop", "length", "abort"];
 
@@ -17,7 +17,7 @@ async function unpackStep(bytes) {
   return summarised({ ...head, rows: arrays.row, tokens: arrays.token, count: arrays.row.length.length });
 }
 
-// Adds where each row begins, and its means over trained tokens.
+// Add the start of each row, and its means over tokens in the loss mask.
 function summarised(step) {
   const { rows, tokens, count } = step;
   const names = ["starts", "trained", "logprob", "ratio", "advantage", "oldest", "newest"];
@@ -60,7 +60,7 @@ function textOf(step, row, most = Infinity) {
   return text;
 }
 
-// The text that the model sampled, from its first trained token on.
+// The text that the model sampled, from the first token in the loss mask.
 function answerOf(step, row, most) {
   if (step.recorded) return step.recorded[row][1].slice(0, most);
   const start = step.sums.starts[row], end = start + step.rows.length[row];

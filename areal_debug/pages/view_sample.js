@@ -1,4 +1,5 @@
-// One sample: its text token by token, tinted by a value; as one text or turn by turn; a map of the whole; hover for values.
+// One sample: its tokens tinted by a value, as one text or as a conversation; an overview map; a
+// tooltip with values.
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
 const SPECIAL = /^\s*<\|?[\w/][^<>\s]*\|?>\s*$/;
@@ -27,7 +28,7 @@ class SampleView {
     return wanted.value ? wanted : this.modes[0];
   }
 
-  // Runs of tokens that were given or sampled: [first, last + 1, sampled].
+  // Runs of tokens outside or in the loss mask: [first, last + 1, sampled].
   turnsOf() {
     const turns = [], { mask } = this.step.tokens;
     for (let at = this.start; at < this.end; at++) {
@@ -46,10 +47,10 @@ class SampleView {
     const { step, row } = this, { rows, sums } = step;
     const back = element("button", { className: "back", textContent: "← samples" });
     back.addEventListener("click", this.close);
-    const facts = `reward ${number(rows.reward[row])} · ${FINISH[rows.finish[row]]} · ${sums.trained[row]} of ${rows.length[row]} tokens trained`
+    const facts = `reward ${number(rows.reward[row])} · ${FINISH[rows.finish[row]]} · ${sums.trained[row]} of ${rows.length[row]} tokens in the loss mask`
       + ` · mean logprob ${number(sums.logprob[row])} · rank ${rows.rank[row]}, row ${rows.row[row]}`;
     const title = element("h2", { textContent: `Prompt ${rows.prompt[row]}, sample ${rows.sample[row]}` }, element("span", { textContent: facts }));
-    this.map = element("canvas", { className: "map", title: "The whole sample; click to go there" });
+    this.map = element("canvas", { className: "map", title: "The complete sample; click to go to a token" });
     this.map.addEventListener("click", event => this.goToShare(event.offsetX / this.map.clientWidth));
     this.text = element("div");
     this.root.replaceChildren(back, title, ...this.group(), this.controls(), this.map, ...this.notes(), this.text);
@@ -93,7 +94,7 @@ class SampleView {
   notes() {
     const missing = Object.entries(this.step.missing).map(([name, why]) => `${name} (${why})`);
     const notes = missing.length ? [`Not in this record: ${missing.join("; ")}.`] : [];
-    if (this.step.recorded) notes.push("The tokenizer is not here, so tokens are shown as ids; the text as it was recorded stands below them.");
+    if (this.step.recorded) notes.push("The tokenizer is not available, so tokens are shown as ids; the recorded text is below them.");
     return notes.map(textContent => element("p", { className: "missing", textContent }));
   }
 
@@ -147,15 +148,15 @@ class SampleView {
       }
       const block = blocks.at(-1), { length } = block.children;
       block.append(span);
-      // Blocks that are not on the screen cost no layout: 32,000 tokens in one took the browser seconds.
+      // Blocks outside the screen need no layout: 32,000 tokens in one block took the browser seconds.
       const endsLine = length > 100 && text.endsWith("\n");
-      if (endsLine) { span.lastChild.remove(); span.lastChild.remove(); } // the end of the block is the line's
+      if (endsLine) { span.lastChild.remove(); span.lastChild.remove(); } // the end of the block ends the line
       if (endsLine || length > 1000) blocks.push(element("div"));
     }
     return element("div", { className: "tokens" }, ...blocks);
   }
 
-  // One column a pixel, as dark as its strongest token.
+  // One column per pixel, as dark as its strongest token.
   drawMap() {
     const { map, mode, step } = this, width = map.clientWidth, height = map.clientHeight, scale = devicePixelRatio || 1;
     if (!width) return;
@@ -179,7 +180,7 @@ class SampleView {
     this.focusToken(this.start + Math.floor(share * (this.end - this.start)));
   }
 
-  // The next or previous token; the first that was sampled where none is chosen yet.
+  // Select the next or previous token; the first sampled one if none is selected.
   walk(by) {
     const sampled = this.turns.find(turn => turn[2]);
     this.focusToken(this.at >= 0 ? this.at + by : sampled ? sampled[0] : this.start);
@@ -190,7 +191,7 @@ class SampleView {
     this.text.querySelector(".at")?.classList.remove("at");
     const span = this.text.querySelector(`[data-at="${this.at}"]`);
     span.classList.add("at");
-    this.walking = true; // the scrolling that follows must not take the tip away
+    this.walking = true; // the scrolling that follows must not hide the tooltip
     span.scrollIntoView({ block: "center" });
     this.showTip(span);
   }

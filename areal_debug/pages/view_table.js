@@ -1,7 +1,7 @@
-// The samples of a step: sorted, filtered, and only as many rows in the document as are on the screen.
+// The samples of a step: sorted, filtered; only the rows on the screen are in the document.
 
 const fixed = digits => value => (Number.isFinite(value) ? value.toFixed(digits) : "–");
-// Where there is no room for all, those of the lowest rank are left out first; the answer takes what is left.
+// In a narrow table the columns with the lowest `keep` are dropped first; the answer fills the rest.
 const ANSWER_PX = 96;
 const COLUMNS = [
   { name: "sample", px: 68, keep: 9, value: (s, r) => s.rows.prompt[r] * 4096 + s.rows.sample[r], show: (s, r) => `${s.rows.prompt[r]}.${s.rows.sample[r]}` },
@@ -17,7 +17,7 @@ const COLUMNS = [
   { name: "answer", px: 0, keep: 9, value: (s, r) => s.sums.trained[r], show: (s, r) => answerOf(s, r, 120).replace(/\s+/g, " "), start: true },
 ];
 
-// The columns that a table of this width has room for.
+// The columns that fit into this width.
 function columnsThatFit(columns, width) {
   const shown = [...columns], total = () => shown.reduce((sum, column) => sum + column.px + 8, ANSWER_PX);
   while (total() > width && shown.some(column => column.keep < 7)) {
@@ -27,11 +27,11 @@ function columnsThatFit(columns, width) {
   return shown;
 }
 
-const TITLES = { advantage: "mean over its tokens", logprob: "mean over its tokens", ratio: "the largest of its tokens, either way", version: "weights that sampled it",
+const TITLES = { advantage: "mean over its tokens", logprob: "mean over its tokens", ratio: "the furthest from 1 of its tokens", version: "weights that sampled it",
   sample: "prompt and sample", length: "tokens, the prompt included", answer: "what the model sampled; sorts by how many tokens" };
 const OPERATORS = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
-// A predicate over rows from what was typed, or the word that is not understood.
+// A predicate over rows from the filter text, or the word that is invalid.
 function parseFilter(text, step) {
   const tests = [];
   for (const word of text.match(/"[^"]*"|\S+/g) || []) {
@@ -74,7 +74,7 @@ class Table {
     this.order = accepts ? rows.filter(accepts) : rows;
     const column = COLUMNS.find(c => c.name === sort.name), sign = sort.down ? -1 : 1;
     const keys = Float64Array.from(rows, row => column.value(step, row));
-    // What is not a number comes last, whichever way.
+    // NaN comes last in both orders.
     this.order.sort((a, b) => (Number.isNaN(keys[a]) - Number.isNaN(keys[b])) || sign * (keys[a] - keys[b]) || a - b);
     this.draw();
   }
@@ -146,7 +146,7 @@ class Table {
     this.drawRows();
   }
 
-  // The sample `by` places further down; the first where none is chosen.
+  // The sample `by` places further down; the first if none is selected.
   neighbour(by) {
     const place = this.order.indexOf(this.chosen);
     const next = place < 0 ? 0 : Math.min(this.order.length - 1, Math.max(0, place + by));

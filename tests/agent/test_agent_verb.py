@@ -25,7 +25,7 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def agent(rows):
-    """`agent("run", "Plain", ...)`: exit code and what was printed."""
+    """Call `agent("run", "Plain", ...)`; returns exit code and output."""
 
     def call(verb: str, name: str, *arguments: object) -> tuple[int, str]:
         given = [verb, f"{AGENTS}:{name}", "--data", str(rows), *map(str, arguments)]
@@ -40,15 +40,15 @@ def test_run_shows_every_turn_with_tokens_and_reward(agent):
     assert code == 0
     assert '"answer": "3"' in out
     assert "turn 0  prompt 5 tokens  sampled 3, stop" in out
-    assert "turn 1  prompt 15 tokens, the tokens of turn 0 and more  sampled 2, stop" in out
+    assert "turn 1  prompt 15 tokens, starting with the tokens of turn 0  sampled 2, stop" in out
     assert "logprob mean -1.000, lowest -1.00  version 0" in out
     assert "ab<|end|>" in out
-    assert "row of turn 0: reward 1, 3 of 8 tokens trained" in out
-    assert "row of turn 1: reward 1, 2 of 17 tokens trained" in out
+    assert "row of turn 0: reward 1, 3 of 8 tokens in the loss mask" in out
+    assert "row of turn 1: reward 1, 2 of 17 tokens in the loss mask" in out
     assert "finished after 2 turns" in out
 
 
-def test_run_tells_the_same_as_json(agent):
+def test_run_has_the_same_json(agent):
     code, out = agent("run", "Plain", "--say", "ab", "--json")
     report = json.loads(out)
     (turn,) = report["turns"]
@@ -71,12 +71,12 @@ def test_run_tells_the_same_as_json(agent):
 def test_run_joins_turns_as_the_options_say(agent):
     overrides = ("rollout.agent.export_style=concat", "rollout.agent.turn_discount=0.5")
     _, out = agent("run", "Plain", "--say", "ab", "--arg", "num_turns=3", *overrides)
-    assert "row of turn 0, 1, 2: reward 0.5, 9 of 28 tokens trained" in out
+    assert "row of turn 0, 1, 2: reward 0.5, 9 of 28 tokens in the loss mask" in out
 
 
-def test_run_says_where_a_template_spells_a_turn_anew(agent):
+def test_run_reports_where_a_template_renders_a_turn_differently(agent):
     _, out = agent("run", "Plain", "--say", "<think>x</think>a", "--arg", "num_turns=2")
-    assert "the template spells an earlier turn anew: from token 5 on the prompt has 'a<|end|>" in out
+    assert "the template renders an earlier turn differently: from token 5 on the prompt has 'a<|end|>" in out
     assert "where turn 0 had '<think'" in out
 
 
@@ -84,7 +84,7 @@ def test_run_notes_tools_that_the_template_does_not_show_and_turns_that_were_cut
     code, out = agent("run", "WithTool", "--say", "a long answer", "gconfig.max_new_tokens=4")
     assert code == 0
     assert "note: tools were offered, and the chat template does not show them to the model" in out
-    assert "note: 1 of 1 turns were cut by their length: raise gconfig.max_new_tokens" in out
+    assert "note: 1 of 1 turns were truncated at the length limit: raise gconfig.max_new_tokens" in out
 
 
 def test_run_samples_a_real_model_in_this_process(agent, tiny_model):
@@ -115,7 +115,7 @@ def test_run_refuses_text_as_a_reward(agent):
     [
         ("Nothing", ("--say", "a"), "has no Nothing; its classes are Plain, Blocking, Failing, Words, WithTool, NotAsync"),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
-        ("Plain", (), "there is no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
+        ("Plain", (), "no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
         ("Plain", ("--say", "a", "--server", "x:1"), "--server and --say are both given"),
         ("Plain", ("--server", "127.0.0.1:9"), "nothing answers at 127.0.0.1:9: [Errno 111] Connection refused; start"),
         ("Plain", ("--model", "/no/model"), "cannot load the tokenizer at '/no/model'"),
@@ -152,8 +152,8 @@ def test_stress_names_an_agent_that_blocks_with_its_stack(agent):
     assert code == 1
     assert out.startswith(f"not ready: blocks its event loop at {AGENTS}:")
     assert "in Blocking.look_it_up" in out.splitlines()[0]
-    assert "agents loop stood still" in out
-    stack = out[out.index("agents loop stood still") :]
+    assert "agents loop was blocked" in out
+    stack = out[out.index("agents loop was blocked") :]
     assert stack.index("in Blocking.run") < stack.index(
         "in Blocking.look_it_up", stack.index("in Blocking.run")
     )
@@ -169,7 +169,7 @@ def test_stress_groups_errors_by_what_they_say(agent):
 
 
 @pytest.mark.long
-def test_stress_with_2048_episodes_at_once_holds_the_event_loop(agent):
+def test_stress_with_2048_episodes_at_once_does_not_block_the_event_loop(agent):
     code, out = agent("stress", "Plain", "--say", "It is 12.", "--latency", 8, "--json")
     report = json.loads(out)
     assert (code, report["most_at_once"], report["num_finished"]) == (0, 2048, 2048)

@@ -1,4 +1,4 @@
-"""`areal-debug consistency`: text, JSON and exit code on records with and without faults."""
+"""`areal-debug consistency`: verdict, JSON and exit code, with and without a planted fault."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ def facts(*arguments):
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_healthy_record_exits_0_and_says_how_far_the_sides_are_apart(clean):
+def test_healthy_record_exits_0_and_prints_the_distance_of_both_sides(clean):
     code, found = facts(clean)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["num_tokens"] == 24 * 50
@@ -77,7 +77,7 @@ def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(clean, m
     assert (code, found["causes"][0]["id"]) == (1, "R24")
 
 
-def test_gate_that_does_not_hold_exits_1_though_the_verdict_is_healthy(clean):
+def test_failed_gate_exits_1_though_the_verdict_is_healthy(clean):
     done = run(clean, "--gate", "mean_abs=0.02,max_abs=0.0001")
     assert done.exit_code == 1
     assert "gate max_abs <= 0.0001:" in done.stdout

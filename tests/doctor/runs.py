@@ -1,4 +1,4 @@
-"""Metrics of runs that learn, and of runs in which one thing goes wrong, with the scatter that real runs have."""
+"""Metrics of runs that learn, and of runs with one problem each, with the scatter of real runs."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, s
 
 
 def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np.ndarray:
-    """`begin`, and from the part `start` of the run on a straight way to `end`."""
+    """`begin` up to the share `start` of the run, then linear to `end`."""
     x = np.linspace(0, 1, steps)
     return begin + (end - begin) * np.clip((x - start) / (1 - start), 0, 1)
 
@@ -87,7 +87,7 @@ def spiky(values: np.ndarray) -> np.ndarray:
 
 
 def changed(**columns):
-    """The healthy run with some columns made anew from the healthy ones."""
+    """Return the healthy run with some columns recomputed from the healthy ones."""
     return lambda run: run | {name: make(run) for name, make in columns.items()}
 
 
@@ -96,7 +96,7 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
-# The alarm that must come, and what goes wrong.
+# The expected alarm, and the problem.
 TROUBLES = {
     "flat reward": ("D01", changed(reward=lambda r: around(0.3))),
     "falling reward": ("D01", changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)))),

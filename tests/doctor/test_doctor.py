@@ -1,4 +1,4 @@
-"""`areal-debug doctor`: healthy runs are left in peace, each trouble is named with its evidence, whoever logged the metrics."""
+"""`areal-debug doctor`: no alarm on healthy runs, each problem with its evidence."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from areal_debug.doctor.series import Series, trend
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
 
-# What else is true of a run whose reward does not rise, and of one that peaked.
+# Further alarms of a run whose reward does not rise, and of one that peaked.
 CONSEQUENCES = defaultdict(tuple, D01=("D04", "D16"), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
 VERL = {
     "reward": "critic/rewards/mean",
@@ -79,7 +79,7 @@ def test_a_handful_of_steps_is_not_judged(tmp_path):
     code, _ = examined(write_stats(tmp_path, broken))
     assert code == 2
     done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
-    assert done.stdout.startswith("Cannot tell yet: 7 steps of ")
+    assert done.stdout.startswith("Inconclusive: 7 steps of ")
     longer = write_stats(tmp_path, {name: np.full(8, values[0]) for name, values in broken.items()})
     assert "D20" in [alarm["id"] for alarm in examined(longer)[1]["alarms"]]
 
@@ -163,7 +163,7 @@ def test_report_in_the_terminal_puts_the_gravest_alarm_first(tmp_path):
     assert "Try first:" in done.stdout
 
 
-def test_page_holds_the_alarm_and_a_picture_of_every_metric(tmp_path):
+def test_page_contains_the_alarm_and_a_chart_of_every_metric(tmp_path):
     run = write_stats(tmp_path, TROUBLES["stale engine"][1](healthy()))
     page = tmp_path / "doctor.html"
     assert CliRunner().invoke(main, ["doctor", str(run), "--html", str(page)]).exit_code == 1
@@ -177,17 +177,17 @@ def test_page_holds_the_alarm_and_a_picture_of_every_metric(tmp_path):
     ("make", "sentence"),
     [
         (lambda folder: folder / "nowhere", "does not exist: give the folder or the metrics file of a run"),
-        (lambda folder: folder, "holds no metrics: looked for stats.jsonl"),
-        (lambda folder: written(folder / "stats.jsonl", "{}\n{}\n"), "holds no numbers by step"),
-        (lambda folder: written(folder / "stats.jsonl", "{oops\n{}\n"), "line 1 is no JSON"),
-        (lambda folder: written(folder / "run.bin", ""), "is of no kind that is known"),
+        (lambda folder: folder, "contains no metrics: searched for stats.jsonl"),
+        (lambda folder: written(folder / "stats.jsonl", "{}\n{}\n"), "contains no numbers by step"),
+        (lambda folder: written(folder / "stats.jsonl", "{oops\n{}\n"), "line 1 is not JSON"),
+        (lambda folder: written(folder / "run.bin", ""), "has no known format"),
         (
             lambda folder: written(folder / "trainer_state.json", '{"log_history": 5}'),
             "has no list log_history",
         ),
         (
             lambda folder: written(folder / "a.jsonl", '[1]\n{"step": "abc", "loss": 1}'),
-            "holds no numbers by step",
+            "contains no numbers by step",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The doctor on supervised runs: those that learn are left in peace, each trouble is named, under our names and those of TRL and verl."""
+"""The doctor on supervised runs, with our metric names and those of TRL and verl."""
 
 import json
 
@@ -77,7 +77,7 @@ def test_a_loss_that_rises_is_an_error(tmp_path):
     assert [(one["id"], one["severity"]) for one in found["alarms"]] == [("D06", "error")]
 
 
-def test_the_step_of_the_best_held_out_loss_is_told(tmp_path):
+def test_the_step_of_the_best_held_out_loss_is_reported(tmp_path):
     """It is measured every tenth step, and best at step 100."""
     measured = np.where(np.arange(STEPS) % 10 == 0, 0.6 + np.abs(ramp(-0.6, 0.6, 0.0)), np.nan)
     folder = write_stats(tmp_path, {"loss": learning()["loss"]}, SFT)

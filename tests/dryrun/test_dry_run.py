@@ -1,4 +1,4 @@
-"""`areal-debug train --dry-run`: what a run would do and need, from its options and the files that lie here."""
+"""`areal-debug train --dry-run`: what a run would do and need, from its options and local files."""
 
 import json
 import socket
@@ -22,7 +22,10 @@ METHODS = {"sft": "SFTConfig", "dpo": "DPOConfig", "rw": "RWConfig"}
 
 @pytest.fixture
 def dry_run(monkeypatch, tmp_path):
-    """Call the verb in this process: `dry_run(config, "seed=2")` gives exit code and output; every connection is an error."""
+    """Call the command in this process; every connection is an error.
+
+    `dry_run(config, "seed=2")` returns exit code and output.
+    """
 
     def refuse(*_: object) -> None:
         raise AssertionError("a dry run has opened a connection")
@@ -51,7 +54,7 @@ def stages(run: dict) -> dict[str, str]:
     return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
 
 
-def test_a_tiny_run_is_told_whole_and_leaves_nothing_behind(dry_run, tiny_model, tmp_path):
+def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_model, tmp_path):
     code, run = dry_run(
         TINY,
         *(f"cluster.fileroot={tmp_path}/files", f"actor.path={tiny_model}", "total_train_epochs=2"),
@@ -84,7 +87,7 @@ def test_a_tiny_run_is_told_whole_and_leaves_nothing_behind(dry_run, tiny_model,
     assert does["rollout"].startswith("4 prompts x 4 samples = 16 sequences, at most 8 new tokens each")
     assert (
         does["update"]
-        == "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens; "
+        == "2 optimizer steps over 16 sequences per rank, in micro-batches of at most 64 tokens; "
         "attention is SDPA, one sequence at a time: no flash-attention on a CPU"
     )
     assert does["save"].startswith("every epoch: 2 times, first after step 15; after the last step; into ")
@@ -101,7 +104,7 @@ def test_the_output_for_people_has_the_same_facts(dry_run, tiny_model, tmp_path)
     assert code == 0
     assert text.startswith(f"Would run: {SCRIPT} with {TINY}; nothing was started.\n")
     for fact in (
-        "3 in all, 16 an epoch",
+        "3 in total, 16 per epoch",
         "129,920 parameters over 1 rank",
         "weights are copied into each rank",
     ):
@@ -117,10 +120,10 @@ def test_upstream_0_3_file_plans_an_asynchronous_run_with_servers(dry_run):
     ]
     assert run["processes"][1]["where"].startswith("GPU 2-3 of the machine")
     assert run["steps"]["total"] == 30
-    assert run["memory"]["unknown"] == ["not/on-this-machine has no config.json here"]
+    assert run["memory"]["unknown"] == ["not/on-this-machine has no local config.json"]
     does = stages(run)
     assert does["staleness"].startswith("samples up to 4 versions old")
-    assert does["push"].startswith("weights are broadcast to 2 servers")
+    assert does["weight sync"].startswith("weights are broadcast to 2 servers")
     assert does["save"].startswith("every epoch: 3 times, first after step 9;")
     assert does["evaluate"].startswith("every 4 steps: 7 times, first after step 3; on arithmetic")
 
@@ -129,8 +132,8 @@ def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned
     code, run = dry_run(UPSTREAM / "sft_0_5.yaml", "total_train_steps=7")
     assert (code, run["method"]) == (0, "supervised fine-tuning")
     assert (run["steps"]["num_rows"], run["steps"]["total"]) == (None, 7)
-    assert run["steps"]["rows"] == "some/answers is not a file or folder here"
-    assert "16 sequences a rank, in micro-batches of at most 4,096 tokens" in stages(run)["update"]
+    assert run["steps"]["rows"] == "some/answers is not a local file or folder"
+    assert "16 sequences per rank, in micro-batches of at most 4,096 tokens" in stages(run)["update"]
 
 
 def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
@@ -140,7 +143,7 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         (2, 2, "machine 1 (of 2, from 0)"),
         (4, 1, "machine 0 (of 2, from 0)"),
     ]
-    assert stages(run)["push"].startswith("weights are written to disk and read by 2 servers")
+    assert stages(run)["weight sync"].startswith("weights are written to disk and read by 2 servers")
     assert [note.partition(" is ")[0] for note in run["notes"] if note.startswith("vllm")] == ["vllm"]
 
 
@@ -197,7 +200,7 @@ def test_one_machine_that_is_too_small_is_noted(dry_run):
     )
 
 
-def test_states_are_reckoned_to_the_byte(tiny_model):
+def test_states_are_exact_to_the_byte(tiny_model):
     from areal_core.engine.model import load_model
 
     actor = Model("actor", TrainEngineConfig(path=str(tiny_model), optimizer=OptimizerConfig()), trains=True)
@@ -233,7 +236,10 @@ def test_activations_are_near_what_autograd_keeps(tmp_path, dtype):
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other gets its address
+        kept[storage.data_ptr()] = (
+            storage.nbytes(),
+            tensor,
+        )  # kept alive, so that no other object gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -269,12 +275,12 @@ def test_layers_that_ranks_cannot_share_are_refused_before_the_run(dry_run, tiny
     assert "4 attention heads, which do not divide among 8 tensor-parallel ranks" in output
 
 
-def test_ranks_that_share_rows_are_told_and_heads_that_they_cannot_share_refused(dry_run, tiny_model):
+def test_ranks_that_share_rows_are_reported_and_indivisible_heads_refused(dry_run, tiny_model):
     code, run = dry_run(TINY, f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d2c2")
     assert code == 0
     assert [process["count"] for process in run["processes"]] == [4]
     [update] = [stage["does"] for stage in run["step"] if stage["name"] == "update"]
-    assert "8 sequences a group of 2 ranks, which divide their tokens 2 ways" in update
+    assert "8 sequences per group of 2 ranks, which divide their tokens 2 ways" in update
     arguments = (f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d1c3")
     code, output = dry_run(TINY, *arguments, as_json=False)
     assert code == 2
@@ -304,13 +310,13 @@ def test_pairs_are_planned_with_their_reference(dry_run, tiny_model):
     code, run = dry_run(UPSTREAM / "dpo_1_0.yaml", *pairs)
     assert (code, run["method"]) == (0, "direct preference optimisation")
     assert stages(run)["reference"] == f"one forward pass of {tiny_model}"
-    assert stages(run)["update"].startswith("1 optimiser step over 4 pairs a rank, in 1 micro-batches")
+    assert stages(run)["update"].startswith("1 optimizer step over 4 pairs per rank, in 1 micro-batches")
     parts = {part["name"]: part for part in run["memory"]["rank"]}
     assert parts["reference: masters"]["size_bytes"] == 4 * run["memory"]["num_parameters"] // 2
     assert "512 tokens through 2 layers" in parts["activations"]["how"]  # 4 pairs of 2 x 64 tokens
 
 
-def test_what_a_preset_sets_stands_in_the_plan(dry_run):
+def test_the_options_of_a_preset_are_in_the_plan(dry_run):
     _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "algorithm=rloo")
     assert any("rloo" in note and "actor.reward_norm.mean_leave1out" in note for note in run["notes"])
 

@@ -1,4 +1,4 @@
-"""A plan counts what a critic needs: its memory, its forward pass, its optimizer steps, and where it is saved."""
+"""The plan of a run with a critic: its memory, forward pass, optimizer steps, and checkpoint."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_PARAMETERS = 129_920  # of the tiny model, whose output layer is its embedding; a head of values adds 64
 
 
-def test_a_critic_is_planned_beside_the_actor(tiny_model, tmp_path):
+def test_a_critic_is_planned_next_to_the_actor(tiny_model, tmp_path):
     options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "saver.freq_steps=1"]
     options += ["algorithm=ppo", "critic.ppo_n_minibatches=4", "critic.mb_spec.max_tokens_per_mb=128"]
     config, _ = load_expr_config(["--config", str(TINY), *options], PPOConfig)
@@ -17,13 +17,13 @@ def test_a_critic_is_planned_beside_the_actor(tiny_model, tmp_path):
     sizes = {part.name: part.size_bytes for part in run.memory.rank}
     assert sizes["actor: masters"] == 4 * NUM_PARAMETERS
     assert sizes["critic: masters"] == sizes["critic: gradients"] == 4 * (NUM_PARAMETERS + 64)
-    assert sizes["critic: optimiser"] == 2 * sizes["critic: masters"]
+    assert sizes["critic: optimizer"] == 2 * sizes["critic: masters"]
     does = {stage.name: stage.does for stage in (*run.step, *run.upkeep)}
     assert does["values"] == f"one forward pass of {tiny_model}"
     assert does["update"].startswith(
-        "2 optimiser steps over 16 sequences a rank, in micro-batches of at most 64 tokens"
+        "2 optimizer steps over 16 sequences per rank, in micro-batches of at most 64 tokens"
     )
     assert does["value update"].startswith(
-        "4 optimiser steps over 16 sequences a rank, in micro-batches of at most 128 tokens"
+        "4 optimizer steps over 16 sequences per rank, in micro-batches of at most 128 tokens"
     )
-    assert does["save"].endswith("/default; the critic beside it")
+    assert does["save"].endswith("/default; the critic next to it")

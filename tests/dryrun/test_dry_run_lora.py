@@ -1,4 +1,4 @@
-"""What a plan says of a run with an adapter: what trains, what is pushed, what is no second model, and the memory of each."""
+"""The plan of a run with an adapter: what trains, what is synced, and the memory."""
 
 import json
 from pathlib import Path
@@ -30,15 +30,15 @@ def stages(run: dict) -> dict[str, str]:
     return {stage["name"]: stage["does"] for stage in run["step"]}
 
 
-def test_the_example_is_planned_with_the_adapter_that_is_trained_and_pushed(dry_run, tiny_model):
+def test_the_example_is_planned_with_the_adapter_that_is_trained_and_synced(dry_run, tiny_model):
     reference = (f"ref.path={tiny_model}", "ref.mb_spec.max_tokens_per_mb=10240", "actor.kl_ctl=0.1")
     code, run = dry_run(f"actor.path={tiny_model}", *reference)
     assert code == 0
     said = stages(run)
-    assert said["update"].startswith("1 optimiser step of an adapter of rank 32 over 256 sequences a rank")
-    assert said["push"] == (
-        "the adapter is written to disk and read by 4 servers as default_lora-vN; the model beneath is compared with its files "
-        "after the first and every 16 pushes"
+    assert said["update"].startswith("1 optimizer step of an adapter of rank 32 over 256 sequences per rank")
+    assert said["weight sync"] == (
+        "the adapter is written to disk and read by 4 servers as default_lora-vN; the base model is compared with its files "
+        "after the first and every 16 weight syncs"
     )
     assert said["reference"] == "one forward pass of the actor with its adapter off; KL weight 0.1"
     parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
@@ -46,16 +46,18 @@ def test_the_example_is_planned_with_the_adapter_that_is_trained_and_pushed(dry_
     # Rank 32 on seven layers of 64 and 256 features in each of two blocks, k and v half as wide as q.
     adapter = 2 * 32 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 256))
     assert parts["actor: frozen weights"] == 2 * num_parameters // 4  # bfloat16, over four ranks
-    assert [parts[f"actor: {part}"] for part in ("adapter", "optimiser", "gradients")] == [
+    assert [parts[f"actor: {part}"] for part in ("adapter", "optimizer", "gradients")] == [
         adapter // 4 * size for size in (4, 8, 4)
     ]
     assert not any(name.startswith("reference") for name in parts)
 
 
-def test_merged_weights_are_pushed_where_servers_take_no_adapters(dry_run):
+def test_merged_weights_are_synced_where_servers_take_no_adapters(dry_run):
     code, run = dry_run("sglang.enable_lora=null", "rollout.use_lora=false", "actor.weight_update_mode=xccl")
     assert code == 0
-    assert stages(run)["push"].startswith("weights are broadcast to 4 servers; compared with the trainer's")
+    assert stages(run)["weight sync"].startswith(
+        "weights are broadcast to 4 servers; compared with the trainer's"
+    )
 
 
 def test_layers_that_the_model_has_not_are_refused_before_the_run(dry_run, tiny_model):

@@ -1,4 +1,4 @@
-"""What options that move memory do to a plan."""
+"""The effect of options that move memory on a plan."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ import pytest
 from areal_core.allocation import Parallel
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.config.engine import FSDPEngineConfig
-from areal_debug.dry_run_states import Model, Shape, not_reckoned, state_parts
-from areal_debug.dry_run_step import say_attention
+from areal_debug.dry_run_states import Model, Shape, not_estimated, state_parts
+from areal_debug.dry_run_step import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
 PLAIN = TrainEngineConfig(optimizer=OptimizerConfig())
@@ -24,44 +24,46 @@ def sizes(options: TrainEngineConfig, on_host: bool) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("options", "on_device", "on_host"),
     [
-        (PLAIN, {"masters": 2000, "optimiser": 4000, "gradients": 2000}, {}),
+        (PLAIN, {"masters": 2000, "optimizer": 4000, "gradients": 2000}, {}),
         (
             dataclasses.replace(PLAIN, optimizer=OptimizerConfig(offload=True)),
             {"masters": 2000, "gradients": 2000},
-            {"optimiser": 4000},
+            {"optimizer": 4000},
         ),
         (
             dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(per_layer_optim_step=True)),
             {"masters": 2000, "gradients": 2000},
-            {"optimiser": 4000},
+            {"optimizer": 4000},
         ),
         (
             dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(offload_params=True)),
             {},
-            {"masters": 2000, "optimiser": 4000, "gradients": 2000},
+            {"masters": 2000, "optimizer": 4000, "gradients": 2000},
         ),
         (
             dataclasses.replace(PLAIN, optimizer=OptimizerConfig(type="adam_bf16")),
-            {"masters": 2000, "optimiser": 3000, "gradients": 2000},
+            {"masters": 2000, "optimizer": 3000, "gradients": 2000},
             {},
         ),
     ],
 )
-def test_states_lie_where_options_put_them(options, on_device, on_host):
+def test_states_are_in_the_memory_that_options_choose(options, on_device, on_host):
     assert sizes(options, on_host=False) == on_device
     assert sizes(options, on_host=True) == on_host
 
 
-def test_what_is_not_reckoned_is_named():
+def test_what_is_not_estimated_is_named():
     options = dataclasses.replace(PLAIN, offload=True, fsdp=FSDPEngineConfig(compile=True))
-    assert not_reckoned(PLAIN) == []
-    assert not_reckoned(options) == [
-        "what fsdp.compile saves or costs",
-        "what offload gives back while the model is idle",
+    assert not_estimated(PLAIN) == []
+    assert not_estimated(options) == [
+        "effect of fsdp.compile",
+        "memory that offload releases while the model is idle",
     ]
 
 
-def test_a_plan_says_which_attention_a_run_would_have():
-    assert say_attention("cpu", PLAIN) == "SDPA, one sequence at a time: no flash-attention on a CPU"
-    assert say_attention("cuda", PLAIN) == "torch's flash-attention over packed sequences"
-    assert say_attention("auto", dataclasses.replace(PLAIN, attn_impl="sdpa")).endswith("as attn_impl asks")
+def test_a_plan_names_the_attention_kernel():
+    assert describe_attention("cpu", PLAIN) == "SDPA, one sequence at a time: no flash-attention on a CPU"
+    assert describe_attention("cuda", PLAIN) == "torch's flash-attention over packed sequences"
+    assert describe_attention("auto", dataclasses.replace(PLAIN, attn_impl="sdpa")).endswith(
+        "as attn_impl asks"
+    )

@@ -1,4 +1,4 @@
-"""A real training loop: when checkpoints are written, and what a service is told meanwhile."""
+"""A real training loop: when checkpoints are written, and what a logging service receives."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -51,7 +51,7 @@ def test_checkpoints_are_written_whenever_a_period_ends(config, tmp_path, monkey
     assert {path.name for path in tmp_path.glob("globalstep*")} == {f"globalstep{step}" for step in steps}
 
 
-def test_a_run_tells_weights_and_biases_every_step_and_saves_an_epoch(config, tmp_path, monkeypatch):
+def test_a_run_logs_every_step_to_weights_and_biases_and_saves_an_epoch(config, tmp_path, monkeypatch):
     told = {}
     wandb = ModuleType("wandb")
     wandb.init = lambda **options: SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What Weights & Biases and Trackio are told: by stand-ins that write down every call, and by what the real packages write."""
+"""What Weights & Biases and Trackio receive, with fakes and with the real packages."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def test_trackio_online_wants_a_space(config, tmp_path):
 
 
 def wandb_history(folder: Path) -> list[dict[str, object]]:
-    """The rows of a run that the real package has written offline: a log of records in the form of LevelDB's."""
+    """Read the rows of an offline run of the real package: a log in the format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
@@ -165,7 +165,7 @@ for first in (0, 1):
         ("t", 1, 0.25),
         ("t", 1, 0.25),
         ("t", 2, 0.5),
-    ]  # a step that came again is there twice
+    ]  # a repeated step is there twice
 
 
 def test_nothing_is_built_unless_asked_for(tmp_path):

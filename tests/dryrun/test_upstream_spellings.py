@@ -1,4 +1,4 @@
-"""Files as upstream's versions spell them, planned whole: what was translated is told, and the plan is that of today's names."""
+"""Plans of config files in upstream's spelling: translated, reported, and otherwise equal."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_supervised_fine_tuning_of_0_3(plan):
     code, run = plan("sft_0_3.yaml", SFT)
     assert (code, run["method"], run["allocation"]) == (0, "supervised fine-tuning", "fsdp:d4")
     assert run["model"] == "not/on-this-machine"
-    assert stages(run)["update"].startswith("1 optimiser step over 4 sequences a rank, in micro-batches of at most 4,096")  # fmt: skip
+    assert stages(run)["update"].startswith("1 optimizer step over 4 sequences per rank, in micro-batches of at most 4,096")  # fmt: skip
     assert stages(run)["recover"] == "no: recover.mode is disabled"
     assert [note.partition(" is ")[0] for note in run["notes"][:2]] == ["model", "actor.mb_spec.max_tokens_per_gpu"]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the plugin does in a pytest of its own; replaying itself is stood in for, and tested in test_regression.py."""
+"""The plugin in a pytest of its own, with a fake replay; replaying is tested in test_regression.py."""
 
 import subprocess
 import sys
@@ -22,19 +22,21 @@ def test_it(replay_record):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the plugin asks for, instead of replaying."""
+    """Record the plugin's requests instead of replaying."""
     found = []
 
-    def hold(spec, mode):
+    def check_spec(spec, mode):
         found.append((spec, mode))
         steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in (0, 1)]
         report = ReplayReport("record", steps=steps, guarantee=Guarantee("noise"))
         if spec.path.name == "red":
             raise regression.RegressionError("the numbers differ\nto see it again: areal-debug replay red")
         changes = ["step 0: 3 values"] if mode == "rewrite" else None
-        return regression.Held(report, ("torch is another",) if spec.path.name == "old" else (), changes)
+        return regression.CheckedRecord(
+            report, ("torch is another",) if spec.path.name == "old" else (), changes
+        )
 
-    monkeypatch.setattr(regression, "hold", hold)
+    monkeypatch.setattr(regression, "check_spec", check_spec)
     return found
 
 
@@ -80,7 +82,7 @@ def test_the_mode_is_passed_on_and_what_was_written_is_shown(mode, run, asked):
     result = run(TEST, f"--areal-record={mode}")
     assert asked[0][1] == mode
     if mode == "rewrite":
-        result.stdout.fnmatch_lines(["records/one is written anew:", "  step 0: 3 values"])
+        result.stdout.fnmatch_lines(["records/one was rewritten:", "  step 0: 3 values"])
 
 
 def test_an_unknown_mode_is_refused_with_the_known_ones(run, asked):
@@ -112,13 +114,13 @@ def test_a_record_of_a_test_that_was_left_out_is_not_unused(run, asked):
     result.stdout.fnmatch_lines(["records/forgotten is unused*"])
 
 
-def test_a_test_without_its_mark_is_told(run, asked):
+def test_a_test_without_its_mark_fails_with_a_sentence(run, asked):
     result = run("def test_it(replay_record):\n    replay_record()")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*@pytest.mark.replay(*"])
 
 
-def test_a_session_without_records_says_nothing(run):
+def test_a_session_without_records_prints_nothing(run):
     result = run("def test_it():\n    pass", records=())
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*records replayed*")

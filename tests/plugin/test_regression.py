@@ -1,4 +1,4 @@
-"""Our own training core, held to ten recorded steps: a changed formula turns this red."""
+"""Our own training core, compared with ten recorded steps: a changed formula turns this red."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.regression import RegressionError, Spec, hold
+from areal_debug.regression import RegressionError, Spec, check_spec
 from recorder import open_record
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_committed_record_is_small():
     assert RECORD.stat().st_size < 2_000_000
 
 
-# file of areal_core/algorithm, what stands there, and what a hasty hand might make of it
+# file of areal_core/algorithm, its code, and a plausible wrong edit
 BREAKS = {
     "clip": ("policy_loss.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
     "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
@@ -58,16 +58,16 @@ def break_formula(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["clip", *(pytest.param(name, marks=pytest.mark.long) for name in list(BREAKS)[1:])]
 )
-def test_a_changed_formula_turns_red_and_says_how_to_see_it_again(
+def test_a_changed_formula_turns_red_and_prints_how_to_reproduce_it(
     name, recorded_model, tmp_path, monkeypatch
 ):
     break_formula(tmp_path, name)
     monkeypatch.chdir(tmp_path)  # from which the ranks import first
     spec = Spec(RECORD, "tests/plugin/test_regression.py::a_test", steps=(0, 1), model=recorded_model)
     with pytest.raises(RegressionError) as caught:
-        hold(spec, "none")
+        check_spec(spec, "none")
     said = str(caught.value)
-    assert "tiny_grpo.zip is not what the code gives now: " in said
+    assert "tiny_grpo.zip does not match the numbers of the code: " in said
     assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", said)
     assert f"areal-debug replay {RECORD} --to-step" in said
     assert f"--model {recorded_model}" in said
@@ -81,21 +81,21 @@ def test_rewriting_takes_the_new_numbers_and_shows_what_changed(recorded_model, 
     spec = Spec(Path(record), "a_test", model=recorded_model)
     with monkeypatch.context() as changed:
         changed.chdir(tmp_path / "core")
-        held = hold(spec, "rewrite")
-        steps = [line for line in held.changes if not line.startswith("environment: ")]
+        checked = check_spec(spec, "rewrite")
+        steps = [line for line in checked.changes if not line.startswith("environment: ")]
         assert len(steps) == 10
         assert re.match(r"step 0: \d+ values, such as ppo_actor/", steps[0])
-        assert hold(spec, "rewrite").changes == []
-    with pytest.raises(RegressionError, match="not what the code gives now"):
-        hold(spec, "none")  # the formula is whole again, and the record holds the broken one
+        assert check_spec(spec, "rewrite").changes == []
+    with pytest.raises(RegressionError, match="does not match the numbers of the code"):
+        check_spec(spec, "none")  # the formula is restored, and the record contains the broken one
 
 
 @pytest.mark.long
-def test_a_missing_record_is_made_once_and_holds_no_path_of_this_machine(recorded_model, tmp_path):
+def test_a_missing_record_is_made_once_and_contains_no_path_of_this_machine(recorded_model, tmp_path):
     run = [*RUN, "total_train_steps=2"]
     spec = Spec(tmp_path / "new.zip", "a_test", model=recorded_model, run=run)
-    assert hold(spec, "once").changes == ["2 steps are recorded for the first time"]
-    assert hold(spec, "once").changes is None
+    assert check_spec(spec, "once").changes == ["2 steps recorded for the first time"]
+    assert check_spec(spec, "once").changes is None
     config = json.dumps(open_record(spec.path).header.config)
     assert str(tmp_path.parent.parent) not in config
     assert str(ROOT) not in config
@@ -103,14 +103,14 @@ def test_a_missing_record_is_made_once_and_holds_no_path_of_this_machine(recorde
 
 def test_a_missing_record_is_never_generated_unless_asked(tmp_path):
     with pytest.raises(RegressionError, match=r"mode 'none' never generates one.*--areal-record=once"):
-        hold(Spec(tmp_path / "missing", "a_test"), "none")
-    with pytest.raises(RegressionError, match="does not say how to make"):
-        hold(Spec(tmp_path / "missing", "a_test"), "once")
+        check_spec(Spec(tmp_path / "missing", "a_test"), "none")
+    with pytest.raises(RegressionError, match="does not define how to generate"):
+        check_spec(Spec(tmp_path / "missing", "a_test"), "once")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_replayed_is_told_before_anything_runs(tmp_path):
+def test_what_cannot_be_replayed_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(RegressionError, match="0 to 9"):
-        hold(Spec(RECORD, "a_test", steps=(0, 10)), "none")
+        check_spec(Spec(RECORD, "a_test", steps=(0, 10)), "none")
     with pytest.raises(RegressionError, match="model, which is not a folder on this machine"):
-        hold(Spec(RECORD, "a_test"), "none")
+        check_spec(Spec(RECORD, "a_test"), "none")

@@ -95,7 +95,7 @@ def test_show_prints_the_decoded_text_plain_when_piped(record_of_text):
     assert result.exit_code == 0
     assert "2+2= café" in result.output
     assert "\x1b[" not in result.output
-    assert "6 of 10 tokens trained" in result.output
+    assert "6 of 10 tokens in the loss mask" in result.output
 
 
 def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal(record_of_text):

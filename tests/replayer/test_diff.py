@@ -330,10 +330,10 @@ def test_the_commands_say_it_in_words_and_as_json_and_end_with_the_code_of_diff(
     record(tmp_path / "right", change=part_at(1))
     result = run("diff", left, same)
     assert result.exit_code == 0
-    assert "Same: 3 steps compared, every bit alike." in result.output
+    assert "Same: 3 steps compared, all bit-identical." in result.output
     result = run("diff", left, tmp_path / "right")
     assert result.exit_code == 1
-    assert "step 1 is the first that differs, and weights its first stage" in result.output
+    assert "the records diverge first in step 1, stage weights" in result.output
     assert "head, minibatch 0: 00000002 in A, 0000004e in B; 1 of 2 differ" in result.output
     facts = json.loads(run("diff", left, tmp_path / "right", "--json").output)
     assert (facts["same"], facts["step"], facts["stage"]) == (False, 1, "weights")

@@ -174,7 +174,7 @@ def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_s
     facts = json.loads(call(tmp_path, "--json").stdout)
     assert facts["slow_steps"] == [3]
     assert facts["step"]["stages"]["rollout"] == pytest.approx(9.0)
-    assert facts["finding"]["because"] == "the batch came from nowhere that is traced"
+    assert facts["finding"]["because"] == "the batch came from a source that is not traced"
     assert call(tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1
 
 
@@ -195,8 +195,8 @@ def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
     for given, message in (
         ("absent", "does not exist"),
         ("empty", "rollout.enable_rollout_tracing=true"),
-        ("other.json", "is no trace that a run of ours wrote"),
-        ("young", "holds no finished training step"),
+        ("other.json", "is not a trace of areal-debug"),
+        ("young", "contains no finished training step"),
     ):
         done = call(tmp_path / given)
         assert done.exit_code == 2
@@ -205,4 +205,4 @@ def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
     quick_steps(run, range(2))
     run.trace.close()
     done = call(tmp_path / "run", "--step", 7)
-    assert (done.exit_code, "step 7 is not in the trace: it holds 0 to 1" in done.output) == (2, True)
+    assert (done.exit_code, "step 7 is not in the trace: it contains 0 to 1" in done.output) == (2, True)

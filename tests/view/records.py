@@ -1,4 +1,4 @@
-"""A record of conversations that look like real ones, with a byte-level tokenizer, in the real format, as many rows as asked."""
+"""A record of realistic conversations in the real format, with a byte-level tokenizer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def train_tokenizer(folder: Path) -> Tokenizer:
 
 
 def turns_of(prompt: int, sample: int) -> list[tuple[str, bool]]:
-    """A conversation as pieces of text, each given or sampled. Every third one calls a tool in the middle."""
+    """Make a conversation as pieces of text, each a prompt or sampled; every third calls a tool."""
     question, thought = QUESTIONS[prompt % 4], THOUGHTS[(prompt + (sample == 3)) % 4]
     start = f"<|im_start|>system\nYou are careful.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     if prompt % 3:
@@ -58,7 +58,7 @@ def turns_of(prompt: int, sample: int) -> list[tuple[str, bool]]:
 def chat_batch(
     tokenizer: Tokenizer, num_rows: int, step: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """A padded batch of `num_rows` conversations, groups of four; some of their tokens from older weights."""
+    """Make a padded batch of `num_rows` conversations, groups of four, some tokens stale."""
     rows = []
     for row in range(num_rows):
         pieces = [(tokenizer.encode(text).ids, own) for text, own in turns_of(row // 4, row % 4)]
@@ -86,7 +86,7 @@ def chat_batch(
 
 
 def learned(batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """What a trainer makes of it, next-token aligned."""
+    """Compute what a trainer adds to the batch, next-token aligned."""
     here = np.roll(batch["loss_mask"], -1, 1)
     moved = np.roll(batch["logprobs"], -1, 1) + rng.normal(0, 0.08, here.shape) * (
         rng.random(here.shape) < 0.2
@@ -102,7 +102,7 @@ def learned(batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str,
 
 
 def begin_chats(folder: Path, scope: str = "full", text: bool = False) -> tuple[RecordWriter, Tokenizer]:
-    """A record that is about to be written, with decoded `text` or without; its tokenizer lies beside it, in `model`."""
+    """Open a record for writing, with or without `text`; its tokenizer is in `model`."""
     model = folder.parent / "model"
     tokenizer = train_tokenizer(model)
     writer = RecordWriter(folder, options=RecordingOptions(Recording(scope), text=text))
@@ -118,7 +118,7 @@ def begin_chats(folder: Path, scope: str = "full", text: bool = False) -> tuple[
 def write_chats(
     folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full", text: bool = False
 ) -> Path:
-    """A whole record."""
+    """Write a complete record."""
     writer, tokenizer = begin_chats(folder, scope, text)
     rng = np.random.default_rng(0)
     for step in range(num_steps):

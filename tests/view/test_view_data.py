@@ -1,4 +1,4 @@
-"""What a page is given: texts that join to the text, numbers that stand at their token, and nothing of what was redacted."""
+"""The data of a page: texts that join to the complete text, numbers at their own token, redaction."""
 
 import base64
 import gzip
@@ -65,7 +65,7 @@ def test_a_redacted_match_leaves_neither_text_nor_id_and_keeps_its_place(tmp_pat
     assert "4" not in "".join(found.texts)
 
 
-def test_numbers_of_the_trainer_stand_at_the_token_that_they_speak_of(chats):
+def test_trainer_columns_are_aligned_to_their_own_token(chats):
     record = open_record(chats)
     view = read_step(record.step(1), load_decoder(record))
     batch, learning = record.step(1).batch(0), record.step(1).learning(0)
@@ -89,7 +89,7 @@ def test_logprobs_that_the_trainer_took_over_make_no_ratio(tmp_path, monkeypatch
     assert "actor.recompute_logprob=true" in view.missing["ratio"]
 
 
-def test_a_record_of_rollouts_says_what_it_does_not_hold_and_has_fewer_curves(tmp_path):
+def test_a_record_of_rollouts_names_missing_columns_and_has_fewer_curves(tmp_path):
     record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=2, scope="rollout"))
     view = read_step(record.step(1), load_decoder(record))
     assert set(view.missing) == {"trainer logprob", "ratio", "advantage", "entropy"}
@@ -130,7 +130,7 @@ def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
         offset += -(-arrays[column["name"]].nbytes // 8) * 8
     assert np.array_equal(arrays["logprob"], view.tokens["logprob"])
     assert np.array_equal(arrays["index"], view.text.index)
-    assert arrays["version"].dtype == np.int8  # the narrowest that holds -1 to 2
+    assert arrays["version"].dtype == np.int8  # the narrowest type for -1 to 2
     assert head["version"] == 2
 
 
@@ -138,7 +138,7 @@ def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-def test_the_command_writes_one_file_and_says_where(chats, tmp_path):
+def test_the_command_writes_one_file_and_prints_its_path(chats, tmp_path):
     done = call(chats, "--step", 1, "-o", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     assert f"{tmp_path / 'page.html'} (" in done.output
@@ -165,7 +165,7 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
         (["{chats}", "--step", "9"], "step 9 is not recorded"),
         (["{nothing}"], "does not exist"),
         (["{chats}", "--redact", "("], "is no regular expression"),
-        (["{ids}", "--redact", "x"], "cannot redact: the tokenizer of this record is not here"),
+        (["{ids}", "--redact", "x"], "cannot redact: the tokenizer of this record is not available"),
         (["{chats}", "-o", "{nothing}/deep/page.html"], "No such file or directory"),
     ],
 )

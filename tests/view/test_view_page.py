@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing loaded, numbers at their tokens, keys, filters, both schemes, a phone, a growing record."""
+"""The page in a real browser: numbers, keys, filters, colour schemes, a growing record."""
 
 import http.client
 import threading
@@ -109,7 +109,7 @@ def test_sorting_and_filtering_pick_the_rows_that_they_say(page, url, chats):
     lengths = page.evaluate("(table.sortBy('length'), table.order.map(r => app.step.rows.length[r]))")
     assert lengths == sorted(lengths, reverse=True)
     page.evaluate("(table.show(app.step, 'colour>1'), countSamples())")
-    assert page.evaluate("at('count').textContent") == "not understood: colour>1"
+    assert page.evaluate("at('count').textContent") == "invalid filter: colour>1"
 
 
 def test_keys_walk_samples_and_tokens_and_change_colours(page, url):
@@ -172,11 +172,11 @@ def test_both_schemes_and_a_phone_are_readable(page, url):
     assert page.evaluate("getComputedStyle(at('sample')).display") == "none"
 
 
-def test_without_a_tokenizer_ids_are_coloured_and_the_scope_is_told(page, tmp_path):
+def test_without_a_tokenizer_ids_are_coloured_and_the_scope_is_named(page, tmp_path):
     write_scripted_record(tmp_path / "ids", num_steps=1)
     open_ready(page, write_page(tmp_path / "ids", tmp_path / "ids.html"))
     assert page.evaluate("document.querySelector('.tokens span').textContent").startswith("⟨")
-    page.press("2")  # which this record does not hold: nothing happens
+    page.press("2")  # not in this record: nothing happens
     assert page.evaluate("sample.mode.name") == "logprob"
     assert "ratio (record with debug.dump_scope=full)" in page.evaluate(
         "document.querySelector('.missing').textContent"
@@ -197,7 +197,7 @@ def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(tmp_path):
-    """What adds a step to a record that has one, and the address of its page."""
+    """Return a function that adds a step to a record of one step, and the address of its page."""
     writer, tokenizer = begin_chats(tmp_path / "record")
     rng = np.random.default_rng(0)
 
@@ -258,7 +258,7 @@ def test_a_step_of_ten_thousand_samples_opens_and_answers_at_once(page, tmp_path
     assert page.evaluate("document.querySelectorAll('#table .body .row').length") < 100
 
 
-def test_recorded_text_stands_in_where_the_tokenizer_is_gone(page, tmp_path):
+def test_recorded_text_is_shown_where_the_tokenizer_is_missing(page, tmp_path):
     record = write_chats(tmp_path / "record", num_rows=4, num_steps=1, scope="rollout", text=True)
     (tmp_path / "model" / "tokenizer.json").unlink()
     open_ready(page, write_page(record, tmp_path / "text.html"))

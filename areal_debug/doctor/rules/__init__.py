@@ -1,1 +1,1 @@
-"""One file a part of training, one function an alarm, or one row where a level is all (`thresholds.py`): windows in, alarm or None out."""
+"""One module per area of training, one function per alarm; thresholds are rows of a table."""

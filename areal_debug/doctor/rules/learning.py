@@ -1,4 +1,4 @@
-"""Does the run learn: rewards that do not rise, scatter, fall behind validation, or fall after a peak."""
+"""Rewards that do not rise, get noisier, do not carry over to validation, or fall after a peak."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from areal_debug.doctor.reading import Run
 from areal_debug.doctor.series import trend
 
 ENOUGH_STEPS = 20
-# The order in which AReaL's algorithm guide tries them (docs/en/best_practices/algo_perf.md).
+# In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
 EXPERIMENTS = (
     "evaluate the model before training: is there any reward to begin with?",
     "train on the test set: if its reward cannot rise either, the training is broken, not the data",
@@ -23,7 +23,7 @@ SYNCHRONOUS = {
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
-    """D01: the reward's trend over the run includes 0."""
+    """D01: the 95 % interval of the reward's trend includes 0."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -36,7 +36,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         "the reward falls" if falls else "the reward does not rise",
         "error" if falls else "warning",
         reward.name,
-        found.told(len(reward.values)),
+        found.describe(len(reward.values)),
         reward.tail(),
         EXPERIMENTS,
         "the synchronous baseline: if its reward rises, staleness is the cause",
@@ -46,7 +46,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
 
 
 def reward_scatters(run: Run) -> Alarm | None:
-    """D02: steps scatter around the reward's trend by more than the whole run gains."""
+    """D02: the scatter around the reward's trend exceeds the gain of the complete run."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -58,7 +58,7 @@ def reward_scatters(run: Run) -> Alarm | None:
         return None
     return Alarm(
         "D02",
-        "the reward scatters more and more",
+        "the reward gets noisier",
         "warning",
         reward.name,
         f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}",
@@ -68,13 +68,13 @@ def reward_scatters(run: Run) -> Alarm | None:
             "more samples a prompt (gconfig.n_samples)",
             "a smaller learning rate",
         ),
-        "the same run with twice the batch: the scatter must fall by about 1.4",
+        "the same run with twice the batch: the scatter must fall by a factor of about 1.4",
         "AReaL, best practices for algorithm performance: the variance of task_reward should fall",
     )
 
 
 def validation_is_left_behind(run: Run) -> Alarm | None:
-    """D03: the training reward rises, that of validation does not."""
+    """D03: the training reward rises, the validation reward does not."""
     train, validation = run.series.get("reward"), run.series.get("eval_reward")
     if train is None or validation is None:
         return None
@@ -89,17 +89,17 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
         f"training gained {rises.change:+.3g}, validation {stays.change:+.3g} (interval {stays.low:+.3g} to {stays.high:+.3g})",
         validation.tail(),
         (
-            "read samples with the highest reward: is the reward being cheated?",
+            "read samples with the highest reward: is it reward hacking?",
             "compare the distribution of training and validation prompts",
             "fewer epochs, or more data",
         ),
-        "score validation samples by hand beside the reward function",
+        "score validation samples manually and compare with the reward function",
         "AReaL, best practices; TRL, how to read the logs",
     )
 
 
 def reward_fell_from_its_peak(run: Run) -> Alarm | None:
-    """D04: it had been better, by more than the run's own scatter."""
+    """D04: the reward was higher before, by more than the run's own scatter."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -109,7 +109,8 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         for i in range(len(series.values) - series.window + 1)
     ]
     peak = int(np.argmax(medians))
-    scatter = float(np.median(np.abs(np.diff(series.values)))) / 0.954  # of a normal, from its differences
+    # 0.954: median absolute difference of two normal values, in standard deviations.
+    scatter = float(np.median(np.abs(np.diff(series.values)))) / 0.954
     fall = medians[peak] - series.last
     if not series.sustained(lambda value: medians[peak] - value > 2 * scatter) or fall < 0.1 * abs(
         medians[peak]
@@ -124,9 +125,9 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         f"around step {at} its median was {medians[peak]:.3g}, at the end {series.last:.3g}; steps scatter by {scatter:.2g}",
         ((at, medians[peak]), *series.tail(3)),
         (
-            f"go back to the checkpoint before step {at + series.window}; going on makes it worse",
-            "look at what else changed there: entropy, gradient norm, length, importance weights",
-            "a smaller learning rate from there on",
+            f"go back to the checkpoint before step {at + series.window}; continuing makes it worse",
+            "check what else changed there: entropy, gradient norm, length, importance weights",
+            "a smaller learning rate from there",
         ),
         f"areal-debug goto RECORD --step {at}, then the same steps with half the learning rate",
         "own default: two windows below the peak by twice the scatter",

@@ -1,4 +1,4 @@
-"""Does the update do what the algorithm means: ratios at 1, clipping as an exception, entropy that does not collapse."""
+"""Importance ratios near 1, rare clipping, stable entropy and gradients in the policy update."""
 
 import numpy as np
 
@@ -22,16 +22,16 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
         return None
     return Alarm(
         "D10",
-        "importance weights are off 1",
+        "importance weights deviate from 1",
         "error" if one_minibatch else "warning",
         weight.name,
-        f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} off 1"
+        f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} from 1"
         + (", and with one minibatch it must be exactly 1" if one_minibatch else ""),
         series.tail(),
         (
             "fewer minibatches (actor.ppo_n_minibatches)",
             "a smaller learning rate",
-            "for experts: deterministic kernels, so that routing repeats",
+            "for mixtures of experts: deterministic kernels, so that routing is reproducible",
         ),
         "one step with actor.optimizer.lr=0: the weight must be exactly 1",
         "AReaL, best practices: importance_weight/avg must stay at 1; the limit is our own default",
@@ -40,7 +40,7 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
 
 
 def never_moves(run: Run) -> Alarm | None:
-    """D13: ratios are exactly 1, nothing is clipped and gradients are zero: the optimizer does nothing."""
+    """D13: gradient norm or learning rate is exactly 0: the optimizer changes nothing."""
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
     if norm is not None and norm.finite.sustained(lambda value: value == 0.0):
         what, series = "the gradient norm is exactly 0", norm.finite
@@ -60,14 +60,14 @@ def never_moves(run: Run) -> Alarm | None:
             "is the loss mask empty, or every token filtered?",
             "is the schedule at its end (total_train_steps)?",
         ),
-        "areal-debug record show RECORD: rewards of each group, and the trained tokens",
+        "areal-debug record show RECORD: rewards of each group, and the tokens in the loss mask",
         "a gradient of 0 changes nothing",
         {"actor.dynamic_sampling": True},
     )
 
 
 def entropy_collapses(run: Run) -> Alarm | None:
-    """D15: entropy lost more than half within two windows, or most of what it had."""
+    """D15: entropy halved within two windows, or fell below a quarter of its first value."""
     entropy = run.series.get("entropy")
     if entropy is None or len(entropy.finite.values) < 10:
         return None
@@ -94,7 +94,7 @@ def entropy_collapses(run: Run) -> Alarm | None:
 
 
 def policy_drifts_for_nothing(run: Run) -> Alarm | None:
-    """D16: the distance to the reference grows while the reward does not."""
+    """D16: the KL divergence to the reference grows and the reward does not."""
     divergence, reward = run.series.get("reference_kl"), run.series.get("reward")
     if divergence is None or reward is None:
         return None
@@ -105,7 +105,7 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
         return None
     return Alarm(
         "D16",
-        "the policy leaves its reference and gains nothing",
+        "the policy moves away from its reference without gaining reward",
         "warning",
         divergence.name,
         f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
@@ -121,7 +121,7 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
 
 
 def gradients_spike(run: Run) -> Alarm | None:
-    """D17: single steps with a gradient many times the usual, or with none that is a number."""
+    """D17: single steps whose gradient norm is many times the median, or not finite."""
     norm = run.series.get("grad_norm")
     if norm is None or len(norm.values) < 5:
         return None
@@ -134,14 +134,14 @@ def gradients_spike(run: Run) -> Alarm | None:
     at = np.flatnonzero(spikes)
     return Alarm(
         "D17",
-        "gradients that are no numbers" if bad.any() else "gradient spikes",
+        "gradients that are not finite" if bad.any() else "gradient spikes",
         "error" if bad.any() else "warning",
         norm.name,
         f"{len(at)} of {len(norm.values)} steps are beyond 5 times the median of {usual:.3g}"
         + (f", {int(bad.sum())} are not finite" if bad.any() else ""),
         tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
         (
-            f"look at what made step {int(norm.steps[at[0]])}: areal-debug replay RECORD --explain {int(norm.steps[at[0]])}",
+            f"find the samples that dominate step {int(norm.steps[at[0]])}: areal-debug replay RECORD --explain {int(norm.steps[at[0]])}",
             "a smaller learning rate, gradient clipping (actor.optimizer.gradient_clipping 1.0)",
             "were weights stale there? compare with the logprob difference",
         ),
@@ -151,7 +151,7 @@ def gradients_spike(run: Run) -> Alarm | None:
 
 
 def numbers_that_are_none(run: Run) -> Alarm | None:
-    """D18: a metric other than the gradient norm, which has its own rule, is NaN or infinite."""
+    """D18: a metric is NaN or infinite (the gradient norm has its own rule, D17)."""
     broken = {name: ~np.isfinite(series.values) for name, series in run.series.items() if name != "grad_norm"}
     broken = {name: bad for name, bad in broken.items() if bad.any()}
     if not broken:
@@ -162,19 +162,19 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
     step = int(series.steps[at[0]])
     return Alarm(
         "D18",
-        "metrics that are no numbers",
+        "metrics that are not finite",
         "error",
         series.name,
         f"{len(at)} of {len(bad)} steps, the first is {step}"
         + (f"; also {', '.join(sorted(set(broken) - {first}))}" if len(broken) > 1 else ""),
         tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
         (
-            f"what came first? areal-debug replay RECORD --explain {step}",
+            f"find the first cause: areal-debug replay RECORD --explain {step}",
             "rewards and logprobs of that step: a reward function that divides by 0, an engine that gave -inf",
             "go back to the checkpoint before it",
         ),
-        f"areal-debug goto RECORD --step {step}, and look at the batch",
-        "what is no number poisons every mean that it is part of",
+        f"areal-debug goto RECORD --step {step}, and inspect the batch",
+        "one value that is not finite makes every mean that contains it not finite",
     )
 
 

@@ -1,4 +1,4 @@
-"""Are the samples worth training on: longer and longer, old, failing, or told with wrong logprobs."""
+"""Samples that grow longer without reward, are stale, fail, or carry wrong logprobs."""
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.reading import Run
@@ -18,7 +18,7 @@ def grows_longer(run: Run) -> Alarm | None:
         return None
     return Alarm(
         "D21",
-        "completions grow longer and earn nothing",
+        "completions grow longer without more reward",
         "warning",
         length.name,
         f"they grew by {grows.change:.0f} tokens from {length.finite.first:.0f}, the reward changed by {gains.change:+.3g}",
@@ -26,7 +26,7 @@ def grows_longer(run: Run) -> Alarm | None:
         (
             "a loss that does not favour length: Dr.GRPO (constant denominator), or DAPO's token mean",
             "an overlong penalty (actor.overlong_reward_penalty)",
-            "look at long samples: repetition?",
+            "read long samples: do they repeat themselves?",
         ),
         "reward against length over one step's samples: areal-debug view RECORD",
         "Dr.GRPO (2503.20783); DAPO (2503.14476), section 3.4",
@@ -35,7 +35,7 @@ def grows_longer(run: Run) -> Alarm | None:
 
 
 def samples_are_old(run: Run) -> Alarm | None:
-    """D23: samples grow older from step to step."""
+    """D23: staleness grows, or exceeds its limit."""
     lag = run.series.get("staleness")
     if lag is None:
         return None
@@ -48,7 +48,7 @@ def samples_are_old(run: Run) -> Alarm | None:
         return None
     return Alarm(
         "D23",
-        "samples are older than allowed" if beyond else "samples grow older",
+        "samples are staler than allowed" if beyond else "staleness grows",
         "error" if beyond else "warning",
         lag.name,
         f"median {series.last:.2g} versions in the last {series.window} steps, {series.first:.2g} at the beginning"
@@ -56,13 +56,13 @@ def samples_are_old(run: Run) -> Alarm | None:
         series.tail(),
         ("more or faster engines", "a smaller rollout.max_head_offpolicyness", "shorter completions"),
         "the synchronous baseline",
-        "own default; AReaL bounds the age by max_head_offpolicyness",
+        "own default; AReaL bounds staleness by max_head_offpolicyness",
         SYNCHRONOUS,
     )
 
 
 def engine_disagrees(run: Run) -> Alarm | None:
-    """D24: the engine's logprobs are not those of the trainer, all the time or from some step on."""
+    """D24: logprobs of engine and trainer differ, from the start or from some step on."""
     difference = run.series.get("logprob_difference") or run.series.get("k3")
     if difference is None:
         return None
@@ -80,10 +80,10 @@ def engine_disagrees(run: Run) -> Alarm | None:
         series.tail(),
         (
             "name the cause: areal-debug consistency RECORD --previous CHECKPOINT",
-            "compare weights after every push: rollout.verify_weights_every=1",
-            "flush the prefix cache at every push",
+            "compare weights after every weight sync: rollout.verify_weights_every=1",
+            "flush the prefix cache at every weight sync",
         ),
-        "areal-debug consistency on a step before and one after it began",
+        "areal-debug consistency on one step before and one after the rise",
         "miles: mean |D| above 0.03; prime-rl: KL above 0.015; vime#64: a rise from 0.011 to 0.036 was a stale engine",
         {"rollout.verify_weights_every": 1, "consistency.every_k_steps": 1},
     )
@@ -104,7 +104,10 @@ def episodes_fail(run: Run) -> Alarm | None:
         failed.name,
         f"{count:.0f} of {total:.0f} prompts so far",
         failed.tail(),
-        ("read the run's log: each failure is there with its prompt", "run one alone: areal-debug agent run"),
+        (
+            "read the run's log: it names each failure with its prompt",
+            "run one episode alone: areal-debug agent run",
+        ),
         "areal-debug agent stress with the concurrency of training",
         "prime-rl: sustained errors above 5 %",
     )

@@ -1,6 +1,6 @@
-"""Does supervised training learn: a loss that does not fall, held-out rows that are left behind, preferences that go wrong.
+"""Supervised losses that do not fall, overfitting, and preference training that goes wrong.
 
-A run with a reward is judged by that: the loss of a policy gradient says nothing by its level.
+A run with a reward is judged by the reward: the level of a policy-gradient loss has no meaning.
 """
 
 import numpy as np
@@ -12,12 +12,13 @@ from areal_debug.doctor.rules.learning import ENOUGH_STEPS
 from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
 
 MEDIAN_OF = 3  # measurements of held-out rows
-CLEAR_SHARE = 0.05  # of the best held-out loss; where it starts is chosen for being lowest, so a sure trend is not enough
+# Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
+CLEAR_SHARE = 0.05
 CHANCE = 0.5
 
 
 def loss_does_not_fall(run: Run) -> Alarm | None:
-    """D06: the trend of the loss over the run includes 0."""
+    """D06: the 95 % interval of the loss's trend includes 0."""
     loss = run.series.get("loss")
     if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
         return None
@@ -29,20 +30,20 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         "the loss rises" if found.rises else "the loss does not fall",
         "error" if found.rises else "warning",
         loss.name,
-        found.told(len(loss.values)),
+        found.describe(len(loss.values)),
         loss.tail(),
         (
             "another learning rate: three times larger where the loss is flat, three times smaller where it rises",
-            "read a batch as text, with its loss mask: are the trained tokens the answers?",
+            "read a batch as text, with its loss mask: are the tokens in the loss mask the answers?",
             "do the data fit the model's chat template and its end-of-sequence token?",
         ),
-        "train on one batch again and again: if its loss does not go towards 0, the training is broken, not the data",
-        "a supervised loss falls or nothing is learned; Theil-Sen slope with block bootstrap",
+        "train on one batch repeatedly: if its loss does not go towards 0, the training is broken, not the data",
+        "a supervised loss that does not fall means no learning; Theil-Sen slope with block bootstrap",
     )
 
 
 def held_out_loss_rises(run: Run) -> Alarm | None:
-    """D07: the held-out loss was lower before, and that of training does not rise, which D06 would tell."""
+    """D07: the held-out loss was lower before; the training loss does not rise (that is D06)."""
     held_out, loss = run.series.get("eval_loss"), run.series.get("loss")
     trained = trend(loss.finite) if loss is not None else None
     if trained is not None and trained.rises:
@@ -61,7 +62,7 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
     at = int(series.steps[best])
     return Alarm(
         "D07",
-        "the held-out loss rises: the model learns its rows by heart",
+        "the held-out loss rises: the model overfits its training rows",
         "warning",
         held_out.name,
         f"around step {at} it was {lowest:.4g}, from there it changes by {found.change:+.3g}{meanwhile}",
@@ -71,20 +72,20 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
             "fewer epochs (total_train_epochs), or more data",
             "a smaller learning rate, or an adapter (actor.use_lora)",
         ),
-        f"the same run with total_train_steps={at + 1}: it must end at its best",
+        f"the same run with total_train_steps={at + 1}: its last held-out loss must be the lowest",
         "own default: by 5 % of the best and twice the scatter, over two windows or more; Theil-Sen slope with block bootstrap",
     )
 
 
 def preferences_are_chance(run: Run) -> Alarm | None:
-    """D08: the chosen side does not win more often than the other."""
+    """D08: the chosen answer does not win more often than the rejected one."""
     accuracy = run.series.get("preference_accuracy")
     if accuracy is None or not accuracy.finite.sustained(lambda value: value <= CHANCE):
         return None
     series = accuracy.finite
     return Alarm(
         "D08",
-        "preferences are guessed",
+        "preference accuracy is at chance level",
         "error",
         accuracy.name,
         f"median {series.last:.3g} in the last {series.window} steps: no better than {CHANCE}",
@@ -94,13 +95,13 @@ def preferences_are_chance(run: Run) -> Alarm | None:
             "a larger learning rate; for DPO a larger actor.beta",
             "do pairs differ where max_length does not cut them?",
         ),
-        "train on 32 pairs again and again: their accuracy must reach 1",
-        "the level of a coin",
+        "train on 32 pairs repeatedly: their accuracy must reach 1",
+        "0.5 is the accuracy of guessing",
     )
 
 
 def chosen_answers_lose_probability(run: Run) -> Alarm | None:
-    """D09: DPO drives both sides down, and the chosen one below the reference."""
+    """D09: DPO lowers both likelihoods, the chosen one to below that of the reference."""
     chosen = run.series.get("chosen_reward")
     if chosen is None or not chosen.finite.sustained(lambda value: value < 0):
         return None
@@ -113,7 +114,7 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
         "warning",
         chosen.name,
         f"it changes by {found.change:+.3g} over the run and is {chosen.finite.last:.3g} at the end; above 0 the policy "
-        "likes them more than its reference does",
+        "prefers them more than its reference does",
         chosen.finite.tail(),
         (
             "a smaller learning rate, or a larger actor.beta",

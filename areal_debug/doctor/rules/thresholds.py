@@ -1,4 +1,4 @@
-"""Metrics that have a level of their own: bad when the medians of both last windows are beyond it."""
+"""Metrics with an absolute limit: bad if the medians of both last windows are beyond it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,19 +8,22 @@ from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.reading import Run
 from areal_debug.doctor.rules.learning import SYNCHRONOUS
 
-NAME_THE_CAUSE = "find out whether the engine's logprobs are right: areal-debug consistency RECORD"
+NAME_THE_CAUSE = "check whether the engine's logprobs are right: areal-debug consistency RECORD"
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """`is_bad` gets the median of a window; `is_grave` makes a warning an error; `limit` says the level in words."""
+    """A limit on the median of a window.
+
+    `is_severe` makes a warning an error; `limit` is the text of the limit.
+    """
 
     id: str
     quantity: str
     title: str
     limit: str
     is_bad: Callable[[float], bool]
-    is_grave: Callable[[float], bool]
+    is_severe: Callable[[float], bool]
     advice: tuple[str, ...]
     experiment: str
     source: str
@@ -28,7 +31,7 @@ class Threshold:
 
 
 def beyond(threshold: Threshold, run: Run) -> Alarm | None:
-    """The alarm of a threshold."""
+    """Return the alarm of a threshold, or None."""
     series = run.series.get(threshold.quantity)
     if series is None or not series.finite.sustained(threshold.is_bad):
         return None
@@ -36,7 +39,7 @@ def beyond(threshold: Threshold, run: Run) -> Alarm | None:
     return Alarm(
         threshold.id,
         threshold.title,
-        "error" if threshold.is_grave(last) else "warning",
+        "error" if threshold.is_severe(last) else "warning",
         series.name,
         f"median {last:.4g} in the last {series.finite.window} steps ({threshold.limit})",
         series.finite.tail(),
@@ -48,12 +51,12 @@ def beyond(threshold: Threshold, run: Run) -> Alarm | None:
 
 
 def never(value: float) -> bool:
-    """A warning stays a warning."""
+    """Return False: the alarm stays a warning."""
     return False
 
 
 def always(value: float) -> bool:
-    """The run is worth nothing as it is."""
+    """Return True: the alarm is always an error."""
     return True
 
 
@@ -61,8 +64,8 @@ THRESHOLDS = (
     Threshold(
         "D11",
         "behave_imp_weight",
-        "behaviour weights are off 1",
-        "more than 0.05 off 1",
+        "behaviour importance weights deviate from 1",
+        "more than 0.05 from 1",
         lambda value: abs(value - 1) > 0.05,
         never,
         (
@@ -70,7 +73,7 @@ THRESHOLDS = (
             "a smaller rollout.max_head_offpolicyness",
             "bound the weights: actor.rejection_sampling {level: token, action: mask, upper: 5.0}",
         ),
-        "the synchronous baseline: what is left of the deviation there is no staleness",
+        "the synchronous baseline: a deviation that remains is not due to staleness",
         "AReaL, best practices; the limit is our own default",
         SYNCHRONOUS,
     ),
@@ -82,7 +85,7 @@ THRESHOLDS = (
         lambda value: value > 0.5,
         always,
         ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
-        "one step with actor.optimizer.lr=0: what is clipped then is a difference of precision, not of policy",
+        "one step with actor.optimizer.lr=0: tokens clipped then differ in precision, not in policy",
         "miles: above 0.5 lower the learning rate; Hugging Face (2026-04): phantom clipping",
     ),
     Threshold(
@@ -115,12 +118,12 @@ THRESHOLDS = (
     Threshold(
         "D22",
         "zero_variance_groups",
-        "most groups have one and the same reward",
+        "most groups have equal rewards",
         "more than 0.5 of them",
         lambda value: value > 0.5,
         lambda value: value > 0.8,
         (
-            "leave such groups out: actor.dynamic_sampling",
+            "drop such groups: actor.dynamic_sampling",
             "harder prompts if rewards are high, easier ones if they are low",
             "more samples a prompt (gconfig.n_samples)",
         ),
@@ -131,7 +134,7 @@ THRESHOLDS = (
     Threshold(
         "D25",
         "effective_samples",
-        "few samples count after importance weighting",
+        "small effective sample size after importance weighting",
         "less than 0.5 of them",
         lambda value: value < 0.5,
         lambda value: value < 0.3,
@@ -147,20 +150,20 @@ THRESHOLDS = (
         "more than 0.05",
         lambda value: value > 0.05,
         lambda value: value > 0.2,
-        (f"mend what makes the logprobs differ, not the threshold; {NAME_THE_CAUSE}", "less staleness"),
-        "the synchronous baseline: what is dropped there is a mismatch, not staleness",
+        (f"fix the cause of the logprob mismatch, not the threshold; {NAME_THE_CAUSE}", "less staleness"),
+        "the synchronous baseline: tokens dropped there show a mismatch, not staleness",
         "own default (5 %, 20 %); SkyRL reports collapse at about 45 %",
         SYNCHRONOUS,
     ),
     Threshold(
         "D28",
         "explained_variance",
-        "the critic explains nothing",
+        "the critic does not predict the returns",
         "below 0, worse than a constant",
         lambda value: value < 0,
         never,
         ("a larger learning rate of the critic, or warm it up first", "group normalisation without a critic"),
         "train the critic alone on recorded steps",
-        "Stable Baselines 3 and TRL: explained variance must go towards 1",
+        "Stable Baselines 3 and TRL: explained variance must approach 1",
     ),
 )

@@ -37,7 +37,7 @@ Ranks
       0  vXv
          v waits for others  X culprit
 
-Stacks, outermost call first; * where ranks part
+Stacks, outermost call first; * where ranks diverge
   * <module> (train.py:90)  [0,2]
   step (train.py:60)
   all_reduce (torch/distributed/distributed_c10d.py:2806)
