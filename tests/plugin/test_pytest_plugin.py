@@ -30,7 +30,7 @@ def asked(monkeypatch):
         steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in (0, 1)]
         report = ReplayReport("record", steps=steps, guarantee=Guarantee("noise"))
         if spec.path.name == "red":
-            raise regression.RegressionError("the numbers differ\nto see it again: areal-debug replay red")
+            raise regression.RegressionError("the numbers differ\nto reproduce it: areal-debug replay red")
         changes = ["step 0: 3 values"] if mode == "rewrite" else None
         return regression.CheckedRecord(
             report, ("torch is another",) if spec.path.name == "old" else (), changes
@@ -72,7 +72,7 @@ def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, asked, p
 def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, asked):
     result = run(TEST.replace("one", "red"), records=("red",))
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["the numbers differ", "to see it again: areal-debug replay red"])
+    result.stdout.fnmatch_lines(["the numbers differ", "to reproduce it: areal-debug replay red"])
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*replay_record(model*")
 

@@ -64,7 +64,7 @@ def test_ls_gives_one_line_a_step_and_names_the_unfinished(tmp_path):
     lines = [line.split() for line in result.output.splitlines()]
     assert lines[0][:2] == ["2", "steps,"]
     assert ["0", "1", "8", "42"] in [line[:4] for line in lines]
-    assert "step 2 was not finished and is not part of the record" in result.output
+    assert "step 2 was not finished and is not in the record" in result.output
 
 
 def test_ls_as_json_has_the_same_facts(tmp_path):
@@ -174,7 +174,7 @@ def test_show_finds_all_answers_to_a_prompt_on_every_rank(tmp_path):
 def test_verify_says_intact_with_exit_0_and_names_damage_with_exit_1(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=2)
     result = run("verify", tmp_path / "record")
-    assert (result.exit_code, result.output) == (0, "intact: every byte of 2 steps is as it was written\n")
+    assert (result.exit_code, result.output) == (0, "intact: every byte of 2 steps is as written\n")
     file = tmp_path / "record/steps/000001/batch-00000-of-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
