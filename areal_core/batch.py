@@ -1,7 +1,7 @@
-"""A batch is a plain dict of tensors: padded `[B, T]` between functions, flat `[tokens]` for compute.
+"""A batch: a dict of tensors, padded `[B, T]` between functions, flat `[tokens]` for compute.
 
-Keys, shapes and dtypes stand in ARCHITECTURE.md. A tensor of two dimensions is per token, one of one dimension is
-per row; there is no third kind, so each function here can treat every key alike.
+Keys, shapes and dtypes are listed in ARCHITECTURE.md. A tensor of two dimensions is per token, one
+of one dimension is per row; there are no others, so each function here treats every key alike.
 """
 
 import heapq
@@ -17,23 +17,23 @@ PER_ROW = frozenset({"rewards", "prompt_id", "sample_id", "finish_reason"})
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
-    """Real tokens of each row, int64 [B]."""
+    """Number of tokens of each row, without padding: int64 [B]."""
     return batch["attention_mask"].sum(dim=1)
 
 
 def pad_and_concat(batches: Sequence[Batch]) -> Batch:
-    """Concatenate along rows, after padding per-token tensors on the right with 0 to the longest.
+    """Concatenate along rows, after right-padding per-token tensors with 0 to the longest.
 
     Raises:
-        ValueError: no batch was given, or their keys differ.
+        ValueError: there is no batch, or the keys differ.
     """
     if not batches:
-        raise ValueError("pad_and_concat got no batches: at least one is needed to know the keys")
+        raise ValueError("pad_and_concat got no batches: give at least one, which determines the keys")
     keys = list(batches[0])
     for batch in batches:
         if set(batch) != set(keys):
             difference = sorted(set(batch) ^ set(keys))
-            raise ValueError(f"batches hold different keys: {difference} are not in all of them")
+            raise ValueError(f"batches have different keys: {difference} are not in all of them")
     width = max((b["attention_mask"].shape[1] for b in batches), default=0)
     return {key: torch.cat([_widen(batch[key], width) for batch in batches]) for key in keys}
 
@@ -45,27 +45,29 @@ def _widen(tensor: Tensor, width: int) -> Tensor:
 
 
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in the given order, trimmed to the longest of them."""
+    """Return the given rows, in the given order, trimmed to the longest of them."""
     index = torch.as_tensor(rows, dtype=torch.int64)
     width = int(sequence_lengths(batch)[index].max()) if len(rows) else 0
     return {key: t[index] if t.dim() == 1 else t[index, :width] for key, t in batch.items()}
 
 
 def sort_canonical(batch: Batch) -> Batch:
-    """Order rows by (prompt_id, sample_id), the order that every run of the same step shares.
+    """Order rows by (prompt_id, sample_id), which is the same in every run of a step.
 
     Raises:
-        ValueError: two rows carry the same pair, so that their order would be chance.
+        ValueError: two rows have the same pair, so that their order would be arbitrary.
     """
     pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
     if len(set(pairs)) != len(pairs):
-        doubled = sorted({pair for pair in pairs if pairs.count(pair) > 1})
-        raise ValueError(f"rows are not unique by (prompt_id, sample_id): {doubled[:3]} occur more than once")
+        repeated = sorted({pair for pair in pairs if pairs.count(pair) > 1})
+        raise ValueError(
+            f"rows are not unique by (prompt_id, sample_id): {repeated[:3]} occur more than once"
+        )
     return select_rows(batch, sorted(range(len(pairs)), key=pairs.__getitem__))
 
 
 def pack(batch: Batch) -> Batch:
-    """Flatten `[B, T]` to `[tokens]`, real tokens only, and add `cu_seqlens`, int32 [B + 1]."""
+    """Flatten `[B, T]` to `[tokens]`, without padding, and add `cu_seqlens`, int32 [B + 1]."""
     mask = batch["attention_mask"]
     flat = {k: t[mask] if t.dim() == 2 else t for k, t in batch.items() if k != "attention_mask"}
     ends = sequence_lengths(batch).cumsum(0)
@@ -74,7 +76,7 @@ def pack(batch: Batch) -> Batch:
 
 
 def unpack(flat: Batch, width: int | None = None) -> Batch:
-    """The inverse of `pack`: every tensor but those named in `PER_ROW` is per token.
+    """Invert `pack`: every tensor except those in `PER_ROW` is per token.
 
     `width` is T of the result, by default the longest row.
     """
@@ -91,17 +93,18 @@ def unpack(flat: Batch, width: int | None = None) -> Batch:
 
 
 def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
-    """Put `[tokens]` back at the true places of `mask` [B, T], zeros elsewhere."""
+    """Scatter `[tokens]` to the true positions of `mask` [B, T], zeros elsewhere."""
     padded = torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device)
     padded[mask.to(flat.device)] = flat
     return padded
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, min_groups: int = 1) -> list[list[int]]:
-    """Divide indices into groups whose lengths sum to at most `capacity`; groups and members come sorted.
+    """Divide indices into groups whose lengths sum to at most `capacity`.
 
-    Longest first. A new group is opened while there are fewer than `min_groups` or nothing fits; otherwise the
-    fitting group with the fewest members (then the smallest sum) takes the item, which evens out the groups.
+    Groups and their members are returned sorted. Longest first. An item opens a new group while
+    there are fewer than `min_groups` or it fits into none; otherwise it goes to the fitting group
+    with the fewest members (then the smallest sum), which balances the groups.
 
     Raises:
         ValueError: one length exceeds the capacity.
@@ -132,10 +135,11 @@ def refuse_too_long(length: int, capacity: int) -> None:
 
 
 def karmarkar_karp(lengths: Sequence[int], capacity: int, min_groups: int = 1) -> list[list[int]]:
-    """Divide indices as `first_fit_decreasing` does, into the fewest groups of nearly equal sums that fit.
+    """Divide indices as `first_fit_decreasing` does, into few groups of nearly equal sums.
 
-    The largest differencing method (N. Karmarkar, R. Karp, 1982): two divisions are joined so that the largest group of one meets
-    the smallest of the other, until one is left; those that differ most come first. Raises as `first_fit_decreasing` does.
+    The largest differencing method (N. Karmarkar, R. Karp, 1982): two divisions are merged so that
+    the largest group of one joins the smallest of the other, until one is left; those with the
+    largest spread come first. Raises as `first_fit_decreasing` does.
     """
     refuse_too_long(max(lengths, default=0), capacity)
     num_groups = max(min_groups, -(-sum(lengths) // capacity), 1)
@@ -147,10 +151,9 @@ def karmarkar_karp(lengths: Sequence[int], capacity: int, min_groups: int = 1) -
 
 
 def _differenced(lengths: Sequence[int], num_groups: int) -> list[tuple[int, list[int]]]:
-    """(sum, indices) of each group, the smallest sum first."""
-    Division = tuple[
-        int, int, list[tuple[int, list[int]]]
-    ]  # minus the spread of its sums, a number, its groups
+    """Return (sum, indices) of each group, the smallest sum first."""
+    # (minus the spread of its sums, a number, its groups)
+    Division = tuple[int, int, list[tuple[int, list[int]]]]
     empty: list[tuple[int, list[int]]] = [(0, [])] * num_groups
     heap: list[Division] = [(-n, i, [*empty[1:], (n, [i])]) for i, n in enumerate(lengths)]
     heapq.heapify(heap)
@@ -173,20 +176,21 @@ def split_rows(
     packing: str = "ffd",
     divisor: int = 1,
 ) -> list[list[int]]:
-    """Divide rows into micro-batches, as many on every rank.
+    """Divide rows into micro-batches, the same number on every rank.
 
     Args:
         lengths: tokens of each row.
-        max_tokens: the most tokens of one micro-batch; None for no limit.
-        min_groups: the fewest micro-batches.
-        agree_on_max: the maximum of a count over all ranks; a collective: every rank calls it exactly once.
+        max_tokens: maximum number of tokens in a micro-batch; None for no limit.
+        min_groups: minimum number of micro-batches.
+        agree_on_max: returns the maximum of a count over all ranks; a collective that every rank
+            calls exactly once.
         packing: one of `PACKING`.
         divisor: the number of micro-batches is a multiple of it.
 
     Returns:
-        Row indices per micro-batch. A rank that needs fewer than another gets empty ones at the end: the step
-        runs them as a forward and backward that weigh nothing, because FSDP's collectives want as many on each
-        rank.
+        Row indices per micro-batch. A rank that needs fewer than another has empty ones at the end:
+        the step runs a forward and backward of weight 0 for them, because FSDP's collectives need
+        the same number on each rank.
     """
     capacity = max_tokens if max_tokens is not None else max(sum(lengths), 1)
     divide = PACKING[packing]

@@ -1,1 +1,1 @@
-"""Pure functions: rewards, advantages, normalisation, KL and policy losses. Tensors and floats in, tensors and stats out."""
+"""Pure functions of tensors: rewards, advantages, normalisation, KL and losses."""

@@ -1,4 +1,4 @@
-"""Token rewards and generalised advantage estimation, over the tokens that the policy chose and no others."""
+"""Token rewards and generalised advantage estimation over the tokens that the policy generated."""
 
 from dataclasses import dataclass
 
@@ -36,32 +36,33 @@ def compute_advantages(
     gae_lambda: float = 1.0,
     mask_no_eos_with_zero: bool = False,
 ) -> Advantages:
-    """Advantages from sequence rewards and an optional per-token KL penalty.
+    """Compute advantages from sequence rewards and an optional per-token KL penalty.
 
-    `rewards` [B] are already shaped and normalised; `loss_mask`, `logprobs`, `reference_logprobs` and `values` [B, T] are
-    next-token aligned (`alignment.to_next_token`); `finish_reason` [B] is 1 where the completion was cut off. Such a row
-    gets no reward if `mask_no_eos_with_zero`, and its return goes on with the value after its last token instead. With both, a
-    policy would be paid twice for being cut off, and values would grow by themselves where most rows are.
+    `rewards` [B] are already shaped and normalised; `loss_mask`, `logprobs`, `reference_logprobs`
+    and `values` [B, T] are next-token aligned (`alignment.to_next_token`); `finish_reason` [B] is 1
+    where the completion was truncated. With `mask_no_eos_with_zero` such a row gets no reward, and
+    its return is bootstrapped from the value after its last token. With both, truncation would be
+    rewarded twice, and values would grow without bound where most rows are truncated.
     """
     mask = loss_mask.bool()
-    goes_on = (finish_reason == CUT_OFF) & mask_no_eos_with_zero  # [B]
-    rewards = torch.where(goes_on, 0.0, rewards)
+    bootstraps = (finish_reason == CUT_OFF) & mask_no_eos_with_zero  # [B]
+    rewards = torch.where(bootstraps, 0.0, rewards)
     kl_rewards = torch.zeros_like(logprobs)
     if reference_logprobs is not None:
         kl_rewards = torch.where(mask, -kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), 0.0)
     total_rewards = kl_rewards + terminal_rewards(rewards, mask)
     values = torch.zeros_like(logprobs) if values is None else values
     after_last = values.gather(1, attention_mask.sum(1, keepdim=True).long().sub(1).clamp(min=0))[:, 0]  # [B]
-    bootstrap = torch.where(goes_on, after_last, 0.0)
+    bootstrap = torch.where(bootstraps, after_last, 0.0)
     advantages = gae(total_rewards, values, mask, bootstrap, discount, gae_lambda)
     return Advantages(advantages, torch.where(mask, advantages + values, 0.0), kl_rewards, total_rewards)
 
 
 def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B] -> [B, T]: each reward on the last trainable token of its row.
+    """Put each reward on the last token in the loss mask of its row: [B] -> [B, T].
 
-    Not on the last token: when a sequence ends in tool output, whose mask is 0, the reward would be lost there. A row
-    without trainable tokens has no place for its reward.
+    Not on the last token: when a sequence ends in tool output, whose mask is 0, the reward would be
+    lost there. The reward of a row with an empty loss mask is dropped.
     """
     num_tokens = loss_mask.shape[1]
     positions = torch.arange(1, num_tokens + 1, device=loss_mask.device)  # [T], from 1 so that 0 means none
@@ -72,11 +73,14 @@ def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, loss_mask: Tensor, bootstrap: Tensor, discount: float, gae_lambda: float
 ) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16) over the trainable tokens: [B, T] float32.
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16) over the loss mask.
 
-    `delta_t = r_t + discount * V_next - V_t`, `A_t = delta_t + discount * gae_lambda * A_next`, where "next" is the next
-    position whose mask is 1: prompt and tool tokens in between are no steps of the policy. `bootstrap` [B] is the value
-    after the last one. With discount = gae_lambda = 1 and no values, every token gets the sum of the rewards to come.
+    Returns [B, T] float32.
+
+    `delta_t = r_t + discount * V_next - V_t`, `A_t = delta_t + discount * gae_lambda * A_next`,
+    where "next" is the next position whose mask is 1: prompt and tool tokens in between are not
+    steps of the policy. `bootstrap` [B] is the value after the last one. With discount = gae_lambda
+    = 1 and no values, the advantage of a token is the sum of the rewards from it on.
     """
     mask = loss_mask.bool()
     advantages = torch.zeros_like(rewards, dtype=torch.float32)

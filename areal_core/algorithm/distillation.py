@@ -1,4 +1,4 @@
-"""Distillation of a teacher on the policy's own samples, on packed tokens."""
+"""On-policy distillation from a teacher, on packed tokens."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,15 @@ from torch import Tensor
 def distillation_loss(
     logprobs: Tensor, teacher_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum over trainable tokens, per-token statistics without gradient); all inputs [tokens], next-token aligned.
+    """(sum over the loss mask, per-token statistics without gradient).
 
-    `r * stop_gradient(logp - logp_teacher)` with `r = exp(logp - logp_behaviour)`: its mean estimates the reverse KL of the policy
-    from the teacher over tokens that the behaviour policy sampled (MiniLLM, arXiv 2306.08543; on-policy distillation, 2306.13649),
-    and its gradient that KL's. The importance weight carries the gradient: that of `logp - logp_teacher` itself does not know
-    the teacher, whose logprobs are constants. Statistics: loss.
+    All inputs are [tokens], next-token aligned.
+
+    `r * stop_gradient(logp - logp_teacher)` with `r = exp(logp - logp_behaviour)`: its mean
+    estimates the reverse KL of the policy from the teacher over tokens that the behaviour policy
+    sampled (MiniLLM, arXiv 2306.08543; on-policy distillation, 2306.13649), and its gradient that
+    KL's. The importance weight carries the gradient: that of `logp - logp_teacher` itself does not
+    depend on the teacher, whose logprobs are constants. Statistics: loss.
     """
     mask = loss_mask.bool()
     # where before exp: a masked token may hold anything, and inf * 0 is nan

@@ -1,4 +1,4 @@
-"""Direct preference optimisation, on packed pairs: chosen and rejected sequences take turns."""
+"""Direct preference optimisation, on packed pairs: chosen and rejected sequences alternate."""
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,18 @@ def dpo_loss(
     beta: float = 0.1,
     loss_type: str = "sigmoid",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum over pairs, statistics [pairs]: loss, chosen_reward, rejected_reward, reward_margin, reward_accuracy).
+    """(sum over pairs, statistics [pairs] without gradient).
 
-    Inputs are [tokens], next-token aligned, sequences chosen_0, rejected_0, chosen_1, ... Sums run in float64. With z the
-    log-ratio to the reference of the chosen sequence minus that of the rejected one:
-    "sigmoid" is `-log sigmoid(beta z)` (arXiv 2305.18290 eq. 7); "ipo" is `(z - 1 / (2 beta))^2` with z per token
-    (arXiv 2310.12036 eq. 17).
+    Statistics: loss, chosen_reward, rejected_reward, reward_margin, reward_accuracy.
+
+
+    Inputs are [tokens], next-token aligned, sequences chosen_0, rejected_0, chosen_1, ... Sums are
+    float64. With z the log-ratio to the reference of the chosen sequence minus that of the rejected
+    one: "sigmoid" is `-log sigmoid(beta z)` (arXiv 2305.18290 eq. 7); "ipo" is
+    `(z - 1 / (2 beta))^2` with z per token (arXiv 2310.12036 eq. 17).
+
+    Raises:
+        ValueError: `loss_type` is neither.
     """
     ids, num_rows = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
     mask = loss_mask.bool()

@@ -1,4 +1,7 @@
-"""Estimates of KL(policy || reference) from one sampled token each (J. Schulman, "Approximating KL divergence", 2020)."""
+"""Estimates of KL(policy || reference) from one sampled token each.
+
+J. Schulman, "Approximating KL divergence", 2020.
+"""
 
 import torch
 from torch import Tensor
@@ -7,10 +10,13 @@ from torch import Tensor
 def kl_estimate(
     logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1", clamp: float = 10.0
 ) -> Tensor:
-    """Per-token estimate, in the shape of `logprobs`, held within `[-clamp, clamp]`.
+    """Per-token estimate, in the shape of `logprobs`, clamped to `[-clamp, clamp]`.
 
-    With `d = log pi - log pi_ref`: k1 = d, unbiased but noisy; k2 = d^2 / 2, biased, its gradient is the KL's;
-    k3 = exp(-d) - 1 + d, unbiased and never negative.
+    With `d = log pi - log pi_ref`: k1 = d, unbiased but noisy; k2 = d^2 / 2, biased, its gradient
+    is the KL's; k3 = exp(-d) - 1 + d, unbiased and never negative.
+
+    Raises:
+        ValueError: the estimator is none of these.
     """
     difference = logprobs - reference_logprobs
     if estimator == "k1":

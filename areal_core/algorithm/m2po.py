@@ -1,4 +1,4 @@
-"""M2PO: drop just so many of the most off-policy tokens that the rest stays within a second-moment budget."""
+"""M2PO: drop the most off-policy tokens until the rest is within a second-moment budget."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,20 @@ def second_moment_mask(
     *,
     sum_over_ranks: SumOverRanks = on_one_rank,
 ) -> Tensor:
-    """The tokens that are kept: bool, a subset of `loss_mask`; all tensors have one shape, on the CPU.
+    """Return the mask of kept tokens, bool, a subset of `loss_mask`.
 
-    Second-Moment Trust Policy Optimization (arXiv 2510.01161): of the squared log-ratios the largest are dropped until
-    the mean of the others is below `threshold`. The smallest stays in any case; equal ones stay or go together, so the
-    result depends on the set of tokens only, not on the ranks that hold them. A collective of about 33 small sums.
+    All tensors have one shape and are on the CPU.
+
+    Second-Moment Trust Policy Optimization (arXiv 2510.01161): the largest squared log-ratios are
+    dropped until the mean of the others is below `threshold`. The smallest is always kept; equal
+    ones are kept or dropped together, so the result depends only on the set of tokens, not on how
+    they are divided among ranks. A collective of about 33 small sums.
     """
     mask = loss_mask.bool()
     squares = (proximal_logprobs - behaviour_logprobs).detach().float() ** 2
     squares = torch.where(squares.isfinite(), squares, torch.inf)
-    # Floats that are not negative have the order of their bits, so a cutoff between them is found by halving integers.
+    # Non-negative floats are ordered as their bits are, so a cutoff is found by bisection over
+    # integers.
     bits = squares.contiguous().view(torch.int32)
     own_bits = bits[mask].sort().values  # [n]
     totals = own_bits.view(torch.float32).double().cumsum(0)  # [n]
@@ -36,7 +40,7 @@ def second_moment_mask(
         count, total = sum_over_ranks(torch.tensor([own_count, own_total], dtype=torch.float64)).tolist()
         return count, total / max(count, 1.0)
 
-    low, high = -1, INFINITY_BITS  # the mean up to `low` is small enough; it never falls as the cutoff rises
+    low, high = -1, INFINITY_BITS  # the mean up to `low` is small enough; it is non-decreasing in the cutoff
     while low < high:
         middle = (low + high + 1) // 2
         count, mean = count_and_mean(middle)

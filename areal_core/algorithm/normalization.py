@@ -1,11 +1,13 @@
-"""Rewards and advantages on a common scale: minus a mean, over a standard deviation, of the batch or of the group.
+"""Normalisation of rewards and advantages by the mean and std of the batch or the group.
 
-Groups are named by an id, never guessed from the position of a row, so a group that lost a sample is still itself.
-Sums run in float64. A set without spread carries no signal and becomes exactly 0, never x / eps.
+Groups are identified by an id, not by the position of a row, so a group that lost a sample stays
+one group. Sums are float64. A set with zero standard deviation carries no signal and becomes
+exactly 0, never x / eps.
 
-Ranks: `sum_over_ranks` adds a small float64 tensor over the data-parallel ranks, in place or not, and returns it. It is
-called twice if a level is "batch", whatever the data are: a rank whose mask is empty calls it too, or the others would
-wait for ever. Groups never cross ranks and need no call.
+Ranks: `sum_over_ranks` sums a small float64 tensor over the data-parallel ranks, in place or not,
+and returns it. It is called exactly two times if a level is "batch", whatever the data: a rank with
+an empty mask calls it too, or the others would wait indefinitely. Groups do not span ranks and need
+no call.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def on_one_rank(sums: Tensor) -> Tensor:
-    """The `sum_over_ranks` of a single process."""
+    """Return `sums`: the `sum_over_ranks` of a single process."""
     return sums
 
 
@@ -35,11 +37,11 @@ def normalize_groups(
     eps: float = 1e-5,
     sum_over_ranks: SumOverRanks = on_one_rank,
 ) -> Tensor:
-    """Normalise one value a sequence: `(x - mean) / (std + eps)`, [B] float32.
+    """Normalise one value per sequence: `(x - mean) / (std + eps)`, [B] float32.
 
-    `group_ids` [B] integers: equal for the samples of one prompt (`prompt_id`). Levels are "batch", "group" or None
-    (mean 0, or no division). GRPO (arXiv 2402.03300) sec. 4.1.2 is group and group; Dr.GRPO (2503.20783) leaves the
-    division out; `leave_one_out` is the baseline of RLOO (2402.14740).
+    `group_ids` [B] integers: equal for the samples of one prompt (`prompt_id`). Levels are "batch",
+    "group" or None (mean 0, or no division). GRPO (arXiv 2402.03300) sec. 4.1.2 is group and group;
+    Dr.GRPO (2503.20783) omits the division; `leave_one_out` is the baseline of RLOO (2402.14740).
     """
     groups = torch.unique(group_ids, return_inverse=True)[1]  # [B]
     return _normalize(
@@ -59,9 +61,10 @@ def normalize_tokens(
     eps: float = 1e-5,
     sum_over_ranks: SumOverRanks = on_one_rank,
 ) -> Tensor:
-    """Normalise one value a token over the tokens where `mask` holds: [B, T] float32, 0 elsewhere.
+    """Normalise one value per token over the tokens in `mask`: [B, T] float32, 0 elsewhere.
 
-    `group_ids` [B] is needed only for level "group", whose set is then all masked tokens of a prompt's samples.
+    `group_ids` [B] is needed only for level "group", whose set is all masked tokens of a prompt's
+    samples.
     """
     assert group_ids is not None or "group" not in (mean_level, std_level), "level group needs group_ids"
     mask = mask.bool()
@@ -76,7 +79,7 @@ def normalize_tokens(
 
 @dataclass
 class _Moments:
-    """Of the set that each element belongs to; all [N] float64."""
+    """Moments of the set that each element belongs to; all [N] float64."""
 
     count: Tensor
     total: Tensor
@@ -86,7 +89,7 @@ class _Moments:
         return self.total / self.count
 
     def mean_without_self(self, values: Tensor) -> Tensor:
-        """An element that is alone has no other to compare with: its mean is itself."""
+        """Mean of the other elements of the set; the element itself if there are none."""
         return torch.where(self.count > 1, (self.total - values) / (self.count - 1).clamp(min=1), values)
 
     def std(self, unbiased: bool) -> Tensor:
@@ -103,7 +106,7 @@ def _normalize(
     eps: float,
     sum_over_ranks: SumOverRanks,
 ) -> Tensor:
-    """[N] and group numbers [N] -> [N] float64."""
+    """Normalise values [N] with group numbers [N]: [N] float64."""
     values = values.double()
     levels = {mean_level, std_level}
     moments = {}
@@ -122,10 +125,10 @@ def _normalize(
 
 
 def _moments(values: Tensor, sets: Tensor, sum_over_ranks: SumOverRanks) -> _Moments:
-    """Two passes, because a sum of squares minus a square of sums loses the small spreads that matter here."""
+    """Moments in two passes: a sum of squares minus a square of sums would lose small variances."""
     num_sets = int(sets.max()) + 1 if sets.numel() else 1
     ones = torch.ones_like(values)
-    # Every rank reaches both sums, also one without elements.
+    # Every rank reaches both collectives, also one without elements.
     sums = sum_over_ranks(
         torch.stack([segment_sum(ones, sets, num_sets), segment_sum(values, sets, num_sets)])
     )

@@ -1,7 +1,7 @@
 """The clipped policy loss of PPO and its relatives, on packed tokens.
 
-The loss is a sum over tokens. Its caller divides by the number of trainable tokens of all ranks and micro-batches, so the
-gradient does not depend on how the batch was cut.
+The loss is a sum over tokens. The caller divides by the number of tokens in the loss mask over all
+ranks and micro-batches, so the gradient does not depend on how the batch is divided.
 """
 
 import torch
@@ -23,19 +23,23 @@ def policy_loss(
     level: str = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of the loss over trainable tokens, per-token statistics [tokens] without gradient).
+    """(sum of the loss over the loss mask, per-token statistics [tokens] without gradient).
 
-    All inputs are [tokens], next-token aligned, packed by `cu_seqlens`. With `r = exp(logprobs - proximal_logprobs)`:
+    All inputs are [tokens], next-token aligned, packed by `cu_seqlens`. With
+    `r = exp(logprobs - proximal_logprobs)`:
 
         L = max(-A r, -A clamp(r, 1 - eps_clip, 1 + eps_clip_higher))           PPO, arXiv 1707.06347 eq. 7
         L = min(L, -c_clip A)  where A < 0                                      dual clip, arXiv 1912.09729 eq. 5
 
-    `eps_clip_higher` (default: `eps_clip`) is DAPO's clip-higher (arXiv 2503.14476 eq. 10). `level` "sequence" takes one
-    ratio a sequence, `exp(mean(logprobs - proximal_logprobs))`, and its mean advantage (GSPO, arXiv 2507.18071 eq. 7).
-    `weights` (`rejection.behaviour_weights`) multiply the loss; without them the tokens are taken as sampled by the
-    proximal policy.
+    `eps_clip_higher` (default: `eps_clip`) is DAPO's clip-higher (arXiv 2503.14476 eq. 10). `level`
+    "sequence" uses one ratio per sequence, `exp(mean(logprobs - proximal_logprobs))`, and its mean
+    advantage (GSPO, arXiv 2507.18071 eq. 7). `weights` (`rejection.behaviour_weights`) multiply the
+    loss; without them the tokens are treated as sampled by the proximal policy.
 
     Statistics: loss, importance_weight, approx_kl, clip_mask, dual_clip_mask.
+
+    Raises:
+        ValueError: `level` is neither "token" nor "sequence".
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, logprobs - proximal_logprobs, 0.0)

@@ -1,8 +1,9 @@
-"""Correction for tokens that another policy sampled: how much each token counts, and which are too far to count at all.
+"""Off-policy correction: importance weights of tokens, and rejection of tokens out of bounds.
 
-Three policies meet in asynchronous training: behaviour (sampled the token, perhaps some versions ago), proximal (the
-trainer's weights when the step begins) and current. Decoupled PPO (arXiv 2110.00641) clips current against proximal and
-multiplies by proximal / behaviour; the latter ratio is what is bounded here.
+Asynchronous training has three policies: behaviour (sampled the token, possibly some versions ago),
+proximal (the trainer's weights at the start of the step) and current. Decoupled PPO (arXiv
+2110.00641) clips current against proximal and multiplies by proximal / behaviour; this module
+bounds the latter ratio.
 """
 
 import torch
@@ -26,20 +27,24 @@ def behaviour_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mask, weights, filtered), each [tokens]: bool, float32, bool.
 
-    All inputs are [tokens], packed by `cu_seqlens`. With no bound every token keeps its ratio. `level` "sequence" joins
-    the tokens of a sequence by `agg`; for the ratio that is done on log-ratios (the mean gives the geometric mean). `action`
-    "mask" drops what is out of bounds, "clamp" (ratio only) limits its weight. `filtered` marks what was dropped or
-    clamped. Non-finite log-ratios count as 0, that is, as equal policies. Weights carry no gradient.
+    All inputs are [tokens], packed by `cu_seqlens`. Without bounds every token keeps its ratio.
+    `level` "sequence" aggregates the tokens of a sequence by `agg`; a ratio is aggregated as
+    log-ratio (the mean gives the geometric mean). `action` "mask" drops tokens that are out of
+    bounds, "clamp" (ratio only) limits their weight. `filtered` marks the dropped or clamped
+    tokens. Non-finite log-ratios count as 0, that is, as equal policies. Weights carry no gradient.
+
+    Raises:
+        ValueError: `metric` or `agg` is unknown.
     """
     mask = loss_mask.bool()
     log_ratio = (proximal_logprobs - behaviour_logprobs).detach().float()
     log_ratio = torch.where(log_ratio.isfinite() & mask, log_ratio, 0.0)
     if metric == "ratio":
-        joined = log_ratio if level == "token" else join(log_ratio, mask, cu_seqlens, agg)
-        measured = weights = joined.exp()
+        aggregated = log_ratio if level == "token" else aggregate(log_ratio, mask, cu_seqlens, agg)
+        measured = weights = aggregated.exp()
     else:
         per_token = kl_metric(log_ratio, metric)
-        measured = per_token if level == "token" else join(per_token, mask, cu_seqlens, agg)
+        measured = per_token if level == "token" else aggregate(per_token, mask, cu_seqlens, agg)
         weights = log_ratio.exp()
     outside = torch.zeros_like(mask)
     if upper is not None:
@@ -55,7 +60,7 @@ def behaviour_weights(
 
 
 def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
-    """k1, k2 or k3 of `kl.kl_estimate` on a log-ratio, without a clamp: a bound must see the true distance."""
+    """Return k1, k2 or k3 of `kl.kl_estimate` without its clamp, which would distort a bound."""
     if metric == "kl_k1":
         return log_ratio
     if metric == "kl_k2":
@@ -65,8 +70,8 @@ def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
     raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
 
 
-def join(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:
-    """One number a sequence, given to each of its tokens: [tokens]."""
+def aggregate(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:
+    """Aggregate the masked tokens of each sequence to one number, repeated to [tokens]."""
     if agg == "mean":
         return masked_segment_mean(values, mask, cu_seqlens)
     if agg == "max":

@@ -1,4 +1,4 @@
-"""The pairwise loss of a reward model, on packed pairs: chosen and rejected sequences take turns."""
+"""The pairwise loss of a reward model, on packed pairs: chosen and rejected sequences alternate."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 def reward_model_loss(scores: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum over pairs, statistics [pairs]: loss, pos_score, neg_score, correct_ratio).
 
-    `scores` [tokens], of which each sequence's last counts: `-log sigmoid(chosen - rejected)`, the Bradley-Terry
-    likelihood (arXiv 2203.02155 eq. 1).
+    `-log sigmoid(chosen - rejected)`, the Bradley-Terry likelihood (arXiv 2203.02155 eq. 1), of
+    `scores` [tokens] at the last token of each sequence.
     """
     chosen, rejected = scores[cu_seqlens[1:].long() - 1].view(-1, 2).unbind(1)  # [pairs]
     loss = -F.logsigmoid(chosen - rejected)

@@ -13,13 +13,14 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum over trainable tokens, per-token statistics); all inputs [tokens].
+    """(sum over the loss mask, per-token statistics); all inputs [tokens].
 
-    Soft Adaptive Policy Optimization (arXiv 2511.20347): `-A * sigmoid(tau (r - 1)) * 4 / tau`, tau by the sign of A. At
-    r = 1 the gradient is that of `-A r`; away from 1 it fades, faster for negative advantages.
+    Soft Adaptive Policy Optimization (arXiv 2511.20347): `-A * sigmoid(tau (r - 1)) * 4 / tau`, tau
+    by the sign of A. At r = 1 the gradient is that of `-A r`; away from 1 it decays, faster for
+    negative advantages.
 
-    Statistics: loss, importance_weight, approx_kl, sapo_soft_gate (with its factor 4 / tau), and what it would be were all advantages
-    positive, or none.
+    Statistics: loss, importance_weight, approx_kl, sapo_soft_gate (with its factor 4 / tau), and
+    the gates for positive and for negative advantages.
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)

@@ -1,7 +1,7 @@
 """Sums over the sequences of a packed batch.
 
-A packed batch is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 holds where each sequence begins, and ends with the
-number of tokens.
+A packed batch is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 has the start of each sequence, and
+the number of tokens as its last element.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def segment_ids(cu_seqlens: Tensor) -> Tensor:
-    """Number of its sequence for every token: [n + 1] -> [tokens] int64."""
+    """Index of each token's sequence: [n + 1] -> [tokens] int64."""
     lengths = cu_seqlens.diff().long()
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
 
@@ -20,7 +20,7 @@ def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
 
 def masked_segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean of `values` over the masked tokens of each token's own sequence: [tokens]; 0 where a sequence has none."""
+    """Mean of `values` over the masked tokens of each token's sequence, or 0: [tokens]."""
     ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
     total = segment_sum(torch.where(mask, values, 0.0), ids, num_segments)  # [n]
     count = segment_sum(mask.to(values.dtype), ids, num_segments)  # [n]
@@ -28,7 +28,7 @@ def masked_segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Ten
 
 
 def masked_segment_max(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Largest of `values` over the masked tokens of each token's own sequence: [tokens]; 0 where a sequence has none."""
+    """Maximum of `values` over the masked tokens of each token's sequence, or 0: [tokens]."""
     ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
     masked = torch.where(mask, values, -torch.inf)
     largest = masked.new_full((num_segments,), -torch.inf).scatter_reduce(

@@ -9,10 +9,10 @@ Stats = dict[str, Tensor]
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Stats, Stats]:
-    """(negative log-likelihood summed over trainable tokens, {loss} [tokens], {ppl} [sequences]).
+    """(negative log-likelihood summed over the loss mask, {loss} [tokens], {ppl} [sequences]).
 
-    Inputs are [tokens], next-token aligned, packed by `cu_seqlens`. `ppl` is the perplexity of a sequence's trainable tokens; 1 where
-    it has none.
+    Inputs are [tokens], next-token aligned, packed by `cu_seqlens`. `ppl` is the perplexity of a
+    sequence's tokens in the loss mask; 1 where it has none.
     """
     mask = loss_mask.bool()
     loss = torch.where(mask, -logprobs, 0.0)

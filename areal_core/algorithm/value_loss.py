@@ -1,4 +1,4 @@
-"""The clipped value loss of PPO, on packed tokens, and how much of the returns the values explain."""
+"""The clipped value loss of PPO, on packed tokens, and the explained variance of the values."""
 
 import math
 
@@ -7,17 +7,19 @@ from torch import Tensor
 
 from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
 
-# Of float32: returns that lie closer together than this, relative to their size, are equal
+# Of float32: returns whose relative standard deviation is smaller than this are equal.
 ROUNDING = 2.0**-23
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, eps_clip: float = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum over trainable tokens, per-token statistics without gradient); all inputs [tokens].
+    """(sum over the loss mask, per-token statistics without gradient); all inputs [tokens].
 
-    `max((V - R)^2, (V_clipped - R)^2) / 2` with `V_clipped = V_old + clamp(V - V_old, -eps_clip, eps_clip)`: the pessimistic
-    twin of the policy clip, as in the implementation that accompanies arXiv 1707.06347. Statistics: loss, clip_mask.
+    `max((V - R)^2, (V_clipped - R)^2) / 2` with
+    `V_clipped = V_old + clamp(V - V_old, -eps_clip, eps_clip)`: the pessimistic counterpart of the
+    policy clip, as in the implementation that accompanies arXiv 1707.06347. Statistics: loss,
+    clip_mask.
     """
     mask = loss_mask.bool()
     clipped_values = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
@@ -29,13 +31,13 @@ def value_loss(
 def explained_variance(
     values: Tensor, returns: Tensor, loss_mask: Tensor, sum_over_ranks: SumOverRanks = on_one_rank
 ) -> float:
-    """`1 - Var(R - V) / Var(R)` over the trainable tokens of all ranks; inputs of one shape.
+    """`1 - Var(R - V) / Var(R)` over the loss masks of all ranks; inputs of one shape.
 
-    1 for values that foretell every return, 0 for a constant, below 0 for values that are worse than a constant; nan where
-    all returns are equal. A collective when `sum_over_ranks` is one.
+    1 for values that predict every return, 0 for a constant, negative for values that are worse
+    than a constant; nan where all returns are equal. A collective when `sum_over_ranks` is one.
     """
     mask = loss_mask.bool()
-    targets, errors = returns[mask].double(), (returns - values)[mask].double()  # [trainable]
+    targets, errors = returns[mask].double(), (returns - values)[mask].double()  # [masked tokens]
     moments = [targets.sum(), (targets**2).sum(), errors.sum(), (errors**2).sum(), mask.sum().double()]
     *sums, count = sum_over_ranks(torch.stack(moments)).tolist()
     if count == 0:
