@@ -122,7 +122,7 @@ def describe_attention(device: str, model: TrainEngineConfig) -> str:
     from areal_core.engine.flash_attention import choose_attention
 
     kind = "cpu" if device == "cpu" else "cuda"
-    return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).why
+    return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).reason
 
 
 def row_owner(sizes: Parallel) -> str:

@@ -82,7 +82,7 @@ def recorder_of(
     """An observer that records the run into a folder, or through it into an archive, with anchors as the section `debug` says."""
     ranks = trainer.ranks
     writer = None
-    if ranks.is_data_parallel_head:
+    if ranks.is_group_leader:
         row, num_rows = ranks.data_parallel_rank, ranks.data_parallel_size
         writer = RecordWriter(folder, row, num_rows, ranks.gather_rows, options, archive=archive)
     anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
@@ -143,5 +143,5 @@ def make_consistency_check(trainer: PPOTrainer) -> Observer:
     """An observer that compares the engine's logprobs with the trainer's while the run trains."""
     file = run_folder(trainer.config, "logs") / "consistency.jsonl"
     return InLoop(
-        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_heads, trainer.ranks.rank
+        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_leaders, trainer.ranks.rank
     )

@@ -113,7 +113,7 @@ class Explainer:
         full = [p.grad for p in parameters]
         norm = float(ranks.sum_parts(dot(full, full)).sqrt())
         shares: list[SampleShare] = []
-        for owner, count in enumerate(ranks.gather_heads(len(facts["rows"]))):
+        for owner, count in enumerate(ranks.gather_leaders(len(facts["rows"]))):
             for position in range(count):
                 for parameter in parameters:
                     parameter.grad = None
@@ -124,7 +124,7 @@ class Explainer:
                     shares.append(self.share(facts, position, loss, along / norm**2, length**0.5 / norm))
         for parameter, gradient in zip(parameters, full, strict=True):
             parameter.grad = gradient
-        everyone = [share for of_rank in ranks.gather_heads(shares) for share in of_rank]
+        everyone = [share for of_rank in ranks.gather_leaders(shares) for share in of_rank]
         total = sum(abs(share.loss) for share in everyone) or 1.0
         self.found.grad_norms.append(norm)
         self.found.samples += [replace(share, loss_share=abs(share.loss) / total) for share in everyone]

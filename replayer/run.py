@@ -97,7 +97,7 @@ def check_of(record: Record, trainer: PPOTrainer, request: Request, **callbacks:
     return ReplayCheck(
         record,
         trainer.ranks.data_parallel_rank,
-        trainer.ranks.gather_heads,
+        trainer.ranks.gather_leaders,
         request.first,
         request.edits,
         request.stop_at_difference,

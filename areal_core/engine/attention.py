@@ -1,7 +1,8 @@
-"""Attention over packed sequences without a mask of `[tokens, tokens]`: each sequence attends to itself alone.
+"""Attention within each packed sequence, without a mask of `[tokens, tokens]`.
 
-Sequences of one micro-batch lie one after another in `[1, heads, tokens, head_dim]`. Splitting that by length and attending to each
-piece costs what the pieces cost, on any device; flash-attention does the same in one kernel where it is installed.
+The sequences of a micro-batch are concatenated in `[1, heads, tokens, head_dim]`. That is split by
+length and attention runs on each piece, at the cost of the pieces, on any device; flash-attention
+does the same in one kernel where it is available.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ PACKED = "packed_sdpa"
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tokens attend to which, and how.
+    """The layout of packed sequences and the parameters of attention.
 
     Args:
         sequence_lengths: tokens of each sequence, in packed order.
-        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
-        softcap: scores are bent into (-softcap, softcap), as Gemma 2 does.
+        sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it.
+        softcap: scores are soft-capped to (-softcap, softcap), as in Gemma 2.
     """
 
     sequence_lengths: list[int]
@@ -54,24 +55,26 @@ def packed_attention(
     kernel: Callable[..., Tensor] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence.
+    """Compute causal attention within each packed sequence, with Transformers' interface.
 
     Args:
         query: [1, heads, tokens, head_dim]. key, value: [1, kv_heads, tokens, head_dim].
-        attention_mask: None; the lengths say everything.
-        sequence_lengths, scaling, dropout, sliding_window, softcap: a `Packing`; the sum of the lengths is `tokens`.
-        sequence_parallel: the ranks that share the sequences; `tokens` are then this rank's slice of them.
-        kernel: has the arguments of `attend_each`, which it is by default.
+        attention_mask: None; the lengths determine the mask.
+        sequence_lengths, scaling, dropout, sliding_window, softcap: the fields of `Packing`; the
+            sum of the lengths is `tokens`.
+        sequence_parallel: the ranks that share the sequences; `tokens` is then this rank's slice.
+        kernel: has the arguments of `attend_each`, which is the default.
 
     Returns:
-        [1, tokens, heads, head_dim], and None for the attention weights that Transformers' interface wants.
+        [1, tokens, heads, head_dim], and None in place of the attention weights.
 
     Raises:
         ModelError: the model has attention sinks (`s_aux`, as GPT-OSS does).
     """
     if s_aux is not None:
         raise ModelError(
-            f"{type(module).__name__} has attention sinks, which packed attention does not compute: train a model without them"
+            f"{type(module).__name__} has attention sinks, which packed attention does not compute: "
+            f"train a model without them"
         )
     packing = Packing(sequence_lengths, scaling, dropout, sliding_window, softcap)
     attend = partial(kernel or attend_each, packing=packing)
@@ -81,8 +84,12 @@ def packed_attention(
 
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-    """[1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim], whole sequences."""
-    # split, not slices: the backward of a split is one concatenation, that of n slices is n zero-filled copies.
+    """Compute attention of complete sequences, one by one.
+
+    [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+    """
+    # split, not slices: the backward of a split is one concatenation, that of n slices is n
+    # zero-filled copies.
     pieces = zip(*(t.split(packing.sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
     attended = []
     for q, k, v in pieces:
@@ -101,7 +108,7 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
                 )
             )
         else:
-            attended.append(_soft_capped_attention(q, k, v, window, packing))
+            attended.append(_soft_capped_attention(q, k, v, window, packing, packing.softcap))
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
@@ -111,10 +118,13 @@ def _soft_capped_attention(
     value: Tensor,
     window: Tensor | None,
     packing: Packing,
+    softcap: float,
 ) -> Tensor:
-    """Attention of one sequence with capped scores (arXiv 2408.00118, section 2), which SDPA has not: it holds [heads, length, length]."""
+    """Attention of one sequence with soft-capped scores (arXiv 2408.00118, section 2).
+
+    SDPA does not support them, so the scores are materialised: [heads, length, length].
+    """
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    softcap = packing.softcap
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (packing.scaling / softcap))
     allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if window is None else window
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
@@ -122,12 +132,13 @@ def _soft_capped_attention(
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """True where a token may look, [length, length]; None when the window never ends inside the sequence."""
+    """Mask of allowed keys, bool [length, length]; None when the window covers the sequence."""
     if sliding_window is None or length <= sliding_window:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < sliding_window)
 
 
-# Transformers makes no mask for an attention function whose name has no mask function, which is what packing wants.
+# Transformers makes no mask for an attention function whose name has no mask function, as packing
+# needs.
 AttentionInterface.register(PACKED, packed_attention)

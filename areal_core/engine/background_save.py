@@ -1,14 +1,14 @@
-"""A checkpoint that a thread writes while training goes on, one at a time.
+"""A checkpoint that a thread writes while training continues, one at a time.
 
 training thread                                     background thread
-start(folder, write) ---------------------------->  write(given_up): files, fsync, commit
+start(folder, write) ---------------------------->  write(cancelled): files, fsync, commit
 ... trains ...
 finished(): None while it is written; then where
 wait(): before the next start, and as the run ends
-close(): sets given_up, because something failed  >  stops to wait for other ranks, and ends
+close(): sets cancelled, because something failed ->  stops waiting for other ranks, and ends
 
-What `write` raises is raised in the training thread, by whichever of `finished` and `wait` is called next. `write` must make no
-collective: it would get between those of training.
+An exception in `write` is raised in the training thread, by the next call of `finished` or `wait`.
+`write` must not make a collective: it would interleave with those of training.
 """
 
 import threading
@@ -17,21 +17,21 @@ from pathlib import Path
 
 
 class BackgroundSave:
-    """The thread of the checkpoint that is being written, if one is."""
+    """The thread that writes a checkpoint, if one is being written."""
 
     def __init__(self) -> None:
-        self._given_up = threading.Event()
+        self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
         self._folder = Path()
         self._error: BaseException | None = None
 
     def start(self, folder: Path, write: Callable[[threading.Event], None]) -> None:
-        """Lets a thread run `write`, which makes `folder`. Call when the one before has been waited for."""
-        assert self._thread is None, "the checkpoint before is still being written"
+        """Start a thread that runs `write`, which creates `folder`, after the previous one is done."""
+        assert self._thread is None, "the previous checkpoint is still being written"
 
         def run() -> None:
             try:
-                write(self._given_up)
+                write(self._cancelled)
             except BaseException as error:
                 self._error = error
 
@@ -40,11 +40,11 @@ class BackgroundSave:
         self._thread.start()
 
     def finished(self) -> Path | None:
-        """The checkpoint that has become whole since it was started, told once; raises what writing it raised."""
+        """Return the checkpoint if it is complete, once; re-raise its thread's exception."""
         return None if self._thread is None or self._thread.is_alive() else self.wait()
 
     def wait(self) -> Path | None:
-        """Waits for the checkpoint that is being written, and returns as `finished` does."""
+        """Wait for the checkpoint that is being written; return, or raise, as `finished` does."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -55,7 +55,10 @@ class BackgroundSave:
         return self._folder
 
     def close(self) -> None:
-        """Gives up what is being written: it does not become whole unless it is almost."""
-        self._given_up.set()
+        """Cancel the checkpoint that is being written, and join its thread.
+
+        It is completed only if the files of all ranks are there already.
+        """
+        self._cancelled.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,10 +1,10 @@
-"""Checkpoints from which training goes on to the same bits.
+"""Checkpoints from which training resumes with bitwise identical results.
 
 ```
 FOLDER/
-  actor/rank-00000-of-00002.safetensors    what that rank holds of an engine's weights and optimizer states, float32
+  actor/rank-00000-of-00002.safetensors    that rank's shards of an engine's weights and optimizer states, float32
   critic/...                               another engine, if the run has one
-  checkpoint.json                          schedules, RNG states of each rank, whatever the loop adds, crc32c of every file
+  checkpoint.json                          schedules, RNG states of each rank, the loop's state, crc32c of every file
 
 training threads, collective              any thread
 take_snapshot ------------------------->  write_snapshot: of rank r: its files, then FOLDER.partial/rank-r.json
@@ -12,8 +12,9 @@ take_snapshot ------------------------->  write_snapshot: of rank r: its files, 
   rank 0 empties FOLDER.partial                                      renames FOLDER.partial to FOLDER
 ```
 
-A folder gets its name last, so one of that name is whole. torch's distributed checkpoint reads it, onto any number of ranks; its
-safetensors form is used because the usual one holds a pickle.
+A folder gets its name last, so a folder of that name is complete. torch's distributed checkpoint
+reads it onto any number of ranks; its safetensors format is used because its default contains a
+pickle.
 """
 
 import json
@@ -25,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed_checkpoint
+from torch.optim import Optimizer
 
 from areal_core.engine.checkpoint_file import (
     Checkpoint,
@@ -48,34 +52,35 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.shard_files import Piece, local_pieces, write_pieces
+from areal_core.engine.sharding import fsdp_module
 
-POLL_S = 0.005  # how often rank 0 looks for the other ranks' files: a folder that machines share tells nobody
+POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-Engines = Mapping[str, FSDPEngine]  # what a run trains, by name: "actor", "critic"
+Engines = Mapping[str, FSDPEngine]  # the trained engines of a run by name: "actor", "critic"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's part of a checkpoint, to be written to `folder`, and what rank 0 writes for all."""
+    """A rank's part of a checkpoint in `folder`, and the content of checkpoint.json."""
 
     folder: Path
     rank: int
     world_size: int
     pieces: dict[str, list[Piece]]
-    checkpoint: Checkpoint  # but for `files`
+    checkpoint: Checkpoint  # without `files`
 
     @property
     def partial(self) -> Path:
-        """The folder while it is not whole."""
+        """The folder's name while it is incomplete."""
         return self.folder.with_name(self.folder.name + ".partial")
 
 
 def save_checkpoint(folder: str | Path, engines: Engines, state: dict[str, Any]) -> None:
-    """Write a checkpoint that `load_checkpoint` goes on from; a collective.
+    """Write a checkpoint that `load_checkpoint` restores; a collective.
 
     Args:
-        state: what the loop needs besides, as JSON types.
+        state: of the training loop, as JSON types.
 
     Raises:
         CheckpointNotWritten: it cannot be written.
@@ -92,12 +97,12 @@ def take_snapshot(
     with_optimizer: bool = True,
     copy: bool = True,
 ) -> Snapshot:
-    """What `write_snapshot` needs, for a checkpoint in `folder`; a collective.
+    """Collect what `write_snapshot` writes for a checkpoint in `folder`; a collective.
 
     Args:
-        state: what the loop needs besides, as JSON types.
-        with_optimizer: also the optimizers' states.
-        copy: own the memory, because training goes on while the snapshot is written.
+        state: of the training loop, as JSON types.
+        with_optimizer: include the optimizers' states.
+        copy: own the memory, because training continues while the snapshot is written.
     """
     ranks = _ranks_of(engines)
     saved, pieces = {}, {}
@@ -107,24 +112,26 @@ def take_snapshot(
         schedule = engine.schedule.state_dict() if engine.schedule else None
         saved[name] = SavedEngine(name, bool(optimizer), schedule)
         pieces[name] = local_pieces(_weights(engine) | _tensors_of(optimizer), ranks.rank, copy=copy)
-    found = Snapshot(Path(folder), ranks.rank, ranks.world_size, pieces, Checkpoint(saved, [], state, {}))
+    snapshot = Snapshot(Path(folder), ranks.rank, ranks.world_size, pieces, Checkpoint(saved, [], state, {}))
     if ranks.rank == 0:
-        shutil.rmtree(found.partial, ignore_errors=True)
+        shutil.rmtree(snapshot.partial, ignore_errors=True)
         for name in engines:
-            (found.partial / name).mkdir(parents=True)
-    # After this no rank finds what an earlier attempt has left.
-    found.checkpoint.rng.extend(ranks.gather_objects(rng_state()))
-    return found
+            (snapshot.partial / name).mkdir(parents=True)
+    # After this collective no rank can find files of an earlier attempt.
+    snapshot.checkpoint.rng.extend(ranks.gather_objects(rng_state()))
+    return snapshot
 
 
-def write_snapshot(snapshot: Snapshot, given_up: threading.Event) -> None:
-    """Write this rank's files; on rank 0, wait for those of the others and commit the checkpoint. Not a collective.
+def write_snapshot(snapshot: Snapshot, cancelled: threading.Event) -> None:
+    """Write this rank's files; rank 0 waits for those of the others and commits the checkpoint.
+
+    Not a collective.
 
     Args:
-        given_up: set when nobody waits for the checkpoint any more.
+        cancelled: ends rank 0's wait for the other ranks.
 
     Raises:
-        CheckpointNotWritten: it cannot be written, or was given up.
+        CheckpointNotWritten: it cannot be written, or was cancelled.
     """
     partial, rank = snapshot.partial, snapshot.rank
     try:
@@ -135,17 +142,17 @@ def write_snapshot(snapshot: Snapshot, given_up: threading.Event) -> None:
             sync_folder(partial / name)
         write_durably(_rank_file(partial, rank), json.dumps(files))
         if rank == 0:
-            _commit(snapshot, given_up)
+            _commit(snapshot, cancelled)
     except OSError as error:
         raise CheckpointNotWritten(f"cannot write the checkpoint {snapshot.folder}: {error}") from error
 
 
-def _commit(snapshot: Snapshot, given_up: threading.Event) -> None:
+def _commit(snapshot: Snapshot, cancelled: threading.Event) -> None:
     partial, folder, files = snapshot.partial, snapshot.folder, {}
     for rank in range(snapshot.world_size):
         while not _rank_file(partial, rank).exists():
-            if given_up.wait(POLL_S):
-                raise CheckpointNotWritten(f"gave {folder} up before rank {rank} had written its part")
+            if cancelled.wait(POLL_S):
+                raise CheckpointNotWritten(f"{folder} was cancelled before rank {rank} had written its files")
         files.update(json.loads(_rank_file(partial, rank).read_text()))
     for rank in range(snapshot.world_size):
         _rank_file(partial, rank).unlink()
@@ -164,10 +171,11 @@ def _rank_file(partial: Path, rank: int) -> Path:
 def load_checkpoint(folder: str | Path, engines: Engines, *, with_optimizer: bool = True) -> dict[str, Any]:
     """Restore weights, optimizers, schedules and RNG states; a collective.
 
-    On another number of ranks tensors are sharded anew, and each rank keeps the random stream that its seed gave it.
+    On a different number of ranks tensors are resharded, and each rank keeps its RNG state, which
+    follows from its seed.
 
     Args:
-        with_optimizer: False for optimizers that start afresh.
+        with_optimizer: False to keep the optimizers' initial states.
 
     Returns:
         The `state` that was saved.
@@ -177,49 +185,54 @@ def load_checkpoint(folder: str | Path, engines: Engines, *, with_optimizer: boo
     """
     folder, ranks = Path(folder), _ranks_of(engines)
     checkpoint = read_checkpoint_file(folder)
-    _check_together(folder, checkpoint, ranks)
+    _check_files_on_all_ranks(folder, checkpoint, ranks)
     for name, engine in engines.items():
         if name not in checkpoint.engines:
-            held = ", ".join(checkpoint.engines)
-            raise CheckpointError(f"{folder} holds {held}, and this run has a {name}, too: use another one")
+            saved = ", ".join(checkpoint.engines)
+            raise CheckpointError(
+                f"{folder} has only {saved}, and this run also has a {name}: use another one"
+            )
         _load_engine(folder, engine, checkpoint.engines[name], with_optimizer)
     if len(checkpoint.rng) == ranks.world_size:
         set_rng_state(checkpoint.rng[ranks.rank])
     return checkpoint.state
 
 
-def _check_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Each rank reads every so-many-th file; what one finds, all raise."""
+def _check_files_on_all_ranks(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Verify the files, divided among the ranks; an error is raised on all ranks; a collective."""
     files = sorted(checkpoint.files.items())[ranks.rank :: ranks.world_size]
     found = None
     try:
         check_files(folder, files)
     except CheckpointError as error:
         found = error
-    for error in ranks.gather_objects(found):
-        if error is not None:
-            raise error
+    for of_rank in ranks.gather_objects(found):
+        if of_rank is not None:
+            raise of_rank
 
 
 def _load_engine(folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool) -> None:
     _reshard(engine)
     optimizer = _optimizer_state(engine) if saved.has_optimizer and with_optimizer else {}
     tensors = _weights(engine) | _tensors_of(optimizer)
-    reader = dcp.HuggingFaceStorageReader(str(folder / saved.folder))
-    there = reader.read_metadata().state_dict_metadata
+    reader = HuggingFaceStorageReader(str(folder / saved.folder))
+    stored = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        shape = list(there[name].size) if name in there else None
+        metadata = stored.get(name)
+        shape = list(metadata.size) if isinstance(metadata, TensorStorageMetadata) else None
         if shape != list(tensor.shape):
-            is_there = "is not there" if shape is None else f"has shape {shape} there"
+            seen = "is missing" if shape is None else f"has shape {shape}"
             raise CheckpointError(
-                f"{folder} is of another model or optimizer: {name} {is_there}, and {list(tensor.shape)} here"
+                f"{folder} is of another model or optimizer: {name} {seen} there and has shape "
+                f"{list(tensor.shape)} here"
             )
-    dcp.load(tensors, storage_reader=reader)
+    load_distributed_checkpoint(tensors, storage_reader=reader)
     if optimizer:
-        set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=FLAT)
+        set_optimizer_state_dict(engine.model, _optimizer_of(engine), optimizer, options=FLAT)
     if saved.schedule is not None and engine.schedule is not None:
         engine.schedule.load_state_dict(saved.schedule)
-        for group, lr in zip(engine.optimizer.param_groups, engine.schedule.get_last_lr(), strict=True):
+        rates = engine.schedule.get_last_lr()
+        for group, lr in zip(_optimizer_of(engine).param_groups, rates, strict=True):
             group["lr"] = lr  # a schedule writes the rate only when it steps
 
 
@@ -228,19 +241,26 @@ def _ranks_of(engines: Engines) -> Ranks:
 
 
 def _reshard(engine: FSDPEngine) -> None:
-    # A forward without a backward leaves the outermost parameters whole, in the compute dtype, and unknown to the optimizer.
-    engine.model.reshard()
+    # A forward without a backward leaves the root's parameters gathered, in the compute dtype, and
+    # not those of the optimizer.
+    fsdp_module(engine.model).reshard()
 
 
 def _weights(engine: FSDPEngine) -> dict[str, Tensor]:
-    # Parameters, not the model's state dict: that lists tied weights twice, which safetensors refuses.
+    # Parameters, not the model's state dict: that lists tied weights twice, which safetensors
+    # refuses.
     return {
         "model." + name: parameter.detach() for name, parameter in trained_parameters(engine.model).items()
     }
 
 
+def _optimizer_of(engine: FSDPEngine) -> Optimizer:
+    assert engine.optimizer is not None, "an engine without an optimizer has no optimizer state"
+    return engine.optimizer
+
+
 def _optimizer_state(engine: FSDPEngine) -> dict[str, Any]:
-    return get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT)
+    return get_optimizer_state_dict(engine.model, _optimizer_of(engine), options=FLAT)
 
 
 def _tensors_of(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
@@ -250,5 +270,6 @@ def _tensors_of(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _has_optimizer_state(engine: FSDPEngine) -> bool:
-    # Asking torch for the states of an optimizer that has none makes it take a step of length 0, which counts.
+    # torch initialises the states of an optimizer that has none by a step of length 0, which
+    # increments the step.
     return engine.optimizer is not None and len(engine.optimizer.state) > 0

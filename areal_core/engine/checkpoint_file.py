@@ -1,7 +1,8 @@
-"""checkpoint.json: what a checkpoint consists of, and how it is told that nothing of it is missing or damaged.
+"""checkpoint.json: the content of a checkpoint, with checksums of its files.
 
-It holds the crc32c of every other file, and of itself. Format 2; format 1, of runs that had one engine, kept the actor's tensors in
-`tensors/`, named files relative to that, and had no checksum of its own.
+It contains the crc32c of every other file, and of itself. Format 2; format 1, of runs with one
+engine, kept the actor's tensors in `tensors/`, named files relative to that, and had no checksum of
+its own.
 """
 
 import json
@@ -22,7 +23,7 @@ BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class SavedEngine:
-    """What a checkpoint holds of one engine; its tensors are the files in `folder`, below the checkpoint's."""
+    """One engine in a checkpoint; its tensors are in `folder`, relative to the checkpoint's."""
 
     folder: str
     has_optimizer: bool
@@ -36,8 +37,8 @@ class Checkpoint:
     Args:
         engines: by their names in the run.
         rng: `rng_state()` of each rank.
-        state: what the loop has added, as JSON types.
-        files: crc32c of each file, by its path below the folder.
+        state: of the training loop, as JSON types.
+        files: crc32c of each file, by its path relative to the folder.
     """
 
     engines: dict[str, SavedEngine]
@@ -62,20 +63,20 @@ def read_checkpoint_file(folder: str | Path) -> Checkpoint:
     file = Path(folder) / CHECKPOINT_FILE
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} holds no {CHECKPOINT_FILE}: it is no checkpoint, or its writing was cut off"
+            f"{folder} has no {CHECKPOINT_FILE}: it is not a checkpoint, or was not written completely"
         )
     try:
         return parse_checkpoint(file.read_bytes())
     except _OtherFormat as other:
         raise CheckpointError(
-            f"{file} has format {other}, this version reads up to {CHECKPOINT_FORMAT}: update areal-debug"
+            f"{file} has format {other}, this version reads formats up to {CHECKPOINT_FORMAT}: update areal-debug"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged ({error}): use another one") from error
 
 
 def check_files(folder: str | Path, files: Iterable[tuple[str, str]]) -> None:
-    """Raise CheckpointError for the first of `(path, crc32c)` that is missing or has other bytes."""
+    """Raise CheckpointError for the first file, (path, crc32c), that is missing or damaged."""
     for name, checksum in files:
         path = Path(folder) / name
         if not path.is_file() or file_checksum(path) != checksum:
@@ -83,7 +84,7 @@ def check_files(folder: str | Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def file_checksum(file: Path) -> str:
-    """The crc32c of a file, as hex."""
+    """Return the crc32c of a file as 8 hex digits."""
     checksum = 0
     with open(file, "rb") as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -92,11 +93,11 @@ def file_checksum(file: Path) -> str:
 
 
 class _OtherFormat(Exception):
-    """The format that was found."""
+    """An unknown format, its argument."""
 
 
 def parse_checkpoint(data: bytes) -> Checkpoint:
-    """The content of checkpoint.json. Raises ValueError, KeyError or TypeError where it is not one."""
+    """Parse checkpoint.json. Raises ValueError, KeyError or TypeError where it is damaged."""
     parsed = json.loads(data)
     if (seen := parsed["format"]) == 1:
         return _first_format(parsed)
@@ -104,7 +105,7 @@ def parse_checkpoint(data: bytes) -> Checkpoint:
         raise _OtherFormat(seen)
     content = parsed["content"]
     if (checksum := _checksum(content)) != parsed["crc32c"]:
-        raise ValueError(f"its content has crc32c {checksum} and should have {parsed['crc32c']}")
+        raise ValueError(f"its content has crc32c {checksum}, expected {parsed['crc32c']}")
     engines = {name: SavedEngine(**engine) for name, engine in content["engines"].items()}
     return Checkpoint(**{**content, "engines": engines})
 
@@ -116,10 +117,10 @@ def _first_format(parsed: dict[str, Any]) -> Checkpoint:
 
 
 def write_checkpoint_file(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write checkpoint.json onto the disk."""
+    """Write checkpoint.json, with fsync."""
     content = json.loads(json.dumps(asdict(checkpoint)))  # keys as they will be read
-    whole = {"format": CHECKPOINT_FORMAT, "crc32c": _checksum(content), "content": content}
-    write_durably(folder / CHECKPOINT_FILE, json.dumps(whole, indent=1))
+    document = {"format": CHECKPOINT_FORMAT, "crc32c": _checksum(content), "content": content}
+    write_durably(folder / CHECKPOINT_FILE, json.dumps(document, indent=1))
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -127,7 +128,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Write a file onto the disk; it has its name only once it is whole."""
+    """Write a file with fsync; it gets its name only once it is complete."""
     partial = file.with_name(file.name + ".partial")
     with open(partial, "w") as stream:
         stream.write(text)
@@ -137,7 +138,7 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder onto the disk."""
+    """Write the entries of a folder to the disk with fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

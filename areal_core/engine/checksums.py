@@ -1,86 +1,97 @@
-"""One crc32c per parameter, whatever the number of ranks that hold it.
+"""One crc32c per parameter, independent of the number of ranks that it is sharded over.
 
-Each rank takes the checksum of its own shard, at memory speed, and the checksums of the shards are combined as if the shards had been
-concatenated. So two runs of different size can be compared, and the value equals that of the tensor's bytes in a checkpoint.
+Each rank computes the checksum of its own shard, at memory speed, and the checksums of the shards
+are combined as if the shards had been concatenated. So runs on different numbers of ranks can be
+compared, and the value equals that of the tensor's bytes in a checkpoint.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.sharding import mesh_coordinates
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 
 
 @dataclass(frozen=True)
 class ShardChecksum:
-    """crc32c of some rows of a tensor. In the order of `place`, the shards of different places are the tensor."""
+    """crc32c of some rows of a tensor. The shards, ordered by `position`, are the full tensor."""
 
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     crc32c: int
     size_bytes: int
 
 
 def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
-    """crc32c of every trained parameter's bytes as 8 hex digits, the same on every rank; a collective.
+    """Return the crc32c of every trained parameter as 8 hex digits, on every rank; a collective.
 
-    Parameters are sharded along their first dimension as FSDP2 does; of what tensor parallelism divides along another, a rank gathers
-    the columns of its rows, one parameter at a time.
+    FSDP2 shards parameters along their first dimension. Where tensor parallelism shards along
+    another one, a rank gathers the columns of its rows, one parameter at a time.
     """
     return _checksums(trained_parameters(model), ranks)
 
 
 def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
-    """The same of every parameter's gradient; parameters without one are left out, on every rank alike; a collective."""
+    """Return the crc32c of every gradient, as `parameter_checksums` does; a collective.
+
+    Parameters without a gradient are left out; they must be the same ones on every rank.
+    """
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return _checksums({name: grad for name, grad in gradients.items() if grad is not None}, ranks)
 
 
-def _checksums(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
+def _checksums(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
     mine = {name: _shard_checksum(tensor) for name, tensor in tensors.items()}
     by_rank = ranks.gather_objects(mine)
     return {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
 
 
 def _shard_checksum(tensor: Tensor) -> ShardChecksum:
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
+    local = tensor
     if isinstance(tensor, DTensor):
-        tensor = _rows_of_the_whole(tensor.detach())
-        coordinates = tensor.device_mesh.get_coordinate()
-        # Tensor parallelism, the inner dimension of the mesh, divides rows first, and FSDP what is left.
+        rows = _gather_columns(tensor)
+        coordinates = mesh_coordinates(rows)
+        # Tensor parallelism, the inner dimension of the mesh, divides rows first, and FSDP what is
+        # left.
         shards = [
-            c for c, placed in zip(coordinates, tensor.placements, strict=True) if not placed.is_replicate()
+            c for c, placed in zip(coordinates, rows.placements, strict=True) if not placed.is_replicate()
         ]
-        place, tensor = tuple(reversed(shards)), tensor.to_local()
-    array = tensor.detach().contiguous().cpu().view(torch.uint8).flatten().numpy()
-    return ShardChecksum(place, crc32c(array), array.nbytes)
+        position, local = tuple(reversed(shards)), rows.to_local()
+    data = local.detach().contiguous().cpu().view(torch.uint8).flatten().numpy().data
+    return ShardChecksum(position, crc32c(data), data.nbytes)
 
 
-def _rows_of_the_whole(tensor: DTensor) -> DTensor:
-    """The same rows, of all columns: where tensor parallelism divides columns, they are gathered; a collective of its group."""
-    placements = [Replicate() if placed.is_shard() and placed.dim else placed for placed in tensor.placements]
-    return tensor.redistribute(placements=placements)
+def _gather_columns(tensor: DTensor) -> DTensor:
+    """Gather the columns that tensor parallelism has sharded; a collective of its group."""
+    placements = [
+        Replicate() if isinstance(placed, Shard) and placed.dim else placed for placed in tensor.placements
+    ]
+    return cast(DTensor, tensor.detach()).redistribute(placements=placements)
 
 
 def _combine_all(shards: list[ShardChecksum]) -> int:
     total = 0
-    first_of_place = {shard.place: shard for shard in reversed(shards)}  # ranks that hold the same part
-    for place in sorted(first_of_place):
-        total = combine(total, first_of_place[place].crc32c, first_of_place[place].size_bytes)
+    first_at = {shard.position: shard for shard in reversed(shards)}  # replicas have the same position
+    for position in sorted(first_at):
+        total = combine(total, first_at[position].crc32c, first_at[position].size_bytes)
     return total
 
 
 def combine(left: int, right: int, right_bytes: int) -> int:
-    """crc32c(A + B) from crc32c(A), crc32c(B) and the length of B.
+    """Return crc32c(A + B) from crc32c(A), crc32c(B) and the number of bytes of B.
 
-    Appending a zero bit to A is a linear map of its checksum over GF(2); the map for `right_bytes` zero bytes is built by squaring (the
-    method of zlib's crc32_combine).
+    Appending a zero bit to A is a linear map of its checksum over GF(2); the map for `right_bytes`
+    zero bytes is built by squaring (the method of zlib's crc32_combine).
     """
     if right_bytes == 0:
         return left
@@ -96,7 +107,7 @@ def combine(left: int, right: int, right_bytes: int) -> int:
 
 @cache
 def _zeros_operator(power: int) -> tuple[int, ...]:
-    """The 32 x 32 matrix, a column an integer, that appends 2**power zero bytes."""
+    """The 32 x 32 matrix, one integer per column, that appends 2**power zero bytes."""
     if power == 0:
         one_bit = (POLYNOMIAL, *(1 << n for n in range(31)))
         operator = one_bit

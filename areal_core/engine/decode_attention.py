@@ -1,8 +1,11 @@
-"""Attention of one new token over its cache, on a CPU: two small matrix products in place of a kernel made for long queries.
+"""Attention of one new token over its cache on a CPU: two small matrix products, without a kernel.
 
-Torch's kernel wants as many heads of keys as of queries, so that the cache is copied for every token, and works through it in
-blocks meant for many queries. With 9 heads over 3, 16 rows and 100 tokens it takes 2.3 ms a layer; this takes 0.24 ms.
+Torch's kernel is made for long queries. It needs as many key heads as query heads, so that the
+cache is copied for every token, and processes it in blocks meant for many queries. With 9 heads
+over 3, 16 rows and 100 tokens it takes 2.3 ms per layer; this takes 0.24 ms.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,23 +25,26 @@ def decoding_attention(
     *,
     scaling: float | None = None,
     position_bias: Tensor | None = None,
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for generation: Transformers' own, but for a single new token on a CPU.
+    """Compute attention for generation: Transformers' own, except for a single new token on a CPU.
 
     Args:
-        query: [batch, heads, new tokens, head_dim]. key, value: [batch, kv_heads, cached and new tokens, head_dim].
-        attention_mask: bool [batch, 1, new tokens, cached and new tokens], true where a token may look; None for everywhere.
+        query: [batch, heads, new tokens, head_dim]. key, value: [batch, kv_heads, cached and new
+            tokens, head_dim].
+        attention_mask: bool [batch, 1, new tokens, cached and new tokens], true where a token may
+            attend; None for everywhere.
 
     Returns:
-        [batch, new tokens, heads, head_dim], and None for the attention weights that Transformers' interface wants.
+        [batch, new tokens, heads, head_dim], and None in place of the attention weights.
     """
     if query.shape[2] > 1 or query.device.type != "cpu" or position_bias is not None:
         options |= {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     batch, heads, _, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    # Heads that share keys are rows of one product. float32, as inside torch's kernel: bfloat16 would round the scores.
+    # Heads that share keys are rows of one product. float32, as inside torch's kernel: bfloat16
+    # would round the scores.
     grouped = query.view(batch, key.shape[1], -1, head_dim).float() * scale
     scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, heads / kv_heads, tokens]
     if attention_mask is not None:

@@ -1,8 +1,8 @@
-"""Deterministic mode that fails closed: it starts only when everything it needs was set before torch read it.
+"""Deterministic mode that fails closed: it is an error if a requirement was not set in time.
 
-`use_deterministic_algorithms(True, warn_only=True)` is no weaker form of the same thing: attention backward then keeps its
-non-deterministic kernel and prints a warning. Environment variables set after torch, cuBLAS or NCCL have started are not read at
-all. So both are errors here.
+`use_deterministic_algorithms(True, warn_only=True)` is not sufficient: attention backward then
+keeps its non-deterministic kernel and prints a warning. Environment variables that are set after
+torch, cuBLAS or NCCL have started have no effect. So both are errors here.
 """
 
 import base64
@@ -11,9 +11,11 @@ import json
 import os
 import random
 import sys
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from areal_core.engine.errors import DeterminismError
 from areal_core.environment import DETERMINISTIC
@@ -23,7 +25,8 @@ def enforce_determinism() -> None:
     """Turn deterministic algorithms on.
 
     Raises:
-        DeterminismError: an environment variable was not set before Python started, or algorithms were set to warn only.
+        DeterminismError: an environment variable was not set before Python started, or
+            `torch.use_deterministic_algorithms` was called with `warn_only`.
     """
     started_with = environment_at_start()
     for name, wanted in DETERMINISTIC.items():
@@ -39,14 +42,15 @@ def enforce_determinism() -> None:
             "non-deterministic kernels in place: remove that call"
         )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # A property of the module object, which annotations cannot express.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def environment_at_start() -> dict[str, str]:
-    """The environment that this process was started with; os.environ holds later changes too."""
+    """Return the environment at the start of this process, without later changes of os.environ."""
     if not sys.platform.startswith("linux"):
         return dict(os.environ)
     with open("/proc/self/environ", "rb") as file:
@@ -55,7 +59,7 @@ def environment_at_start() -> dict[str, str]:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch with a stream of its own for each rank."""
+    """Seed Python, NumPy and torch, each rank with a different stream."""
     stream = seed * 1_000_003 + rank
     random.seed(stream)
     np.random.seed(stream % 2**32)
@@ -63,9 +67,10 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def branch_rng(index: int) -> None:
-    """Go on with stream `index` of those that follow from the present random states; stream 0 is to leave them as they are.
+    """Switch to random stream `index`, derived from the RNG states; stream 0 is these states.
 
-    Ranks that share the tokens of a row share what was recorded of its random states, and must not drop the same places of their slices.
+    Ranks that share the tokens of a row restore the same recorded RNG states, but must not apply
+    the same dropout to their different slices.
     """
     if index:
         digest = hashlib.sha256(json.dumps(rng_state(), sort_keys=True).encode()).digest()
@@ -73,8 +78,10 @@ def branch_rng(index: int) -> None:
 
 
 def rng_state() -> dict[str, str]:
-    """The states of all generators that training may draw from, as text."""
-    _, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    """Return the states of all random number generators that training may use, as text."""
+    _, words, position, has_gauss, gauss = cast(
+        "tuple[str, NDArray[np.uint32], int, int, float]", np.random.get_state(legacy=True)
+    )
     version, python_words, python_gauss = random.getstate()
     states = {
         "torch": _text(torch.get_rng_state().numpy()),
@@ -87,7 +94,7 @@ def rng_state() -> dict[str, str]:
 
 
 def set_rng_state(states: dict[str, str]) -> None:
-    """The inverse of `rng_state`."""
+    """Restore what `rng_state` returned."""
     torch.set_rng_state(torch.from_numpy(_array(states["torch"], np.uint8)))
     position, has_gauss, gauss, words = states["numpy"].split(" ")
     np.random.set_state(
@@ -104,9 +111,9 @@ def _optional_hex(value: float | None) -> str:
     return "none" if value is None else value.hex()
 
 
-def _text(array: np.ndarray) -> str:
+def _text(array: NDArray[Any]) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def _array(text: str, dtype: type) -> np.ndarray:
+def _array(text: str, dtype: type) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -1,19 +1,19 @@
-"""What the engine says when a user's input cannot work.
+"""Errors of the engine that a user can fix.
 
 ```
 ValueError
 `-- EngineError
     |-- ModelError         a model that cannot be loaded or sharded
-    |-- RanksError         ranks that cannot share the work as asked
-    |-- DeterminismError   deterministic mode without what it needs
+    |-- RanksError         ranks that cannot be divided as requested
+    |-- DeterminismError   deterministic mode without its requirements
     `-- CheckpointError    a checkpoint that is missing, damaged or of another model
-        `-- CheckpointNotWritten   a full disk, or one that fails: trying again may help
+        `-- CheckpointNotWritten   a full or failing disk: a retry may help
 ```
 """
 
 
 class EngineError(ValueError):
-    """Anything that a user can mend."""
+    """An error that a user can fix."""
 
 
 class ModelError(EngineError):
@@ -21,11 +21,11 @@ class ModelError(EngineError):
 
 
 class RanksError(EngineError):
-    """Ranks that cannot share the work as asked: too few of them, or a model that does not divide among them."""
+    """Ranks that cannot be divided as requested, or a model that does not divide among them."""
 
 
 class DeterminismError(EngineError):
-    """Deterministic mode was asked for, and something it needs is missing or came too late."""
+    """Deterministic mode was requested, and a requirement is missing or was set too late."""
 
 
 class CheckpointError(EngineError):
@@ -33,4 +33,4 @@ class CheckpointError(EngineError):
 
 
 class CheckpointNotWritten(CheckpointError):
-    """The disk was full, or failed: no mistake of the user, and trying again may help."""
+    """The disk was full, or failed, or the checkpoint was cancelled: a retry may help."""

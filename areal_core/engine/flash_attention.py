@@ -1,11 +1,13 @@
-"""Flash-attention over packed sequences, one kernel for all of them, where the device has it; else `attention.py`, sequence by sequence.
+"""Flash-attention over packed sequences in one kernel, where the device supports it.
 
-The kernel is torch's own (`torch.nn.attention.varlen`), so no package is needed beside it. Its backward is deterministic where torch's
-deterministic algorithms are on.
+Elsewhere `attention.py` runs SDPA, one sequence at a time. The kernel is torch's own
+(`torch.nn.attention.varlen`), so no other package is needed. Its backward is deterministic when
+torch's deterministic algorithms are on.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,16 +22,16 @@ WIDEST_HEAD = 256
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The attention function that a model is given, by its name among Transformers', and why."""
+    """The attention function of a model, by its name in Transformers, and the reason for it."""
 
     implementation: str
-    why: str
+    reason: str
 
 
 def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> AttentionChoice:
-    """What `attn_impl` means on a device ("cpu" or "cuda") for a compute dtype."""
+    """Return the attention for `attn_impl` on a device ("cpu" or "cuda") in a compute dtype."""
     if attn_impl == "sdpa":
-        return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl asks")
+        return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl requests")
     if device != "cuda":
         missing = "no flash-attention on a CPU"
     elif dtype == torch.float32:
@@ -42,28 +44,31 @@ def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> Attenti
 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-    """What `attend_each` computes, in one kernel; it has no dropout and no soft cap, and takes heads of up to 256."""
+    """Compute `attend_each` in one kernel, if it supports the options and the head size."""
     if packing.dropout or packing.softcap is not None or query.shape[3] > WIDEST_HEAD:
         return attend_each(query, key, value, packing)
     from torch.nn.attention.varlen import varlen_attn
 
     ends = _cumulative(tuple(packing.sequence_lengths), query.device)
     longest = max(packing.sequence_lengths)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head_dim]
     attended = varlen_attn(
-        *(t[0].transpose(0, 1) for t in (query, key, value)),  # [tokens, heads, head_dim]
+        q,
+        k,
+        v,
         ends,
         ends,
         longest,
         longest,
         scale=packing.scaling,
-        # The kernel counts the tokens before a token, Transformers counts the token itself, too.
+        # The kernel counts the tokens before a token, Transformers also counts the token itself.
         window_size=(-1 if packing.sliding_window is None else packing.sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended[None]
+    return cast(Tensor, attended)[None]  # a tuple only with `return_aux`
 
 
-@lru_cache(maxsize=4)  # every layer asks for those of its micro-batch, and a copy to the device waits for it
+@lru_cache(maxsize=4)  # shared by the layers of a micro-batch: the copy to the device blocks
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 

@@ -1,8 +1,9 @@
-"""The train engine: a sharded model that scores batches and learns from them.
+"""The train engine: a sharded model that scores batches and is trained on them.
 
-It knows nothing of reinforcement learning: a loss is a function of logprobs, entropies and one packed micro-batch (of a reward model: of
-scores and the micro-batch). The objective is
-the sum of that loss over all tokens of all ranks, divided by the sum of their weights, so it does not depend on how rows were divided.
+It is independent of reinforcement learning: a loss is a function of logprobs, entropies and one
+packed micro-batch (for a reward model: of scores and the micro-batch). The objective is the sum of
+that loss over all tokens of all ranks, divided by the sum of their weights, so it does not depend
+on how rows are divided into micro-batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +24,24 @@ from areal_core.engine.optimizer import clip_gradients
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
-from areal_core.engine.sharding import whole
+from areal_core.engine.sharding import fsdp_module, full_tensor
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
 LossFunction = Callable[..., Tensor]
 
 
-def tell_nobody(event: str, **facts: object) -> None:
-    """The observer of an engine that nobody watches."""
+def ignore_event(event: str, **facts: object) -> None:
+    """Do nothing: the default observer of a step."""
 
 
 @dataclass(frozen=True)
 class FullTensors:
-    """The weights of a sharded model, whole, in a dtype. It may be iterated again, as a push does that lost a server."""
+    """The full weights of a sharded model, cast to `dtype`.
+
+    Each is gathered when the iterator reaches it, so iterating is a collective. It can be iterated
+    again, as a weight update does that lost a server.
+    """
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -44,12 +49,12 @@ class FullTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, whole(parameter.detach().to(self.device)).to(self.dtype)
+            yield name, full_tensor(parameter.detach().to(self.device)).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """One micro-batch of this rank: its rows in the batch given, its loss summed over tokens, and its weight."""
+    """One micro-batch of this rank; `rows` are of the batch, `loss` is summed over tokens."""
 
     rows: list[int]
     num_tokens: int
@@ -59,7 +64,7 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One optimizer step. `loss` and `total_weight` are over all ranks; the micro-batches are this rank's."""
+    """One optimizer step; all but `micro_batches`, which are this rank's, is over all ranks."""
 
     loss: float
     total_weight: float
@@ -71,18 +76,21 @@ class TrainResult:
 
 @dataclass
 class FSDPEngine:
-    """A sharded causal language model, or reward model, with, for training, its optimizer and schedule.
+    """A sharded causal language model, or reward model, with its optimizer and schedule.
 
     Args:
-        dtype: of compute and of the weights that `named_full_tensors` gives.
-        temperature: logits are divided by it; it must be the one that sampled the tokens.
-        max_tokens_per_mb: the most tokens of one micro-batch, None for no limit.
-        min_micro_batches: the fewest micro-batches that a batch is divided into.
-        packing: how rows are divided into micro-batches, one of `batch.PACKING`; their number is a multiple of `micro_batches_divisor`.
-        granularity: so many neighbouring rows stay in one micro-batch; 2 for pairs. It divides the rows of every batch.
-        adapter: what is trained in place of the model, which then stays as it is.
-        step_groups: of `offload.take_step`; None where optimizer states stay on the device.
-        sleeps: while the engine is idle, its memory on the device is given back.
+        dtype: of compute and of the weights from `named_full_tensors`.
+        temperature: divides the logits; it must be the sampling temperature of the tokens.
+        max_tokens_per_mb: the maximum number of tokens in a micro-batch, None for no limit.
+        min_micro_batches: the minimum number of micro-batches that a batch is divided into.
+        packing: how rows are divided into micro-batches, one of `batch.PACKING`; their number is a
+            multiple of `micro_batches_divisor`.
+        granularity: number of consecutive rows that stay in one micro-batch, 2 for pairs; the
+            number of rows of every batch is a multiple of it.
+        adapter: is trained in place of the model, which is frozen.
+        step_groups: the `groups` of `offload.take_step`; None where optimizer states stay on the
+            device.
+        sleeps: release the engine's memory on the device while it is idle.
     """
 
     model: PreTrainedModel
@@ -103,20 +111,20 @@ class FSDPEngine:
     is_asleep: bool = False
 
     def sleep(self) -> None:
-        """Tell the engine that it is idle now; the next call that needs its weights wakes it."""
+        """Release device memory; the next call that needs the weights wakes the engine."""
         if self.sleeps and not self.is_asleep:
             leave_device(self.model, self.optimizer)
             self.is_asleep = True
 
     def wake(self) -> None:
-        """Bring back what has left the device."""
+        """Move back to the device what `sleep` moved to host memory."""
         if self.is_asleep:
             states_stay = self.step_groups is None
             return_to_device(self.model, self.optimizer, self.ranks.device, with_states=states_stay)
             self.is_asleep = False
 
     def divide(self, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch, as many micro-batches on every rank; a collective."""
+        """Divide rows into micro-batches, the same number on every rank; a collective."""
         size = self.granularity
         lengths = sequence_lengths(batch).view(-1, size).sum(1).tolist()
         groups = split_rows(
@@ -130,21 +138,24 @@ class FSDPEngine:
         return [[unit * size + row for unit in group for row in range(size)] for group in groups]
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """The logprobs of `score`; a collective."""
+        """Return the logprobs of `score`; a collective."""
         return self.score(batch)[0]
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of the next token where the next-token aligned `loss_mask` is set, float32 [B, T], else 0; a collective."""
-        logprobs, entropy = self._columns(batch, 2)
+        """Return (logprobs, entropies) of the next token, each float32 [B, T]; a collective.
+
+        They are 0 where the next-token aligned `loss_mask` is not set.
+        """
+        logprobs, entropy = self._score_rows(batch, 2)
         return logprobs, entropy
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """What a score model gives each position, knowing the tokens up to it, float32 [B, T], 0 on padding; a collective."""
-        return self._columns(batch, 1)[0]
+        """Return a score model's scores, float32 [B, T], 0 on padding; a collective."""
+        return self._score_rows(batch, 1)[0]
 
     @torch.no_grad()
-    def _columns(self, batch: Batch, num_columns: int) -> Tensor:
-        """The columns of `_forward` for every row of a batch, float32 [columns, B, T]; a collective."""
+    def _score_rows(self, batch: Batch, num_columns: int) -> Tensor:
+        """Return the columns of `_forward` for a batch, float32 [columns, B, T]; a collective."""
         self.model.eval()
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
@@ -155,16 +166,16 @@ class FSDPEngine:
                 for column, flat in zip(columns, found.unbind(1), strict=True):
                     column[rows, :width] = scatter_tokens(flat, part["attention_mask"])
         if self.optimizer is None:
-            self.sleep()  # scoring is all that it does
+            self.sleep()  # this engine only scores
         return columns
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
-        """Give `loss_fn` what `train_batch` would, and learn nothing; a collective."""
+        """Call `loss_fn` as `train_batch` does, without gradients; a collective."""
         self.model.eval()
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
-            columns = self._forward(part)  # also without rows: other ranks may have some
+            columns = self._forward(part)  # a collective: also without rows, other ranks may have some
             if rows:
                 loss_fn(*columns.unbind(1), self._packed(part))
 
@@ -173,19 +184,20 @@ class FSDPEngine:
         batch: Batch,
         loss_fn: LossFunction,
         weight_fn: Callable[[Batch], Tensor],
-        observe: Callable[..., None] = tell_nobody,
+        observe: Callable[..., None] = ignore_event,
     ) -> TrainResult:
-        """One optimizer step on a batch of next-token aligned rows; a collective.
+        """Take one optimizer step on a batch of next-token aligned rows; a collective.
 
         Args:
-            batch: padded; every per-token key is given to `loss_fn` packed.
+            batch: padded; `loss_fn` receives every per-token key packed.
             loss_fn: the loss, summed over the tokens of a packed micro-batch.
-            weight_fn: the weight of a batch, by which the sum of the loss is divided; usually its trained tokens.
-            observe: told `loss` before each backward, `gradients` before they are clipped, `optimizer` after its step; on
-                every rank equally often.
+            weight_fn: the weight of a batch, which the sum of the loss is divided by; usually its
+                number of tokens in the loss mask.
+            observe: called with the event `loss` before each backward, `gradients` before clipping
+                and `optimizer` after its step, the same number of times on every rank.
 
         Raises:
-            ValueError: the batch weighs nothing on all ranks, so there is nothing to learn from.
+            ValueError: the engine has no optimizer, or the weight is 0 on all ranks.
         """
         if self.optimizer is None or self.schedule is None:
             raise ValueError(
@@ -193,7 +205,7 @@ class FSDPEngine:
             )
         total_weight = float(self.ranks.sum(weight_fn(batch).double()))
         if total_weight == 0:
-            raise ValueError("no token of the batch is trained on any rank: every loss_mask is 0")
+            raise ValueError("the batch has no token in the loss mask on any rank: every loss_mask is 0")
         self.model.train()
         self.optimizer.zero_grad()
         results = [
@@ -209,7 +221,9 @@ class FSDPEngine:
             take_step(self.optimizer, self.step_groups)
         observe("optimizer", grad_norm=grad_norm, lr=lr, updated=finite)
         self.optimizer.zero_grad()
-        return TrainResult(float(loss_sum) / total_weight, total_weight, grad_norm, lr, finite, results)
+        return TrainResult(
+            float(loss_sum) / total_weight, total_weight, grad_norm, float(lr), finite, results
+        )
 
     def backward(
         self,
@@ -218,20 +232,24 @@ class FSDPEngine:
         loss_fn: LossFunction,
         weight_fn: Callable[[Batch], Tensor],
         total_weight: float,
-        observe: Callable[..., None] = tell_nobody,
+        observe: Callable[..., None] = ignore_event,
     ) -> MicroBatchResult:
-        """Forward and backward of some rows, adding to the gradients; arguments as of `train_batch`; a collective."""
+        """Run forward and backward on some rows, adding to the gradients; a collective.
+
+        Arguments are those of `train_batch`; `total_weight` is the weight over all ranks.
+        """
         part = select_rows(batch, rows)
         pairs = self._forward(part)
         if not rows:
-            # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward that weighs nothing.
+            # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward of
+            # weight 0.
             observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=pairs.sum() * 0.0)
             (pairs.sum() * 0.0).backward()
             return MicroBatchResult([], 0, 0.0, 0.0)
         flat = self._packed(part)
         loss = loss_fn(*pairs.unbind(1), flat)
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
-        # FSDP averages gradients over ranks; times their number, that is a sum.
+        # FSDP averages gradients over ranks; multiplied by their number, that is a sum.
         (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
         num_tokens = int(part["attention_mask"].sum())
         return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
@@ -240,9 +258,10 @@ class FSDPEngine:
         return {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
 
     def _forward(self, part: Batch) -> Tensor:
-        """(logprob, entropy) of the next token at each packed position, float32 [tokens, 2]; 0 where nothing is trained.
+        """Return (logprob, entropy) of the next token at each packed position, float32 [tokens, 2].
 
-        Of a reward model the score of each position, float32 [tokens, 1].
+        They are 0 outside of the loss mask. For a reward model: the score of each position, float32
+        [tokens, 1]. A collective, also for a part without rows.
         """
         self.wake()
         if part["attention_mask"].shape[0] == 0:
@@ -266,23 +285,27 @@ class FSDPEngine:
         }
         if is_score_model(self.model):
             return tokens.gather(self.model(**inputs)[0])
-        scored = tokens.of(flat["loss_mask"]).nonzero()[:, 0].to(device)  # most prompt tokens cost no logits
+        # Logits are computed only in the loss mask, which leaves out the prompt tokens.
+        scored = tokens.of(flat["loss_mask"]).nonzero()[:, 0].to(device)
         at = scored if len(scored) else scored.new_zeros(1)
-        head = self.model.get_output_embeddings()
-        # The label of a sequence's last position is another sequence's first token; no mask trains on it.
-        head.labels, head.temperature = tokens.of(input_ids.roll(-1))[at], self.temperature
-        output = self.model(**inputs, logits_to_keep=at)
-        head.labels = None
-        pairs = output.logits[0] if len(scored) else output.logits[0] * 0.0  # [scored, 2]
+        # The label of a sequence's last position is another sequence's first token; no loss mask
+        # contains it.
+        labels = tokens.of(input_ids.roll(-1))[at]
+        pairs = self.model(**inputs, positions=at, labels=labels, temperature=self.temperature)[0]
+        if not len(scored):
+            pairs = pairs * 0.0
         return tokens.gather(pairs.new_zeros(tokens.size, 2).index_copy(0, at, pairs))
 
     def step_schedule(self) -> None:
-        """Move the learning rate on; once a training step, however many minibatches that had."""
+        """Advance the learning rate; once per training step, whatever its number of minibatches."""
         assert self.schedule is not None
         self.schedule.step()
 
     def named_full_tensors(self) -> FullTensors | MergedTensors:
-        """Every weight, whole, in the compute dtype, with its adapter; a collective each time it is iterated, by every rank to the end."""
+        """Return every full weight in the compute dtype, merged with its adapter if there is one.
+
+        Iterating over the result is a collective: every rank must reach its end.
+        """
         self.wake()
         if self.adapter is None:
             return FullTensors(self.model, self.dtype, self.ranks.device)
@@ -290,11 +313,12 @@ class FSDPEngine:
         return MergedTensors(masters, self.adapter.scaling, self.dtype)
 
     def named_adapter_tensors(self) -> AdapterTensors:
-        """What is trained, whole, in float32, under the names of peft's files; a collective like `named_full_tensors`."""
+        """Return the trained tensors under peft's names, as `named_full_tensors`, but float32."""
         self.wake()
-        self.model.reshard()  # a forward without a backward leaves a head of scores whole and in the compute dtype
+        # A forward without a backward leaves a score head gathered, in the compute dtype.
+        fsdp_module(self.model).reshard()
         return AdapterTensors(self.model, self.ranks.device)
 
     def checksums(self) -> dict[str, str]:
-        """crc32c of every master weight, of an adapted model those of the adapter; a collective."""
+        """Return the crc32c of every trained parameter; a collective."""
         return parameter_checksums(self.model, self.ranks)

@@ -1,7 +1,7 @@
-"""A model in Hugging Face format, for use: a folder that anybody can load, without what training would need to go on.
+"""A trained model in Hugging Face format: a folder for use, without the state to resume training.
 
-Taking the weights is a collective; writing them is not, and may be done by a thread of rank 0 while training goes on. A new
-folder gets its name when it is whole.
+Taking a snapshot of the weights is a collective; writing it is not, and a thread of rank 0 may do
+it while training continues. A new folder gets its name when it is complete.
 """
 
 import os
@@ -19,7 +19,7 @@ from areal_core.engine.lora import Adapter, write_adapter
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A model, or its adapter alone, in Hugging Face format, to be written by rank 0; `weights` are empty on the others."""
+    """A snapshot of a model, or of its adapter only; `weights` are empty except on rank 0."""
 
     folder: Path
     model: PreTrainedModel
@@ -28,7 +28,7 @@ class HFFolder:
     tokenizer: PreTrainedTokenizerBase | None
 
     def write(self) -> None:
-        """Write it; not a collective. Where there is a folder already, its files are replaced.
+        """Write the folder, or replace its files if it exists; not a collective.
 
         Raises:
             CheckpointNotWritten: it cannot be written.
@@ -61,14 +61,15 @@ def take_hf(
     *,
     merged: bool = False,
 ) -> HFFolder:
-    """Weights in the compute dtype, copied, with config and tokenizer; a collective.
+    """Copy the weights in the compute dtype, with config and tokenizer; a collective.
 
-    Of an adapted model the adapter alone, in float32, as peft loads it; with `merged` the model with its adapter in it.
+    For a model with an adapter, only the adapter in float32, as peft loads it; with `merged`, the
+    model with its adapter merged into it.
     """
     adapter = None if merged else engine.adapter
     tensors = engine.named_full_tensors() if adapter is None else engine.named_adapter_tensors()
     weights = {}
-    for name, tensor in tensors:  # on every rank to the end
+    for name, tensor in tensors:  # a collective: every rank reaches its end
         if engine.ranks.rank == 0:
             weights[name] = tensor.to("cpu", copy=True)
     return HFFolder(Path(folder), engine.model, weights, adapter, tokenizer)
@@ -81,6 +82,6 @@ def save_hf(
     *,
     merged: bool = False,
 ) -> None:
-    """Write what `take_hf` takes; a collective."""
+    """Write the snapshot of `take_hf`; a collective."""
     take_hf(folder, engine, tokenizer, merged=merged).write()
     engine.ranks.barrier()

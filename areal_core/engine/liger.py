@@ -1,6 +1,7 @@
-"""Fused kernels of the package liger-kernel for norms and gated MLPs: optional, on a GPU, and not the same bits.
+"""Fused kernels of the package liger-kernel for norms and gated MLPs: optional, only on a GPU.
 
-Rotary embeddings are left alone: Liger would replace them for every model of the process. Cross-entropy is our own (`logprobs.py`).
+Results differ in the last bits. Rotary embeddings are not replaced: Liger would replace them for
+every model in the process. Cross-entropy is computed in `logprobs.py`.
 """
 
 import importlib.util
@@ -11,10 +12,11 @@ from areal_core.engine.errors import ModelError
 
 
 def apply_liger(model: PreTrainedModel, device: str) -> None:
-    """Replace the norms and MLPs of a model whose family Liger knows.
+    """Replace the norms and MLPs of a model whose family Liger supports.
 
     Raises:
-        ModelError: the device is no GPU, the package is missing, or it does not know the family.
+        ModelError: the device is not a GPU, the package is missing, or it does not support the
+            family.
     """
     if device != "cuda":
         raise ModelError(
@@ -23,7 +25,8 @@ def apply_liger(model: PreTrainedModel, device: str) -> None:
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise ModelError(
-            "use_liger is true and liger-kernel is not installed: pip install 'areal-debug[liger]', or set use_liger to false"
+            "use_liger is true and liger-kernel is not installed: pip install 'areal-debug[liger]', "
+            "or set use_liger to false"
         )
     from liger_kernel.transformers import monkey_patch
 

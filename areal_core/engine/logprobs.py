@@ -1,55 +1,74 @@
 """Logprobs and entropies of given tokens, without ever holding `[tokens, vocab]` in float32.
 
-The output layer is replaced by one that takes the labels along: it computes a few rows of logits, reduces each to two numbers, and
-throws them away. The backward computes them again. Rows are so few that their logits stay in the processor's cache, where the passes over
-them cost a third of what they cost in memory.
+```
+model(positions, labels, temperature, **inputs)
+  base model -> hidden states [1, tokens, dim] -> those at `positions`
+  output layer(hidden states, labels, temperature) -> (logprob, entropy) [1, positions, 2]
+```
 
-With tensor parallelism each rank has some rows of the output layer, and logits of its part of the vocabulary alone. What a rank found
-is then put together by two reductions of a few numbers a token, and the gradient of the hidden states is summed.
+The output layer computes a few rows of logits, reduces each to two numbers and discards them; the
+backward computes them again. The rows are so few that their logits stay in the processor's cache,
+where passes over them cost a third of what they cost in memory.
+
+With tensor parallelism each rank has some rows of the output layer, and the logits of its part of
+the vocabulary only. The results of the ranks are combined by two reductions of a few numbers per
+token, and the gradient of the hidden states is summed.
 """
 
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-# Logits held in float32 at a time: 16 MB on a CPU, where caches count; 512 MB on a GPU, where long kernels do.
+from areal_core.engine.errors import ModelError
+
+# Elements of float32 logits that exist at a time: 16 MB on a CPU, sized for its caches; 512 MB on a
+# GPU, sized for long kernels.
 LOGITS_AT_A_TIME = {"cpu": 1 << 22, "cuda": 1 << 27}
-# Gradients of logits, in the compute dtype, are gathered for so many tokens before they meet the weight's gradient.
+# Tokens whose logit gradients, in the compute dtype, are collected for one product with the hidden
+# states, which gives the gradient of the weight.
 TOKENS_PER_WEIGHT_GRADIENT = 1024
+# Config options by which a family scales its logits outside of the output layer.
+LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
-    """The rows of the output layer that this rank of `group` has, from token `first` on."""
+class VocabularyShard:
+    """The rows of the output layer that this rank of `group` has, starting at token `first`."""
 
     first: int
     group: dist.ProcessGroup
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """(logprob, entropy) of labels under softmax(hidden @ weight.T / temperature), a few rows at a time."""
+    """(logprob, entropy) of labels under softmax(hidden @ weight.T / temperature), in chunks."""
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
         temperature: float,
         softcap: float | None,
-        part: VocabularyPart | None = None,
+        shard: VocabularyShard | None = None,
     ) -> Tensor:
-        """hidden [1, tokens, dim], weight [vocab, dim], labels int64 [tokens] -> float32 [1, tokens, 2].
+        """Return float32 [1, tokens, 2].
 
-        With `part`, `weight` is that part of the vocabulary; the other arguments and the result are the same on every rank of the group.
+        `hidden` is [1, tokens, dim], `weight` [vocab, dim], `labels` int64 [tokens]. With `shard`,
+        `weight` has the rows of that part of the vocabulary; the other arguments and the result are
+        the same on every rank of the group.
         """
-        # The leading dimension is the model's batch; a view made later would trip FSDP's hook on the output.
+        # The leading dimension is the model's batch; a view made later would trip FSDP's hook on
+        # the output.
         result = torch.empty(1, hidden.shape[1], 2, dtype=torch.float32, device=hidden.device)
-        labels, is_here = _labels_here(labels, weight.shape[0], part)
-        # Of each token: the largest logit, and relative to it the label's logit, sum exp(l) and sum exp(l) l.
+        labels, is_here = _local_labels(labels, weight.shape[0], shard)
+        # Per token: the largest logit and, relative to it, the label's logit, sum exp(l) and sum
+        # exp(l) l.
         found = torch.empty(4, hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for rows in _slices(hidden.shape[1], _rows_at_a_time(weight)):
             logits, _ = _logits(hidden[0, rows], weight, temperature, softcap)  # [rows, vocab]
@@ -59,23 +78,28 @@ class ChunkedLogprobs(torch.autograd.Function):
             weights = shifted.exp()
             total = weights.sum(1)
             found[:, rows] = torch.stack([largest, at_label, total, weights.mul_(shifted).sum(1)])
-        largest, at_label, total, weighted = found if part is None else _combine(found, is_here, part.group)
+        if shard is not None and is_here is not None:
+            found = _combine(found, is_here, shard.group)
+        largest, at_label, total, weighted = found
         result[0, :, 0] = at_label - total.log()
         result[0, :, 1] = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, labels, is_here, largest + total.log(), result)
-        ctx.temperature, ctx.softcap, ctx.part = temperature, softcap, part
+        ctx.temperature, ctx.softcap, ctx.shard = temperature, softcap, shard
         return result
 
     @staticmethod
-    def backward(ctx, grad_result: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        """d logprob / d logits = (onehot - p) / T;  d entropy / d logits = -p (log p + entropy) / T."""
+    def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        """Recompute the logits and apply the derivatives by them.
+
+        d logprob / d logits = (onehot - p) / T;  d entropy / d logits = -p (log p + entropy) / T.
+        """
         hidden, weight, labels, is_here, log_total, result = ctx.saved_tensors
         grad_logprob, grad_entropy = grad_result[0].unbind(1)  # [tokens]
         has_entropy = bool(grad_entropy.any())
         at_label = grad_logprob if is_here is None else grad_logprob * is_here
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # not beneath an adapter, where the output layer is frozen
+        if ctx.needs_input_grad[1]:  # not with an adapter, where the output layer is frozen
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for block in _slices(hidden.shape[1], TOKENS_PER_WEIGHT_GRADIENT):
             width = hidden[0, block].shape[0]
@@ -95,28 +119,33 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_hidden[0, block] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[0, block]
-        if ctx.part is not None:
-            dist.all_reduce(grad_hidden, group=ctx.part.group)
+        if ctx.shard is not None:
+            dist.all_reduce(grad_hidden, group=ctx.shard.group)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _labels_here(labels: Tensor, num_rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
-    """Labels as rows of this rank's part, 0 where they are in another, and which are in this one; None where there is one part."""
-    if part is None:
+def _local_labels(
+    labels: Tensor, num_rows: int, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor | None]:
+    """(rows of the labels in this rank's shard, mask of the labels that are in it).
+
+    Rows are 0 outside of the mask, which is None where the vocabulary is not sharded.
+    """
+    if shard is None:
         return labels, None
-    rows = labels - part.first
+    rows = labels - shard.first
     is_here = (rows >= 0) & (rows < num_rows)
     return rows.where(is_here, 0), is_here
 
 
 def _combine(found: Tensor, is_here: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the ranks found in their parts of the vocabulary, as if one had seen it all; float32 [4, tokens], a collective."""
-    here, at_label, total, weighted = found
-    largest = here.clone()
+    """Combine the results for the ranks' vocabulary shards: float32 [4, tokens]; a collective."""
+    local_largest, at_label, total, weighted = found
+    largest = local_largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    drop = here - largest  # [tokens], at most 0
+    drop = local_largest - largest  # [tokens], at most 0
     scale = drop.exp()
     sums = torch.stack([(at_label + drop) * is_here, total * scale, (weighted + total * drop) * scale])
     dist.all_reduce(sums, group=group)
@@ -134,7 +163,7 @@ def _slices(count: int, size: int) -> list[slice]:
 def _logits(
     hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """float32 logits over temperature, and d capped / d logits where they are soft-capped (Gemma 2, section 2)."""
+    """float32 logits / temperature, and d capped / d logits with a soft cap (Gemma 2, sec. 2)."""
     logits = (hidden @ weight.T).float()
     slope = None
     if softcap is not None:
@@ -143,26 +172,43 @@ def _logits(
     return logits.div_(temperature) if temperature != 1.0 else logits, slope
 
 
-def take_labels_in_output_layer(model: torch.nn.Module) -> None:
-    """Make the model's output layer return (logprob, entropy) [1, tokens, 2] while `labels` are set on it.
+def score_next_tokens(model: PreTrainedModel, shard: VocabularyShard | None = None) -> None:
+    """Make the model return (logprob, entropy) of given labels in place of logits.
 
-    `output_layer.labels` is None at first, and then the layer gives logits as always. With `labels` (int64 [tokens]) and `temperature`
-    set it gives the pair. Final soft-capping moves from the model into the layer, since it would bend logprobs instead of logits.
+    They are float32 [1, positions, 2]. Its forward then has the keyword arguments `positions`
+    (int64 [positions], of the hidden states to score), `labels` (int64 [positions]), `temperature`
+    (float) and those of the base model. A final soft cap of the logits is applied by the output
+    layer.
+
+    Args:
+        shard: the rows of the output layer that this rank will have; None for all of them.
+
+    Raises:
+        ModelError: the model scales its logits, as Granite and Cohere do.
     """
-    layer = model.get_output_embeddings()
-    plain_forward = layer.forward
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    if softcap is not None:
-        model.config.final_logit_softcapping = None
+    config = model.config.get_text_config()
+    for name in LOGIT_FACTORS:
+        if getattr(config, name, None) not in (None, 1):
+            raise ModelError(
+                f"{type(model).__name__} scales its logits ({name} is {getattr(config, name)}), which training "
+                f"does not support: use a model of another family"
+            )
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    head = output_layer(model)
+    assert head is not None, "a model without an output layer has no logits"
 
-    def forward(self: torch.nn.Module, hidden: Tensor) -> Tensor:
-        if self.labels is None:
-            assert self.vocabulary_part is None, "logits of a part of the vocabulary: set labels"
-            logits = plain_forward(hidden)
-            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        return ChunkedLogprobs.apply(
-            hidden, self.weight, self.labels, self.temperature, softcap, self.vocabulary_part
-        )
+    def score(self: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        return ChunkedLogprobs.apply(hidden, self.weight, labels, temperature, softcap, shard)
 
-    layer.labels, layer.temperature, layer.vocabulary_part = None, 1.0, None
-    layer.forward = MethodType(forward, layer)
+    def forward(
+        self: PreTrainedModel, *, positions: Tensor, labels: Tensor, temperature: float, **inputs: object
+    ) -> Tensor:
+        hidden = self.base_model(**inputs).last_hidden_state[:, positions, :]  # from [1, tokens, dim]
+        return head(hidden, labels, temperature)
+
+    head.forward, model.forward = MethodType(score, head), MethodType(forward, model)
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module | None:
+    """The layer that computes logits; None in a reward model, which has none."""
+    return model.get_output_embeddings()

@@ -1,17 +1,19 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, through peft.
 
-A linear layer W becomes W + alpha / rank * B A. Only A [rank, in] and B [out, rank] train, with float32 masters; B begins at 0, so that a
-new adapter changes nothing. What is frozen has no optimizer and so needs no master: it stands in the compute dtype.
+A linear layer W becomes W + alpha / rank * B A. Only A [rank, in] and B [out, rank] are trained,
+with float32 master weights; B is initialised to 0, so that a new adapter changes nothing. Frozen
+parameters have no optimizer and need no master weights: they are stored in the compute dtype.
 
-The adapters are layers of the model itself, put in before it is sharded, so that sharding, packing, gradient checkpointing and the output
-layer work as ever. What is about training (optimizer, checkpoints, checksums) goes by `trained_parameters`.
+The adapters are layers of the model itself, inserted before it is sharded, so that sharding,
+packing, gradient checkpointing and the output layer work as without them. Optimizer, checkpoints
+and checksums use `trained_parameters`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors.torch import save_file
@@ -19,25 +21,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.scores import HEAD, is_score_model
-from areal_core.engine.sharding import whole
+from areal_core.engine.logprobs import output_layer
+from areal_core.engine.scores import HEAD, is_score_model, score_head
+from areal_core.engine.sharding import full_tensor
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
-ADAPTER = "default"  # peft's name of the one adapter, which it leaves out of the names in files
+ADAPTER = "default"  # peft's name of the only adapter, which it omits from the names in files
 FILE_PREFIX = "base_model.model."
 TENSORS_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter is, besides its tensors.
+    """The configuration of an adapter.
 
     Args:
-        base_model: path of the checkpoint that it stands on.
-        has_scores: it is of a reward model or a value model, whose head is trained whole.
+        base_model: path of the checkpoint that it is trained on.
+        has_scores: it is of a reward model or a value model, whose head is fully trained.
     """
 
     rank: int
@@ -53,23 +56,30 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """What an adapted model trains, whole, float32, under the names of peft's files. It may be iterated again; a collective each time."""
+    """The full trained tensors of a model with an adapter, float32, under peft's names in files.
+
+    Iterating is a collective; it can be iterated again.
+    """
 
     model: nn.Module
     device: torch.device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained_parameters(self.model).items():
-            yield FILE_PREFIX + name.replace(f".{ADAPTER}.", "."), whole(parameter.detach().to(self.device))
+            full = full_tensor(parameter.detach().to(self.device))
+            yield FILE_PREFIX + name.replace(f".{ADAPTER}.", "."), full
 
 
 @dataclass(frozen=True)
 class MergedTensors:
-    """The weights W + alpha / rank * B A under the names of the model beneath. It may be iterated again, as `weights` may.
+    """The weights W + alpha / rank * B A under the names of the base model.
+
+    It can be iterated again if `weights` can.
 
     Args:
-        weights: every tensor of the adapted model, whole and in float32, those of a layer after one another.
-        dtype: that the sum is rounded to.
+        weights: every full tensor of the adapted model in float32; those of a layer are
+            consecutive.
+        dtype: of the result; the sum is computed in float32.
     """
 
     weights: Iterable[tuple[str, Tensor]]
@@ -92,12 +102,15 @@ class MergedTensors:
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """W [out, in] + scaling * B [out, rank] @ A [rank, in], in float32: rounded to bfloat16, most of an update would be lost twice."""
+    """Return W [out, in] + scaling * B [out, rank] @ A [rank, in] in float32.
+
+    In bfloat16 both the product and the sum would round away most of an update.
+    """
     return weight.float() + scaling * (up.float() @ down.float())
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter that is not frozen, by name: of an adapted model the adapters and a head of scores, else all."""
+    """Return every parameter that is not frozen; with adapters, those and a score head."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -109,12 +122,14 @@ def add_adapters(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Freeze a model that is not sharded yet, and put adapters on its linear layers, in place.
+    """Freeze a model that is not sharded yet, and add adapters to its linear layers, in place.
 
     Args:
-        target_modules: last parts of the names of layers ("q_proj"); none, or "all-linear": every linear layer but the output layer.
-        dtype: of compute, which frozen parameters are put into.
-        seed: of the adapters' random numbers; the same on every rank, or each would shard an adapter of its own.
+        target_modules: last components of the names of layers ("q_proj"); empty, or "all-linear",
+            for every linear layer except the output layer.
+        dtype: of compute, which frozen parameters are cast to.
+        seed: of the adapters' initialisation; it must be the same on every rank, since each shards
+            the adapter that it initialised.
 
     Raises:
         ModelError: peft is not installed, or the model has no such layer.
@@ -132,32 +147,41 @@ def add_adapters(
 
 
 def chosen_layers(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """The wanted names of linear layers, or all that there are, sorted. The output layer is none: it is computed without its module."""
+    """Return the requested names of linear layers, or all of them, sorted.
+
+    The output layer is excluded: its logprobs are computed from its weight alone.
+
+    Raises:
+        ModelError: the model has no linear layer of a requested name, or none at all.
+    """
     wanted = [] if ALL_LINEAR in wanted else wanted
-    heads = {model.get_output_embeddings(), model.get_submodule(HEAD) if is_score_model(model) else None}
+    heads = {output_layer(model), score_head(model) if is_score_model(model) else None}
     layers = [
         name for name, module in model.named_modules() if type(module) is nn.Linear and module not in heads
     ]
-    there = {name.rpartition(".")[2] for name in layers}
-    if not there or (unknown := set(wanted) - there):
-        missing = f"no linear layer called {', '.join(sorted(unknown))}" if there else "no linear layer"
+    existing = {name.rpartition(".")[2] for name in layers}
+    if not existing or (unknown := set(wanted) - existing):
+        missing = f"no linear layer called {', '.join(sorted(unknown))}" if existing else "no linear layer"
         raise ModelError(
-            f"{type(model).__name__} has {missing} for an adapter (actor.target_modules): it has {', '.join(sorted(there)) or 'none'}; "
+            f"{type(model).__name__} has {missing} for an adapter (actor.target_modules): "
+            f"it has {', '.join(sorted(existing)) or 'none'}; "
             "the output layer, embeddings and fused experts get none"
         )
-    return sorted(set(wanted) or there)
+    return sorted(set(wanted) or existing)
 
 
 def count_adapters(model: PreTrainedModel, rank: int, target_modules: Sequence[str]) -> int:
-    """Elements that `add_adapters` would train of a model, a head of scores included. Raises `ModelError` as that does."""
+    """Return the number of elements that `add_adapters` would train. It raises likewise."""
     names = chosen_layers(model, target_modules)
-    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
-    head = model.get_submodule(HEAD).weight.numel() if is_score_model(model) else 0
+    layers = [
+        cast(nn.Linear, module) for name, module in model.named_modules() if name.rpartition(".")[2] in names
+    ]
+    head = score_head(model).weight.numel() if is_score_model(model) else 0
     return head + sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 def lora_config(adapter: Adapter, target_modules: Sequence[str]) -> "LoraConfig":
-    """The adapter in peft's words. Raises `ModelError` where peft is not installed."""
+    """Return peft's config of the adapter. Raises `ModelError` if peft is not installed."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -176,23 +200,28 @@ def lora_config(adapter: Adapter, target_modules: Sequence[str]) -> "LoraConfig"
 
 
 def write_adapter(folder: str | Path, tensors: Iterable[tuple[str, Tensor]], adapter: Adapter) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`, as `AdapterTensors` gives them, for peft or a server to load."""
-    held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-    target_modules = sorted({name.split(".")[-3] for name in held if name.endswith(".lora_A.weight")})
+    """Write `adapter_config.json` and `adapter_model.safetensors`, for peft or a server to load.
+
+    Args:
+        tensors: of `AdapterTensors`.
+    """
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    target_modules = sorted({name.split(".")[-3] for name in on_cpu if name.endswith(".lora_A.weight")})
     config = lora_config(adapter, target_modules)
-    # Not before: of a head named here peft makes two when it puts adapters in.
+    # Not earlier: peft duplicates a head that is named here when it adds adapters.
     config.modules_to_save = [HEAD] if adapter.has_scores else None
     config.save_pretrained(str(folder))
-    save_file(held, Path(folder) / TENSORS_FILE, metadata={"format": "pt"})
+    save_file(on_cpu, Path(folder) / TENSORS_FILE, metadata={"format": "pt"})
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model beneath, bit for bit, for the time of the body."""
+    """Disable the adapters in the body, where the model is bitwise identical to the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # Not peft's `enable_adapters`: that also freezes the adapters, and FSDP takes what it sees at its first forward for good.
+    # Not peft's `enable_adapters`: that also freezes the adapters, and FSDP keeps the
+    # `requires_grad` of its first forward.
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -1,19 +1,19 @@
-"""What leaves the device's memory while it is not needed there: optimiser states between steps, and a whole engine between its turns.
+"""Offloading to host memory: optimizer states between steps, and an engine while it is idle.
 
 ```
 optimizer.offload            states are on the device during the optimizer step, else in host memory
-fsdp.per_layer_optim_step    the same, one layer after the other: never more than the states of one layer are on the device
-offload                      parameters and states leave when the engine has no work (rollouts, another model's turn)
-fsdp.offload_params          FSDP's own: parameters, gradients and states stay in host memory, layers visit the device
+fsdp.per_layer_optim_step    the same, one layer at a time: at most the states of one layer are on the device
+offload                      parameters and states are in host memory while the engine is idle
+fsdp.offload_params          FSDP's own: all state stays in host memory, layers are copied to the device
 ```
 
-Moving changes no bit, and on a CPU nothing moves.
+Results are bitwise the same with and without. On a CPU nothing is moved.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -21,18 +21,18 @@ HOST = torch.device("cpu")
 
 
 def take_step(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]] | None) -> None:
-    """One optimizer step.
+    """Take one optimizer step.
 
     Args:
-        groups: the parameters, in groups whose states are brought from host memory, used and sent back one after the other; None
-            where states stay on the device.
+        groups: the parameters, in groups whose states are on the device one group at a time; None
+            where all states stay on the device.
     """
     if groups is None:
         optimizer.step()
         return
     gradients = {parameter: parameter.grad for group in groups for parameter in group}
     for parameter in gradients:
-        parameter.grad = None  # which the optimizer takes for "leave it alone"
+        parameter.grad = None  # the optimizer skips parameters without a gradient
     for group in groups:
         move_states(optimizer, group, None)
         for parameter in group:
@@ -42,11 +42,11 @@ def take_step(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]] | N
             parameter.grad = None
         move_states(optimizer, group, HOST)
     for parameter, gradient in gradients.items():
-        parameter.grad = gradient  # observers look at it
+        parameter.grad = gradient  # observers read it
 
 
 def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Parameter]]:
-    """All trained parameters of a sharded model in one group, or each layer's in one and the others in the last."""
+    """Return the trained parameters in one group, or one per layer and a last for the others."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not is_per_layer:
         return [trained]
@@ -56,9 +56,7 @@ def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Paramet
     return [*in_layers, [parameter for parameter in trained if parameter not in seen]]
 
 
-def move_states(
-    optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device | None
-) -> None:
+def move_states(optimizer: Optimizer, parameters: Iterable[Tensor], device: torch.device | None) -> None:
     """Move the states of some parameters to a device, or, with None, to that of each parameter."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})  # empty before the first step
@@ -67,7 +65,7 @@ def move_states(
 
 
 def leave_device(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move parameters and optimiser states to host memory, and give the device's memory back."""
+    """Move parameters and optimizer states to host memory, and release the device's memory."""
     model.to(HOST)
     if optimizer is not None:
         move_states(optimizer, list(optimizer.state), HOST)
@@ -78,7 +76,7 @@ def leave_device(model: nn.Module, optimizer: Optimizer | None) -> None:
 def return_to_device(
     model: nn.Module, optimizer: Optimizer | None, device: torch.device, *, with_states: bool
 ) -> None:
-    """The inverse of `leave_device`; without states, which then come at each step."""
+    """Invert `leave_device`; without states, which `take_step` then moves."""
     model.to(device)
     if optimizer is not None and with_states:
         move_states(optimizer, list(optimizer.state), None)

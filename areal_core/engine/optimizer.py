@@ -1,7 +1,8 @@
-"""AdamW or SGD over float32 master weights, the learning-rate schedule, and clipping by the global gradient norm."""
+"""AdamW or SGD over float32 master weights, learning-rate schedules, and gradient clipping."""
 
 import math
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,13 @@ def build_optimizer(
     beta2: float,
     eps: float,
 ) -> Optimizer:
-    """An optimizer whose states have the parameters' own dtype, float32, but for the first moment of "adam_bf16".
+    """Build an optimizer with states in float32, except for the first moment of "adam_bf16".
+
+    Args:
+        parameters: float32; the states have their dtype.
 
     Raises:
-        ValueError: `kind` is none of "adam", "adam_bf16", "sgd".
+        ValueError: `kind` is not one of "adam", "adam_bf16", "sgd".
     """
     if kind == "adam":
         return torch.optim.AdamW(
@@ -42,14 +46,15 @@ def build_optimizer(
 def schedule_factor(
     kind: str, total_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> Callable[[int], float]:
-    """The factor on the learning rate at each step: linear warm-up from 0, then constant, linear or cosine decay.
+    """Return the learning rate's factor as a function of the step.
 
-    Decay ends at `min_lr_ratio` after `total_steps`.
+    It is a linear warm-up from 0, then constant or a linear or cosine decay to `min_lr_ratio` after
+    `total_steps`.
 
     Raises:
-        ValueError: `kind` is none of "constant", "linear", "cosine".
+        ValueError: `kind` is not one of "constant", "linear", "cosine".
     """
-    decays = {
+    decays: dict[str, Callable[[float], float]] = {
         "constant": lambda progress: 1.0,
         "linear": lambda progress: 1.0 - progress,
         "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -71,16 +76,16 @@ def schedule_factor(
 def build_schedule(
     optimizer: Optimizer, *, kind: str, total_steps: int, warmup_proportion: float, min_lr_ratio: float
 ) -> LambdaLR:
-    """A schedule over `total_steps` training steps, of which a proportion warms up."""
+    """Build a schedule over `total_steps` training steps, of which a proportion is the warm-up."""
     warmup_steps = int(warmup_proportion * total_steps)
     return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
 
 
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
-    """Scale gradients so that their global L2 norm is at most `max_norm`; return the norm before. A collective.
+    """Clip gradients to a global L2 norm of at most `max_norm`; return the norm before.
 
-    What several ranks hold alike, as tensor-parallel ranks do the norms' weights, counts once.
-    With a norm that is not finite the gradients are left alone: the caller skips the step.
+    A collective. Parameters that are replicated over ranks, such as norms under tensor parallelism,
+    count once. If the norm is not finite the gradients are not changed: the caller skips the step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = _global_norm(gradients)
@@ -95,10 +100,11 @@ def _global_norm(gradients: list[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     (mesh,) = meshes
+    sharded = cast(list[DTensor], gradients)  # with tensor parallelism every parameter is a DTensor
     squares = []
-    for placements in dict.fromkeys(gradient.placements for gradient in gradients):
-        parts = [gradient.to_local() for gradient in gradients if gradient.placements == placements]
-        square = torch.nn.utils.get_total_norm(parts) ** 2
+    for placements in dict.fromkeys(gradient.placements for gradient in sharded):
+        shards = [gradient.to_local() for gradient in sharded if gradient.placements == placements]
+        square = torch.nn.utils.get_total_norm(shards) ** 2
         for dimension, placed in enumerate(placements):
             if not placed.is_replicate():
                 dist.all_reduce(square, group=mesh.get_group(dimension))

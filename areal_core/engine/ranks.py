@@ -1,21 +1,21 @@
-"""The ranks of a job: which rows, tokens and parts of weights each holds, and the few collectives of our own.
+"""The ranks of a job: rows, tokens and shards of weights of each, and their collectives.
 
 Ranks are numbered with tensor parallelism innermost. Eight ranks as `d2c2t2`:
 
 ```
 rank                 0 1 2 3 4 5 6 7
-data-parallel        0 0 0 0 1 1 1 1    which rows: the four ranks of a group hold the same ones
+data-parallel        0 0 0 0 1 1 1 1    which rows: the four ranks of a group have the same ones
 sequence-parallel    0 0 1 1 0 0 1 1    which slice of their tokens
 tensor-parallel      0 1 0 1 0 1 0 1    which slice of heads, features and vocabulary
 sharded over         {0,2,4,6} {1,3,5,7}    FSDP: over data and sequence, ("dp_sp")
-head of its group    x       x          samples, records and counts for the group
+group leader         x       x          samples, records and counts for the group: rank 0 of the group
 ```
 """
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,23 +25,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from areal_core.engine.errors import RanksError
 
 TIMEOUT_VARIABLE = "AREAL_COLLECTIVE_TIMEOUT_S"  # seconds until a collective counts as hung
-DEFAULT_TIMEOUT_S = 7200.0  # a slow evaluation or checkpoint on one rank is no hang
+DEFAULT_TIMEOUT_S = 7200.0  # a slow evaluation or checkpoint on one rank is not a hang
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks as a mesh ("dp", "sp", "tp"), its line ("dp_sp") through this rank, and the group of those that hold the same rows."""
+    """The meshes of a job.
 
-    whole: DeviceMesh
+    Args:
+        all: every rank, with the dimensions "dp", "sp" and "tp".
+        shards: the ranks that share shards with this one, with the flattened dimension "dp_sp".
+        same_rows: the ranks that have the same rows as this one; None if no other rank does.
+    """
+
+    all: DeviceMesh
     shards: DeviceMesh
-    same_rows: dist.ProcessGroup | None  # None where each rank holds rows of its own
+    same_rows: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers: `rank` of `world_size`, on `device`."""
+    """This process in its job: `rank` of `world_size`, on `device`."""
 
     rank: int
     world_size: int
@@ -52,50 +58,50 @@ class Ranks:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold the same rows."""
+        """Number of ranks that have the same rows."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of ranks that hold the same rows."""
+        """Number of groups of ranks that have the same rows."""
         return self.world_size // self.model_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which rows this rank holds."""
+        """Index of this rank's group, which determines its rows."""
         return self.rank // self.model_parallel_size
 
     @property
     def sequence_parallel_rank(self) -> int:
-        """Which slice of its rows' tokens this rank holds."""
+        """Index of this rank's slice of the tokens of its rows."""
         return self.rank // self.tensor_parallel_size % self.sequence_parallel_size
 
     @property
-    def is_data_parallel_head(self) -> bool:
-        """Whether this is the one rank that samples, records and counts for those that hold the same rows."""
+    def is_group_leader(self) -> bool:
+        """True for rank 0 of a group with the same rows, which samples and records for it."""
         return self.rank % self.model_parallel_size == 0
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks that FSDP shards parameters over, and averages gradients over: data and sequence."""
+        """The ranks that FSDP shards parameters and averages gradients over: data and sequence."""
         return self.meshes.shards
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
         """The ranks that tensor parallelism splits layers over."""
-        return self.meshes.whole["tp"]
+        return self.meshes.all["tp"]
 
     @property
     def sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the tokens of their rows; None when each rank has all of them."""
-        return self.meshes.whole.get_group("sp") if self.sequence_parallel_size > 1 else None
+        return self.meshes.all.get_group("sp") if self.sequence_parallel_size > 1 else None
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over data-parallel ranks, so that each row counts once; a collective."""
-        return self._sum(tensor, self.meshes.whole.get_group("dp"))
+        """Sum a tensor over data-parallel ranks, so that each row counts once; a collective."""
+        return self._sum(tensor, self.meshes.all.get_group("dp"))
 
     def sum_parts(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, each of which has another part of the model; a collective."""
+        """Sum a tensor over all ranks, which have different parts of the model; a collective."""
         return self._sum(tensor, None)
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -104,43 +110,46 @@ class Ranks:
         return total.to(tensor.device)
 
     def maximum(self, count: int) -> int:
-        """The largest of a count over ranks; a collective."""
+        """Return the maximum of a count over ranks; a collective."""
         largest = torch.tensor(count, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
-    def gather_objects(self, value: object) -> list:
-        """Every rank's value, in rank order; a collective."""
-        values: list = [None] * self.world_size
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order; a collective."""
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    def gather_heads(self, value: object) -> list:
-        """The values of the groups' heads, in data-parallel order, on every rank; a collective."""
+    def gather_leaders(self, value: T) -> list[T]:
+        """Return the group leaders' values, in data-parallel order, on every rank; a collective."""
         return self.gather_objects(value)[:: self.model_parallel_size]
 
-    def gather_rows(self, value: object) -> list:
-        """The values of the data-parallel ranks, in their order; a collective of the heads alone, or of all ranks."""
-        values: list = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self.meshes.whole.get_group("dp"))
+    def gather_rows(self, value: T) -> list[T]:
+        """Return the values of the data-parallel ranks, in order.
+
+        A collective of the leaders only, or of all ranks.
+        """
+        values: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(values, value, group=self.meshes.all.get_group("dp"))
         return values
 
     def share(self, value: T) -> T:
-        """The value of the head of this rank's group, on every rank of the group; a collective of the group."""
+        """Return the group leader's value on every rank of the group; a collective of the group."""
         if self.meshes.same_rows is None:
             return value
         shared = [value]
-        head = self.rank - self.rank % self.model_parallel_size
-        dist.broadcast_object_list(shared, src=head, group=self.meshes.same_rows)
+        leader = self.rank - self.rank % self.model_parallel_size
+        dist.broadcast_object_list(shared, src=leader, group=self.meshes.same_rows)
         return shared[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank; a collective."""
         dist.barrier()
 
 
 def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_parallel: int = 1) -> Ranks:
-    """Join the job that torchrun described in the environment; alone when there is none.
+    """Join the job that torchrun described in the environment; without one, a job of one rank.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
@@ -162,8 +171,8 @@ def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_paral
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size % (sequence_parallel * tensor_parallel):
         raise RanksError(
-            f"{world_size} rank(s) cannot be divided into groups of c{sequence_parallel} x t{tensor_parallel}: start as many "
-            f"ranks as allocation_mode says (torchrun --nproc-per-node)"
+            f"{world_size} rank(s) cannot be divided into groups of c{sequence_parallel} x t{tensor_parallel}: "
+            f"start the number of ranks in allocation_mode (torchrun --nproc-per-node)"
         )
     local = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -171,7 +180,9 @@ def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_paral
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S)))
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        # Documented by torch, but not exported in its annotations.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
     meshes = build_meshes(kind, world_size, sequence_parallel, tensor_parallel, timeout)
@@ -181,10 +192,11 @@ def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_paral
 def build_meshes(
     device_kind: str, world_size: int, sequence_parallel: int, tensor_parallel: int, timeout: timedelta
 ) -> Meshes:
-    """The meshes of a job; a collective.
+    """Build the meshes of a job; a collective.
 
     Args:
-        timeout: of what a head shares: the others wait for its rollouts there. Other groups meet after collectives of all ranks only.
+        timeout: of the broadcasts of a group leader, in which the others wait for its rollouts.
+            Other groups only communicate after collectives of all ranks.
     """
     model_parallel = sequence_parallel * tensor_parallel
     shape = (world_size // model_parallel, sequence_parallel, tensor_parallel)

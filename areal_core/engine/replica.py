@@ -1,7 +1,8 @@
-"""A second copy of the model, whole on each rank, for the embedded engine to generate with.
+"""A second, unsharded copy of the model on each rank, for the embedded engine to generate with.
 
-Ranks generate different numbers of tokens. Through FSDP's sharded modules each token would be a collective, and the ranks would
-wait for each other for ever; a replica generates without talking to anyone. It takes its weights as a server does: by a push.
+Ranks generate different numbers of tokens. Through FSDP's sharded modules each token would be a
+collective, and the ranks would wait for each other indefinitely; a replica generates without
+communication. It receives its weights as a server does, in a weight update.
 """
 
 from collections.abc import Iterable
@@ -17,18 +18,19 @@ from areal_core.engine.packed_linear import pack_linear_layers
 
 
 class Replica:
-    """A causal language model in the compute dtype that gives next-token logits.
+    """A causal language model in the compute dtype that computes next-token logits.
 
     Args:
-        path: folder of the model, read for its config and first weights.
+        path: folder of the model, for its config and initial weights.
         dtype: of weights and compute; "auto" for the checkpoint's own.
     """
 
     def __init__(self, path: str, dtype: torch.dtype | str, device: torch.device) -> None:
-        self.model = load_model(path, dtype=dtype, attn_implementation=DECODING).to(device).eval()
+        model: torch.nn.Module = load_model(path, dtype=dtype, attn_implementation=DECODING)
+        self.model = model.to(device).eval()
         pack_linear_layers(self.model)
         self.device = device
-        # Tied weights under each of their names: a checkpoint may hold either.
+        # Tied weights under each of their names: a checkpoint may have either.
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
 
     @torch.no_grad()
@@ -36,7 +38,8 @@ class Replica:
         """Copy weights in, by name.
 
         Raises:
-            ModelError: a name that the model has not, or a tensor of another shape; the tensors before it are in.
+            ModelError: the model has no such name, or its tensor has a different shape; the tensors
+                before it have been copied.
         """
         for name, tensor in named_tensors:
             parameter = self._parameters.get(name)
@@ -55,7 +58,7 @@ class Replica:
             input_ids: int64 [batch, new tokens].
             attention_mask: [batch, cached and new tokens], 0 on padding.
             position_ids: int64 [batch, new tokens].
-            cache: keys and values so far; grows.
+            cache: of keys and values so far; the new tokens are added to it.
         """
         output = self.model(
             input_ids=input_ids.to(self.device),

@@ -1,18 +1,21 @@
-"""A reward model: a transformer whose head gives each position one number, of which a sequence's last is its score.
+"""A reward model: a transformer with a score per position, of which a sequence's last counts.
 
-It is what Transformers calls a sequence classifier with one label, so that what is saved can be used by anyone. Its own forward
-looks for the last position by the padding token, of which a packed batch has none: here it gives the scores of all positions.
+In Transformers it is a sequence classifier with one label, so that other tools can use a saved
+model. Its own forward finds the last position by the padding token, which a packed batch does not
+have: here its forward returns the scores of all positions.
 """
 
 from types import MethodType
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
+from areal_core.engine.logprobs import output_layer
 from areal_core.engine.model import load_failure, without_dropout
 
 HEAD = "score"
@@ -28,17 +31,19 @@ def load_score_model(
 ) -> PreTrainedModel:
     """Load a reward model, or a language model as one, on the CPU with float32 weights.
 
-    A head that the checkpoint does not have begins at 0: all scores are equal, on any number of ranks. Arguments as of `load_model`.
+    A head that the checkpoint does not have is initialised to 0: all scores are equal, on any
+    number of ranks. Arguments are those of `load_model`.
 
     Raises:
-        ModelError: there is no readable model at `path`, its head has several labels, or its family has no such head.
+        ModelError: there is no readable model at `path`, its head has several labels, or its family
+            has no such head.
     """
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, num_labels=1)
         if disable_dropout:
             without_dropout(config)
-        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
         if without_weights:
             with torch.device("meta"):
                 model, is_new = AutoModelForSequenceClassification.from_config(config, **options), False
@@ -53,24 +58,24 @@ def load_score_model(
         raise load_failure(path, error) from error
     if HEAD not in dict(model.named_children()):
         raise ModelError(
-            f"{type(model).__name__} has no head called {HEAD!r}: take a decoder such as Llama or Qwen"
+            f"{type(model).__name__} has no head called {HEAD!r}: use a decoder such as Llama or Qwen"
         )
     if is_new:
-        torch.nn.init.zeros_(model.get_submodule(HEAD).weight)
+        torch.nn.init.zeros_(score_head(model).weight)
     score_every_position(model)
     return model
 
 
 def score_every_position(model: PreTrainedModel) -> None:
-    """Make the model give the scores of all positions, float32 [1, tokens, 1]; the head is computed in float32.
+    """Make the model return the scores of all positions, float32 [1, tokens, 1].
 
-    In bfloat16 two scores near 4 would have to be 1/32 apart to differ.
+    Its head computes in float32: in bfloat16 two scores near 4 would have to be 1/32 apart to
+    differ.
     """
-
     head = model.get_submodule(HEAD)
 
-    def score(self: torch.nn.Module, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+    def score(self: nn.Linear, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden.float(), self.weight.float())
 
     def forward(self: PreTrainedModel, **inputs: object) -> Tensor:
         return head(self.base_model(**inputs).last_hidden_state)  # from [1, tokens, dim]
@@ -78,6 +83,11 @@ def score_every_position(model: PreTrainedModel) -> None:
     head.forward, model.forward = MethodType(score, head), MethodType(forward, model)
 
 
+def score_head(model: PreTrainedModel) -> nn.Linear:
+    """Return the layer that computes scores. Raises AttributeError for a model that has none."""
+    return cast(nn.Linear, model.get_submodule(HEAD))
+
+
 def is_score_model(model: PreTrainedModel) -> bool:
-    """Whether the model has a head of scores, and none of tokens."""
-    return model.get_output_embeddings() is None
+    """Return whether the model has a score head, and no output layer."""
+    return output_layer(model) is None

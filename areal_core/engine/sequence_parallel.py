@@ -1,17 +1,18 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): ranks that hold the same rows share the tokens, and in attention the heads.
+"""Ulysses sequence parallelism (arXiv 2309.14509): ranks share tokens, and heads in attention.
 
 ```
 rank 0   tokens 0..n/2, all heads ──┐ exchange ┌── all tokens, heads 0..h/2 ── attention ──┐ exchange ┌── tokens 0..n/2, all heads
 rank 1   tokens n/2..n, all heads ──┘          └── all tokens, heads h/2..h ── attention ──┘          └── tokens n/2..n, all heads
 ```
 
-All else in a transformer acts on each token alone. What the model gives for the tokens is gathered before a loss sees it: a loss has whole
-rows on every rank, and computes the same number there.
+Everything else in a transformer acts on each token separately. The model's output for the tokens is
+gathered before the loss, which has complete rows on every rank and computes the same value there.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,10 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """The `size` packed tokens from `start` that this rank of `group` has, of `num_tokens` and `padding` after them.
+    """This rank's slice of the packed tokens of `group`: `size` tokens from `start`.
 
-    Without a group they are all tokens, and there is no padding.
+    The slices cover `num_tokens` tokens and `padding` after them. Without a group the slice is all
+    tokens, and there is no padding.
     """
 
     start: int
@@ -39,22 +41,22 @@ class TokenSlice:
     group: Group | None
 
     def of(self, tokens: Tensor) -> Tensor:
-        """This rank's part of a tensor [tokens]; 0 on padding."""
+        """Return this rank's slice of a tensor [tokens]; 0 on padding."""
         return pad(tokens, (0, self.padding))[self.start : self.start + self.size]
 
     def lengths(self, lengths: list[int]) -> list[int]:
-        """Tokens of each sequence, of all ranks; the padding is a sequence of its own, so that no token looks at it."""
+        """Return the lengths with the padding as a separate sequence: no token attends to it."""
         return [*lengths, self.padding] if self.padding else lengths
 
     def gather(self, columns: Tensor) -> Tensor:
-        """[size, columns] of every rank -> [tokens, columns] on every rank; a collective, and differentiable."""
+        """Gather every rank's [size, columns] to [tokens, columns]; a differentiable collective."""
         if self.group is None:
             return columns
         return GatherTokens.apply(columns, self)[: self.num_tokens]
 
 
 def slice_tokens(num_tokens: int, ranks: Ranks) -> TokenSlice:
-    """This rank's slice of so many packed tokens of its group."""
+    """Return this rank's slice of the `num_tokens` packed tokens of its group."""
     num_slices = ranks.sequence_parallel_size
     padding = -num_tokens % num_slices
     size = (num_tokens + padding) // num_slices
@@ -63,36 +65,40 @@ def slice_tokens(num_tokens: int, ranks: Ranks) -> TokenSlice:
 
 
 class GatherTokens(torch.autograd.Function):
-    """What each rank has of its slice, one after another.
+    """Concatenate the ranks' slices.
 
-    Every rank computes the same loss of the whole, so the gradient of its own slice is complete: nothing is summed on the way back.
+    Every rank computes the same loss of all tokens, so the gradient of its own slice is complete:
+    backward needs no reduction.
     """
 
     @staticmethod
-    def forward(ctx, columns: Tensor, tokens: TokenSlice) -> Tensor:
+    def forward(ctx: Any, columns: Tensor, tokens: TokenSlice) -> Tensor:
         ctx.tokens = tokens
         slices = [torch.empty_like(columns) for _ in range(dist.get_world_size(tokens.group))]
         dist.all_gather(slices, columns.contiguous(), group=tokens.group)
         return torch.cat(slices)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         tokens = ctx.tokens
         return gradient[tokens.start : tokens.start + tokens.size], None
 
 
 class Exchange(torch.autograd.Function):
-    """Part i of each rank's tensor [ranks, ...] goes to rank i, which stacks what it gets in rank order; gradients go back likewise."""
+    """All-to-all: rank i receives element i of each rank's tensor [ranks, ...].
+
+    The result is stacked in rank order. The gradients return by the same exchange.
+    """
 
     @staticmethod
-    def forward(ctx, parts: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        got = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(got, parts.contiguous(), group=group)
-        return got
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return Exchange.apply(gradient, ctx.group), None
 
 
@@ -103,11 +109,13 @@ def exchange_heads(
     value: Tensor,
     group: Group,
 ) -> Tensor:
-    """Attention over all tokens of the group, by each rank for its part of the heads; a collective.
+    """Compute attention over all tokens of the group for this rank's share of heads; a collective.
 
     Args:
-        attend: query, key, value [1, heads of the rank, all tokens, head_dim] -> [1, all tokens, heads of the rank, head_dim].
-        query: [1, heads, tokens of the rank, head_dim]. key, value: the same with kv_heads, each repeated where ranks are more.
+        attend: query, key, value [1, heads of the rank, all tokens, head_dim]
+            -> [1, all tokens, heads of the rank, head_dim].
+        query: [1, heads, tokens of the rank, head_dim]. key, value: the same with kv_heads, which
+            are repeated if there are more ranks.
 
     Returns:
         [1, tokens of the rank, heads, head_dim].
@@ -119,18 +127,18 @@ def exchange_heads(
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     parts = [tensor.reshape(size, -1, num_tokens, head_dim) for tensor in (query, key, value)]
     heads = [part.shape[1] for part in parts]  # of each rank
-    got = Exchange.apply(torch.cat(parts, dim=1), group)  # [ranks, heads, tokens of the rank, head_dim]
-    whole = got.transpose(0, 1).reshape(1, sum(heads), size * num_tokens, head_dim)
-    attended = attend(*whole.split(heads, dim=1))  # [1, all tokens, heads of the rank, head_dim]
+    received = Exchange.apply(torch.cat(parts, dim=1), group)  # [ranks, heads, rank tokens, head_dim]
+    all_tokens = received.transpose(0, 1).reshape(1, sum(heads), size * num_tokens, head_dim)
+    attended = attend(*all_tokens.split(heads, dim=1))  # [1, all tokens, heads of the rank, head_dim]
     back = Exchange.apply(attended.reshape(size, num_tokens, heads[0], head_dim), group)
     return back.transpose(0, 1).reshape(1, num_tokens, size * heads[0], head_dim)
 
 
 def check_heads(config: PretrainedConfig, sequence_parallel: int, tensor_parallel: int) -> None:
-    """Raise RanksError when the model's attention heads do not divide among the ranks that hold the same rows."""
+    """Raise RanksError if the heads do not divide among the ranks that have the same rows."""
     heads = config.get_text_config().num_attention_heads
     if heads % (sequence_parallel * tensor_parallel):
         raise RanksError(
-            f"the model has {heads} attention heads, which c{sequence_parallel} x t{tensor_parallel} ranks cannot share: "
-            f"take sizes in allocation_mode whose product divides {heads}"
+            f"the model has {heads} attention heads, which c{sequence_parallel} x t{tensor_parallel} ranks "
+            f"cannot share: use sizes in allocation_mode whose product divides {heads}"
         )

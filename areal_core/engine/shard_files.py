@@ -1,7 +1,8 @@
-"""One rank's pieces of sharded tensors as a safetensors file, which torch's distributed checkpoint reads and shards anew.
+"""One rank's pieces of sharded tensors as a safetensors file, for torch's distributed checkpoint.
 
-They are written here and not by `dcp.save`, whose every write begins with collectives, which a background thread must not
-make: they would get between those of training. Each rank knows alone which pieces are its own to write.
+torch's distributed checkpoint reads and reshards the files. Its `save` does not write them: it
+starts with collectives, which a background thread must not make, since they would interleave with
+those of training. Each rank determines without communication which pieces it writes.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from areal_core.engine.checkpoint_file import file_checksum
+from areal_core.engine.sharding import mesh_coordinates
 
 NAMES_OF_DTYPES = {
     torch.float64: "F64",
@@ -34,7 +36,7 @@ NAMES_OF_DTYPES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that begins at `offsets` of the whole; on the CPU and contiguous."""
+    """A part of a tensor that starts at `offsets` of the full tensor; on the CPU and contiguous."""
 
     name: str
     offsets: tuple[int, ...]
@@ -42,10 +44,11 @@ class Piece:
 
 
 def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> list[Piece]:
-    """What this rank writes of tensors that are sharded, or equal on all ranks; no piece is written by two ranks.
+    """Return the pieces that this rank writes; exactly one rank writes each piece.
 
     Args:
-        copy: own the memory, because training goes on while the pieces are written.
+        tensors: sharded, or equal on all ranks.
+        copy: own the memory, because training continues while the pieces are written.
     """
     pieces = []
     for name, tensor in tensors.items():
@@ -53,6 +56,7 @@ def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> lis
         if not _is_writer(tensor, rank) or (local.numel() == 0 and tensor.numel() > 0):
             continue
         [item] = create_default_local_save_plan({name: tensor}, is_coordinator=True).items
+        assert item.tensor_data is not None, "a tensor's item has its chunk"
         offsets = tuple(item.tensor_data.chunk.offsets)
         host = local.detach().to("cpu", copy=copy and not local.is_cuda)
         pieces.append(Piece(name, offsets, host.contiguous()))
@@ -60,20 +64,22 @@ def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> lis
 
 
 def _is_writer(tensor: Tensor, rank: int) -> bool:
-    """Whether a piece is this rank's to write: where several hold the same one, the first of them is."""
+    """Return whether this rank writes its piece: of replicas, only the first rank's is written."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    where = tensor.device_mesh.get_coordinate()
+    coordinates = mesh_coordinates(tensor)
     return all(
-        i == 0 for i, placement in zip(where, tensor.placements, strict=True) if placement.is_replicate()
+        i == 0
+        for i, placement in zip(coordinates, tensor.placements, strict=True)
+        if placement.is_replicate()
     )
 
 
 def write_pieces(file: Path, pieces: list[Piece]) -> str:
-    """Writes a safetensors file onto the disk, reads it back, and returns the crc32c of its bytes.
+    """Write a safetensors file with fsync, read it back, and return its crc32c as 8 hex digits.
 
     Raises:
-        OSError: it cannot be written, or the disk gives back other bytes.
+        OSError: it cannot be written, or reads back with different bytes.
     """
     checksum = 0
     with open(file, "wb") as stream:
@@ -84,12 +90,12 @@ def write_pieces(file: Path, pieces: list[Piece]) -> str:
         os.fsync(stream.fileno())
     written = f"{checksum:08x}"
     if (seen := file_checksum(file)) != written:
-        raise OSError(f"{file} reads back with crc32c {seen}, and {written} was written: the disk is damaged")
+        raise OSError(f"{file} reads back with crc32c {seen}, but {written} was written: the disk is damaged")
     return written
 
 
 def _blocks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file: the size of the header, the header, the tensors one after the other."""
+    """Yield the bytes of the file: the size of the header, the header, the tensors in order."""
     header: dict[str, object] = {}
     sharding, end = {}, 0
     for piece in pieces:
@@ -100,10 +106,10 @@ def _blocks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
             "data_offsets": [start, end],
         }
         sharding[piece.name] = {"saved_offsets": list(piece.offsets)}
-    # The names that torch.distributed.checkpoint.HuggingFaceStorageReader looks for.
+    # The names that torch.distributed.checkpoint.HuggingFaceStorageReader expects.
     header["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
         yield piece.data.reshape(-1).view(torch.uint8).numpy().data

@@ -2,17 +2,23 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from areal_core.engine.compile import compile_layers
 from areal_core.engine.errors import ModelError
-from areal_core.engine.loading import take_buffers_from_rank_0, take_parameters_from_rank_0
-from areal_core.engine.logprobs import take_labels_in_output_layer
+from areal_core.engine.loading import broadcast_buffers, broadcast_parameters
+from areal_core.engine.logprobs import output_layer, score_next_tokens
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.sequence_parallel import check_heads
-from areal_core.engine.tensor_parallel import split_over_ranks
+from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
 
 
 def shard_model(
@@ -27,32 +33,40 @@ def shard_model(
     offloads: bool = False,
     from_rank_0: bool = False,
 ) -> PreTrainedModel:
-    """Split layers over the tensor-parallel ranks; shard each layer, then the rest, over the data- and sequence-parallel ranks.
+    """Split layers by tensor parallelism, then shard them over the other ranks.
+
+    FSDP2 shards over the data- and sequence-parallel ranks. Each layer is a group of parameters of
+    its own for FSDP2, and the rest is one group. The forward of a model with an output layer
+    becomes that of `score_next_tokens`.
 
     Args:
-        dtype: of compute; parameters stay in their own dtype.
-        grad_reduce_dtype: of the gradient sum over ranks.
+        dtype: of compute; parameters keep their own dtype.
+        grad_reduce_dtype: of the gradient reduction over ranks.
         layer_classes: class names of the layers; by default those that the model forbids to split.
-        compiles: layers go through torch.compile.
-        offloads: shards stay in host memory; a layer is on the device while it computes.
-        from_rank_0: only rank 0 has weights; the other ranks' model may be on "meta".
+        compiles: run layers through torch.compile.
+        offloads: keep shards in host memory; a layer is on the device while it computes.
+        from_rank_0: only rank 0 has weights; the model of the other ranks may be on "meta".
 
     Raises:
-        ModelError: no module of the model has one of the class names, or tensor parallelism cannot split it or is to be compiled.
+        ModelError: no module of the model has one of the class names; the model scales its logits;
+            tensor parallelism cannot split it, or is combined with compilation.
         RanksError: the ranks of a group cannot share its attention heads.
     """
     if compiles and ranks.tensor_parallel_size > 1:
         raise ModelError(
-            f"fsdp.compile is true with t{ranks.tensor_parallel_size} in the allocation, which is not built: set it to false, or use t1"
+            f"fsdp.compile is true with t{ranks.tensor_parallel_size} in the allocation, which is not "
+            f"supported: set it to false, or use t1"
         )
-    if model.get_output_embeddings() is not None:  # a reward model has none
-        take_labels_in_output_layer(model)
+    if (head := output_layer(model)) is not None:
+        is_split = ranks.tensor_parallel_size > 1
+        score_next_tokens(model, vocabulary_shard(head, ranks.tensor_mesh) if is_split else None)
     if from_rank_0:
-        take_buffers_from_rank_0(model, ranks)
+        broadcast_buffers(model, ranks)
     check_heads(model.config, ranks.sequence_parallel_size, ranks.tensor_parallel_size)
     if ranks.tensor_parallel_size > 1:
-        if from_rank_0:  # its parts are cut from whole layers, all of them before the first is sharded
-            take_parameters_from_rank_0(model, ranks)
+        # Tensor-parallel shards are cut from full layers, all of them before FSDP shards the first.
+        if from_rank_0:
+            broadcast_parameters(model, ranks)
         split_over_ranks(model, ranks.tensor_mesh)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -63,7 +77,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offloads else OffloadPolicy()
     for part in (*layers, model):
         if from_rank_0:
-            take_parameters_from_rank_0(part, ranks)
+            broadcast_parameters(part, ranks)
         fully_shard(part, mesh=ranks.shard_mesh, mp_policy=policy, offload_policy=offload)
     return model
 
@@ -79,12 +93,25 @@ def _find_layers(model: PreTrainedModel, classes: tuple[str, ...] | None) -> lis
     return layers
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that this rank has a shard of; a collective of the ranks that have the others."""
+def fsdp_module(model: nn.Module) -> FSDPModule:
+    """Return a model that went through `shard_model`, typed as what it has become."""
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def mesh_coordinates(tensor: DTensor) -> tuple[int, ...]:
+    """Return this rank's coordinates in the mesh of a tensor that it has a shard of."""
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return tuple(coordinates)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that this rank has a shard of; a collective of the ranks of its mesh."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    for dimension in range(len(placements) - 1):  # one at a time: of several at once torch warns
+    for dimension in range(len(placements) - 1):  # one at a time: torch warns about several at once
         placements[dimension] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()

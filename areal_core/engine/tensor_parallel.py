@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group hold the same tokens, and each a part of every layer.
+"""Tensor parallelism: the ranks of a group have the same tokens, and each a shard of every layer.
 
 ```
 hidden, the same on every rank
@@ -8,30 +8,32 @@ hidden, the same on every rank
 embed_tokens, lm_head: rows of the vocabulary of this rank
 ```
 
-Parameters are DTensors over the group, so that FSDP2 can shard them further and every whole tensor can be had; modules compute on
-the part that is here, in plain tensors. Forward sums hidden states where rows end (`SumOutput`), backward sums their gradients where
-columns begin (`SumGradient`): the two functions of Megatron-LM (Shoeybi et al. 2019, section 3).
+Parameters are DTensors over the group, so that FSDP2 can shard them further and full tensors can be
+gathered; modules compute on the local shard, in plain tensors. Forward sums hidden states where
+rows end (`SumOutput`), backward sums their gradients where columns begin (`SumGradient`): the two
+functions of Megatron-LM (Shoeybi et al. 2019, section 3).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.logprobs import VocabularyPart
+from areal_core.engine.logprobs import VocabularyShard
 
 FAMILIES = ("gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe")
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 EMBEDDING, OUTPUT, EXPERTS = "embed_tokens", "lm_head", "experts"
-# The same on every rank, but applied to this rank's heads: their gradients are parts of a sum.
+# The same on every rank, but applied to this rank's heads: their gradients are partial sums.
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -39,12 +41,12 @@ def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
     """Raise unless a model of this config can be split over `size` ranks.
 
     Raises:
-        ModelError: its family has no plan, or `size` does not divide what is split.
+        ModelError: its family is not supported, or `size` does not divide its dimensions.
     """
     if config.model_type not in FAMILIES:
         raise ModelError(
-            f"tensor parallelism has no plan for {config.model_type!r} models, only for {', '.join(FAMILIES)}: "
-            f"leave t{size} out of the allocation and take more d, or c for long sequences"
+            f"tensor parallelism does not support {config.model_type!r} models, only {', '.join(FAMILIES)}: "
+            f"leave t{size} out of the allocation and use more d, or c for long sequences"
         )
     divided = {
         "attention heads": config.num_attention_heads,
@@ -57,19 +59,19 @@ def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
         if count % size:
             raise ModelError(
                 f"the model has {count} {name}, which do not divide among {size} tensor-parallel ranks: "
-                f"give the allocation a t that divides {count}"
+                f"use a t in the allocation that divides {count}"
             )
 
 
 def split_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave each rank its part of every layer; before FSDP shards the model.
+    """Leave each rank its shard of every layer; call it before FSDP shards the model.
 
     Args:
-        model: with the same weights on every rank, and an output layer that takes labels (`take_labels_in_output_layer`).
+        model: with the same weights on every rank, and the forward of `score_next_tokens`.
         mesh: the one-dimensional mesh of the group.
 
     Raises:
-        ModelError: as of `check_tensor_parallel`, or a layer to be split has an adapter.
+        ModelError: as in `check_tensor_parallel`, or a layer to be split has an adapter.
     """
     check_tensor_parallel(model.config, mesh.size())
     divided: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
@@ -77,13 +79,13 @@ def split_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         name = path.rpartition(".")[2]
         if name in (*COLUMNS, *ROWS) and not isinstance(module, nn.Linear):
             raise ModelError(
-                f"tensor parallelism cannot split {path}, which is no plain linear layer but {type(module).__name__}: "
-                f"leave t{mesh.size()} out of the allocation to train adapters"
+                f"tensor parallelism cannot split {path}, which is not a plain linear layer but "
+                f"{type(module).__name__}: leave t{mesh.size()} out of the allocation to train adapters"
             )
         if any(child in COLUMNS for child, _ in module.named_children()):
             module.register_forward_pre_hook(_sum_gradient_of_input(mesh.get_group()), with_kwargs=True)
         if module._parameters:
-            _compute_on_parts(module, name, mesh)
+            _compute_on_shards(module, name, mesh)
             _divide_parameters(module, name, mesh, divided)
 
 
@@ -93,33 +95,37 @@ def _divide_parameters(
     for kind, parameter in list(module.named_parameters(recurse=False)):
         if parameter not in divided:
             placements = [placement_of(name, parameter.ndim)]
-            part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-            divided[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            divided[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         module.register_parameter(kind, divided[parameter])
 
 
 def placement_of(module_name: str, ndim: int) -> Placement:
-    """How a parameter of a module, by the last part of its name, is divided."""
+    """Return the placement of a parameter; `module_name` is the last component of the path."""
     if module_name in (*COLUMNS, EMBEDDING, OUTPUT, EXPERTS):
         return Shard(0)
-    # The bias of rows is whole: it is added once, after the sum.
+    # The bias of a row-parallel layer is replicated: it is added once, after the sum.
     return Shard(1) if module_name in ROWS and ndim == 2 else Replicate()
 
 
-def _compute_on_parts(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Make the module's forward see plain tensors, and take and give hidden states that are the same on every rank."""
+def vocabulary_shard(output_layer: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
+    """Return the rows of an output layer, not split yet, that this rank will have."""
+    num_rows = cast(nn.Linear, output_layer).weight.shape[0]
+    return VocabularyShard(_first_row(num_rows, mesh), mesh.get_group())
+
+
+def _compute_on_shards(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Make the module compute on plain tensors; its input and output are the same on every rank."""
     compute = module.forward
     gradient = [Partial()] if name in HEAD_NORMS else None  # None: as the parameter itself
     if name in ROWS:
-        compute = _rows(module, mesh.get_group())
+        compute = _rows(cast(nn.Linear, module), mesh.get_group())
     elif name == EMBEDDING:
-        compute = _embedding(module, mesh)
+        compute = _embedding(cast(nn.Embedding, module), mesh)
     elif name == EXPERTS:
         compute = _experts(module, mesh)
-    elif name == OUTPUT:
-        module.vocabulary_part = VocabularyPart(_first_row(module.out_features, mesh), mesh.get_group())
 
-    def forward(self: nn.Module, *args: Tensor) -> Tensor:
+    def forward(self: nn.Module, *args: Any) -> Tensor:
         with _plain_parameters(self, gradient):
             return compute(*args)
 
@@ -127,16 +133,17 @@ def _compute_on_parts(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def _plain_parameters(module: nn.Module, gradient: list[Placement] | None) -> Iterator[None]:
-    """The module's parameters as plain tensors of this rank's part."""
-    whole = dict(module._parameters)
-    for name, parameter in whole.items():
+def _plain_parameters(module: nn.Module, gradient: Sequence[Placement] | None) -> Iterator[None]:
+    """Replace the module's parameters by plain tensors of this rank's shards, in the body."""
+    sharded = dict(module._parameters)
+    for name, parameter in sharded.items():
         if parameter is not None:
-            module._parameters[name] = parameter.to_local(grad_placements=gradient)
+            local = cast(DTensor, parameter).to_local(grad_placements=gradient)
+            module._parameters[name] = cast(nn.Parameter, local)  # in name: any tensor works
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        module._parameters.update(sharded)
 
 
 def _rows(linear: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -150,8 +157,8 @@ def _rows(linear: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Ten
 def _embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     look_up, group = embedding.forward, mesh.get_group()
     first = _first_row(embedding.num_embeddings, mesh)
-    if embedding.padding_idx is not None:  # its row gets no gradient, on the rank that has it
-        is_here = 0 <= embedding.padding_idx - first < _part_size(embedding.num_embeddings, mesh)
+    if embedding.padding_idx is not None:  # on the rank that has its row, the row gets no gradient
+        is_here = 0 <= embedding.padding_idx - first < _shard_size(embedding.num_embeddings, mesh)
         embedding.padding_idx = embedding.padding_idx - first if is_here else None
 
     def compute(input_ids: Tensor) -> Tensor:
@@ -163,8 +170,8 @@ def _embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> Callable[[Tensor], 
     return compute
 
 
-def _experts(experts: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    whole, group = experts.forward, mesh.get_group()
+def _experts(experts: Any, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    run_experts, group = experts.forward, mesh.get_group()
     experts.num_experts //= mesh.size()
     first = mesh.get_local_rank() * experts.num_experts
     experts._is_expert_parallel = True  # Transformers then skips tokens of an expert numbered `num_experts`
@@ -172,25 +179,31 @@ def _experts(experts: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, 
     def compute(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         local = chosen - first
         local = local.masked_fill((local < 0) | (local >= experts.num_experts), experts.num_experts)
-        mine = whole(SumGradient.apply(hidden, group), local, SumGradient.apply(weights, group))
-        return SumOutput.apply(mine, group)
+        partial_sum = run_experts(SumGradient.apply(hidden, group), local, SumGradient.apply(weights, group))
+        return SumOutput.apply(partial_sum, group)
 
     return compute
 
 
-def _part_size(count: int, mesh: DeviceMesh) -> int:
-    """Rows of each part, as DTensor divides them; the last parts are smaller where the ranks do not divide `count`."""
+def _shard_size(count: int, mesh: DeviceMesh) -> int:
+    """Return the rows of each shard, as DTensor divides them; the last shards may be smaller."""
     return -(-count // mesh.size())
 
 
 def _first_row(count: int, mesh: DeviceMesh) -> int:
-    return mesh.get_local_rank() * _part_size(count, mesh)
+    return mesh.get_local_rank() * _shard_size(count, mesh)
 
 
-def _sum_gradient_of_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]:
-    """Several layers read the same hidden states: once for all of them, their gradient is summed where it enters the block."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+
+def _sum_gradient_of_input(
+    group: dist.ProcessGroup,
+) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
+    """Return a hook that sums the gradient of a block's input once for all layers that read it."""
+
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if args:
             return (SumGradient.apply(args[0], group), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": SumGradient.apply(kwargs["hidden_states"], group)}
@@ -199,29 +212,29 @@ def _sum_gradient_of_input(group: dist.ProcessGroup) -> Callable[..., tuple[tupl
 
 
 class SumOutput(torch.autograd.Function):
-    """The sum of a tensor over the group, in place; its gradient is that of each part."""
+    """Sum a tensor over the group, in place; the gradient passes to each term unchanged."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(part)
-        dist.all_reduce(part, group=group)
-        return part
+    def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(term)
+        dist.all_reduce(term, group=group)
+        return term
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class SumGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient is the sum over the group."""
+    """Return the tensor itself; its gradient is summed over the group."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

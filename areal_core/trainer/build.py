@@ -133,7 +133,7 @@ def build_engine(
     class_names = policy.transformer_layer_cls_to_wrap if policy else None
     layer_classes = tuple(class_names) if class_names else None
     attention = choose_attention(options.attn_impl, ranks.device.type, dtype)
-    logger.debug("%s: attention is %s", options.path, attention.why)
+    logger.debug("%s: attention is %s", options.path, attention.reason)
     fsdp = options.fsdp
     model = load(
         options.path,

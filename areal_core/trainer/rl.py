@@ -176,7 +176,7 @@ class PPOTrainer:
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
         # The trained models: what checkpoints contain.
         self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        counts = self.ranks.is_data_parallel_head
+        counts = self.ranks.is_group_leader
         self.stats = Stats(counts)
         # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
         self.live_stats = Stats(counts)
@@ -272,7 +272,7 @@ class PPOTrainer:
         """
         if self.train_dataset is None:
             raise ConfigError("PPOTrainer got no train_dataset and no source: one of them gives the batches")
-        if not self.ranks.is_data_parallel_head:
+        if not self.ranks.is_group_leader:
             return None
         return build_rollouts.build_live_rollouts(
             self.config,

@@ -60,7 +60,7 @@ class SupervisedTrainer(ABC):
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps, load=self.load)
         self.actor.granularity = self.granularity
-        self.stats = Stats(self.ranks.is_data_parallel_head)
+        self.stats = Stats(self.ranks.is_group_leader)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
         self.engines = {"actor": self.actor}
         steps_per_epoch = self.loader.steps_per_epoch

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from areal_core.batch import Batch, select_rows, sequence_lengths, split_rows
-from areal_core.engine.fsdp import FSDPEngine, LossFunction, tell_nobody
+from areal_core.engine.fsdp import FSDPEngine, LossFunction, ignore_event
 from areal_core.engine.ranks import Ranks
 from areal_core.telemetry import Stats
 
@@ -18,7 +18,7 @@ def update(
     num_minibatches: int,
     loss: LossFunction,
     stats: Stats,
-    observe: Callable[..., None] = tell_nobody,
+    observe: Callable[..., None] = ignore_event,
 ) -> list[dict[str, Any]]:
     """Train on a batch in several optimizer steps; a collective.
 

@@ -16,7 +16,7 @@ from areal_core.batch import Batch
 from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.hf_folder import save_hf
-from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyPart
+from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyShard
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import shard_model
@@ -39,7 +39,7 @@ def main(folder: Path, family: str) -> None:
             for temperature in (1.0, 0.7)
             for softcap in (None, 5.0)
         },
-        "uniform": uniform(VocabularyPart(4 * part, group)),
+        "uniform": uniform(VocabularyShard(4 * part, group)),
         "steps": {path.parent.name: one_step(ranks, path.parent) for path in folder.glob("*/config.json")},
         "scores": score_step(ranks, folder / family),
         "checkpoints": checkpoints(ranks, folder, family),
@@ -59,18 +59,18 @@ def vocabulary_differences(
     labels, upstream = torch.randint(VOCABULARY, (10,)), torch.randn(1, 10, 2)
     mine = slice(FIRST_PART * part, FIRST_PART * (part + 1))
 
-    def run(weight: torch.Tensor, part: VocabularyPart | None) -> list[torch.Tensor]:
+    def run(weight: torch.Tensor, part: VocabularyShard | None) -> list[torch.Tensor]:
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         result = ChunkedLogprobs.apply(*inputs, labels, temperature, softcap, part)
         return [result.detach(), *torch.autograd.grad(result, inputs, upstream)]
 
     expected = run(weight, None)
-    got = run(weight[mine], VocabularyPart(mine.start, group))
+    got = run(weight[mine], VocabularyShard(mine.start, group))
     expected[2] = expected[2][mine]
     return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
 
 
-def uniform(part: VocabularyPart) -> list[list[float]]:
+def uniform(part: VocabularyShard) -> list[list[float]]:
     """(logprob, entropy) of three labels under eight equal logits, four on a rank."""
     labels = torch.tensor([0, 3, 7])
     return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), labels, 1.0, None, part)[0].tolist()

@@ -156,10 +156,10 @@ def test_another_model_or_engine_is_one_sentence(saved, ranks, fresh, tmp_path):
     wider = make_tiny_model(tmp_path / "wider", hidden_size=96)
     with pytest.raises(
         CheckpointError,
-        match=r"is of another model or optimizer: model\..* has shape \[\d+, 64\] there, and \[\d+, 96\] here",
+        match=r"is of another model or optimizer: model\..* has shape \[\d+, 64\] there and has shape \[\d+, 96\] here",
     ):
         load_checkpoint(saved, {"actor": program.make_engine(ranks, str(wider), 100)})
-    with pytest.raises(CheckpointError, match=r"holds actor, critic, and this run has a teacher, too"):
+    with pytest.raises(CheckpointError, match=r"has only actor, critic, and this run also has a teacher"):
         load_checkpoint(saved, {"actor": fresh, "teacher": fresh})
 
 

@@ -71,6 +71,11 @@ def test_a_step_moves_every_weight_and_what_is_saved_holds_it(ranks, model, tmp_
     saved = dict(load_model(str(tmp_path)).named_parameters())
     assert saved.keys() == after.keys()
     assert [name for name in after if not torch.equal(saved[name], after[name])] == []
+    caps = [
+        json.loads((path / "config.json").read_text()).get("final_logit_softcapping")
+        for path in (model, tmp_path)
+    ]
+    assert caps[0] == caps[1]
 
 
 @pytest.mark.long

@@ -9,22 +9,22 @@ SCALING = 0.25
 
 
 @pytest.mark.parametrize(
-    ("attn_impl", "device", "dtype", "implementation", "why"),
+    ("attn_impl", "device", "dtype", "implementation", "reason"),
     [
         ("flash_attention_2", "cuda", torch.bfloat16, F.FLASH, "torch's flash-attention"),
         ("flash_attention_2", "cuda", torch.float32, F.PACKED, "not in float32"),
         ("flash_attention_2", "cpu", torch.bfloat16, F.PACKED, "no flash-attention on a CPU"),
-        ("sdpa", "cuda", torch.bfloat16, F.PACKED, "as attn_impl asks"),
+        ("sdpa", "cuda", torch.bfloat16, F.PACKED, "as attn_impl requests"),
     ],
 )
 def test_flash_attention_is_chosen_where_it_exists(
-    monkeypatch, attn_impl, device, dtype, implementation, why
+    monkeypatch, attn_impl, device, dtype, implementation, reason
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     choice = F.choose_attention(attn_impl, device, dtype)
     assert choice.implementation == implementation
-    assert why in choice.why
+    assert reason in choice.reason
 
 
 def test_a_gpu_that_is_too_old_has_none(monkeypatch):

@@ -31,7 +31,7 @@ def assert_alike(plain, packed):
 
 def test_packed_layers_give_what_plain_ones_do(layers):
     assert_alike(*layers)
-    assert layers[1][0].packed is not None
+    assert layers[1][0].forward.packed is not None
 
 
 def test_new_weights_are_used_from_the_next_call_on(layers):
@@ -47,4 +47,4 @@ def test_new_weights_are_used_from_the_next_call_on(layers):
 def test_other_formats_stay_as_they_are():
     single = torch.nn.Sequential(torch.nn.Linear(8, 8))
     pack_linear_layers(single)
-    assert "packed" not in vars(single[0])
+    assert "forward" not in vars(single[0])

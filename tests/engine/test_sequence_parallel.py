@@ -82,7 +82,7 @@ def test_eight_ranks_are_numbered_with_tensor_parallelism_innermost():
     ranks = [rank_of(rank, 8, sequence=2, tensor=2) for rank in range(8)]
     assert [r.data_parallel_rank for r in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [r.sequence_parallel_rank for r in ranks] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [r.rank for r in ranks if r.is_data_parallel_head] == [0, 4]
+    assert [r.rank for r in ranks if r.is_group_leader] == [0, 4]
     assert {(r.data_parallel_size, r.model_parallel_size) for r in ranks} == {(2, 4)}
 
 
