@@ -1,4 +1,4 @@
-"""The two flags of a training script, as the options that they stand for."""
+"""The two flags of a training script, and the options that they set."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_ro
 
 
 def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments without the two flags, and the overrides that the flags stand for."""
+    """Return the arguments without the two flags, and the overrides that the flags set."""
     rest: list[str] = []
     overrides: list[str] = []
     arguments = list(argv)
@@ -22,10 +22,11 @@ def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
-def flag_overrides(flag: str, folder: str) -> list[str]:
-    """The options that a flag stands for. Record and replay meet only if the run is deterministic."""
+def flag_overrides(flag: str, folder: str, overwrite: bool = False) -> list[str]:
+    """Return the options that a flag sets. Recorded and replayed bits are equal only in a deterministic run."""
     return [
         f"debug.{OPTIONS[flag]}=true",
         "deterministic=true",
         *([f"debug.path={folder}"] if folder else []),
+        *(["debug.overwrite=true"] if overwrite else []),
     ]

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from areal_debug.render import console
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, Snapshot
 from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, merged_tree, printable, tree_lines
@@ -49,7 +50,9 @@ def show_diagnosis(
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
         width = shutil.get_terminal_size((120, 40)).columns
-        Console(highlight=False, soft_wrap=True, width=width).print(report(diagnosis, width))
+        Console(file=console().file, highlight=False, soft_wrap=True, width=width).print(
+            report(diagnosis, width)
+        )
     return exit_status(diagnosis)
 
 
@@ -130,4 +133,4 @@ def add_tree(text: Text, diagnosis: Diagnosis) -> None:
         text.append(printable(line.text), "bold" if line.fork else "")
         text.append(f"  [{line.ranks}]\n" if line.ranks else "\n", "cyan")
     if len(lines) > MAX_TREE_LINES:
-        text.append(f"  ... {len(lines) - MAX_TREE_LINES} more lines: --html FILE shows them all\n", "dim")
+        text.append(f"  ... {len(lines) - MAX_TREE_LINES} more lines: -o FILE.html shows them all\n", "dim")

@@ -1,6 +1,7 @@
-"""How facts look in a terminal: one voice for errors, numbers, differences and curves.
+"""Output to a terminal that all verbs share: errors, progress, numbers, differences and curves.
 
-Rich drops colour by itself when output is piped or NO_COLOR is set.
+Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its first
+line, which is its verdict; with --verbose progress is printed to files, too, and errors with tracebacks.
 """
 
 import functools
@@ -9,13 +10,18 @@ import json
 import math
 import re
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from areal_debug.cli import VERBOSITY
 
 if TYPE_CHECKING:
     from recorder.difference import Difference
@@ -27,18 +33,66 @@ PIPED_WIDTH = 200
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 
+class FirstLine:
+    """A text stream that writes one line of what it receives to another stream: the first that is not blank."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.pending, self.is_written = stream, "", False
+
+    def write(self, text: str) -> int:
+        self.pending += text
+        while not self.is_written and "\n" in self.pending:
+            line, _, self.pending = self.pending.partition("\n")
+            if line.strip():
+                self.stream.write(f"{line}\n")
+                self.is_written = True
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def verbosity() -> str:
+    """Return "quiet" or "verbose" as the running verb was called, else "normal"."""
+    context = click.get_current_context(silent=True)
+    return "normal" if context is None else context.meta.get(VERBOSITY, "normal")
+
+
+def is_quiet() -> bool:
+    """Return whether the running verb was called with --quiet."""
+    return verbosity() == "quiet"
+
+
+def is_verbose() -> bool:
+    """Return whether the running verb was called with --verbose."""
+    return verbosity() == "verbose"
+
+
 def console(stderr: bool = False) -> Console:
     """A console for standard output, or standard error; wide when piped, so that lines do not break."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=True
-    )
+    stream: Any = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPED_WIDTH
+    if is_quiet() and not stderr:  # one for all consoles of the verb: a report may use several
+        stream = click.get_current_context().meta.setdefault("areal_debug.first_line", FirstLine(stream))
+    return Console(file=stream, width=width, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print progress on standard error; nothing with --quiet."""
+    if not is_quiet():
+        console(stderr=True).print(text, style="dim", markup=False)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """Ends the command with one sentence on standard error; 2 is misuse, 1 a problem found."""
+    """End the command with one sentence on standard error; 2 is misuse, 1 a problem found."""
     console(stderr=True).print(f"[red]Error:[/red] {escaped(message)}")
     raise SystemExit(code)
+
+
+def refuse_existing(output: Path, force: bool) -> None:
+    """Raise ValueError if a file or a folder with content is at `output`, unless `force` permits replacing it."""
+    if not force and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
 
 def escaped(text: str) -> str:
@@ -47,9 +101,10 @@ def escaped(text: str) -> str:
 
 
 def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
-    """Turns a user's mistake (ValueError, a missing or forbidden file) in a verb into a sentence and exit code.
+    """Turn a user's mistake (ValueError, a missing or forbidden file) in a verb into a sentence and exit code.
 
-    Damage is a problem found, code 1; everything else is misuse, code 2. Our own defects keep their traceback.
+    Damage is a problem found, code 1; everything else is misuse, code 2. Our own defects keep their
+    traceback; with --verbose mistakes have one, too.
     """
 
     @functools.wraps(body)
@@ -58,22 +113,23 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
         try:
             return body(*args, **kwargs)
-        except DamagedRecord as error:
-            fail(str(error), code=1)
         except (
             ValueError,
             FileNotFoundError,
             PermissionError,
             NotADirectoryError,
             IsADirectoryError,
+            DamagedRecord,
         ) as error:
-            fail(str(error))
+            if is_verbose():
+                traceback.print_exc()
+            fail(str(error), code=1 if isinstance(error, DamagedRecord) else 2)
 
     return wrapped
 
 
 def print_json(facts: Any) -> None:
-    """Facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
+    """Print facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
     from recorder.sealed import plain
 
     click.echo(json.dumps(plain(facts), indent=2, allow_nan=False, default=str))
@@ -121,7 +177,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A recorded value: hex floats as decimals beside their bits, absent ones as such."""
+    """Format a recorded value: hex floats as decimals followed by their bits, absent ones as "absent"."""
     if value is None:
         return "absent"
     if isinstance(value, str) and HEX_FLOAT.fullmatch(value):
@@ -135,7 +191,7 @@ def difference_table(
     limit: int = 20,
     headings: tuple[str, str, str] = ("what", "recorded", "now"),
 ) -> Table:
-    """What differs, recorded beside replayed; at most `limit` rows and a line that counts the rest."""
+    """Differences as rows of recorded and replayed values; at most `limit` rows and a line that counts the rest."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -149,7 +205,16 @@ def difference_table(
 
 
 def with_progress(title: str, total: int, work: Callable[[Callable[[object], None]], R]) -> R:
-    """What `work(tick)` returns, under a progress bar on standard error that `tick` moves and that is gone at the end."""
-    with Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    """Return `work(tick)`, under a transient progress bar on standard error that `tick` advances."""
+    started_at = time.monotonic()
+    with Progress(console=console(stderr=True), transient=True, disable=hides_progress()) as progress:
         task = progress.add_task(title, total=total)
-        return work(lambda _: progress.advance(task))
+        result = work(lambda _: progress.advance(task))
+    if is_verbose():
+        note(f"{title}: {total} in {format_seconds(time.monotonic() - started_at)}")
+    return result
+
+
+def hides_progress() -> bool:
+    """Return whether progress bars are off: with --quiet, and where standard error is no terminal."""
+    return is_quiet() or not sys.stderr.isatty()

@@ -75,7 +75,7 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
         out.print(
             f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
         )
-        out.print("`--record-to FOLDER` records the results, and that record replays bit by bit.")
+        out.print("`--output FOLDER` records what comes out, and that record replays bit by bit.")
         return
     if first is None:
         out.print(

@@ -1,6 +1,6 @@
-"""Runs a user's script on a rank, so that a user's mistake ends it with one sentence and code 2 instead of a traceback a rank.
+"""Run a user's script on a rank; a user's mistake ends it with one sentence and code 2, not a traceback per rank.
 
-`python -m areal_debug.script SCRIPT.py ARGUMENTS`. Errors that are not mistakes of a kind we know keep their traceback.
+`python -m areal_debug.script SCRIPT.py ARGUMENTS`. Errors of other kinds keep their traceback.
 """
 
 import logging
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     """Run the script as `__main__`, with its own arguments and its folder on the path."""
     script = arguments[0]
     sys.argv = arguments
-    logging.getLogger("areal_core.config").setLevel(logging.ERROR)  # the command has told the notes once
+    logging.getLogger("areal_core.config").setLevel(logging.ERROR)  # the command has printed the notes once
     sys.path.insert(0, str(Path(script).resolve().parent))
     with mistakes_as_sentences():
         runpy.run_path(script, run_name="__main__")
@@ -65,14 +65,14 @@ def mistakes_as_sentences() -> Iterator[None]:
 
 
 def notes_of(error: Exception) -> str:
-    """What was added while the error travelled: the name of the episode, say."""
+    """Return the notes that were added to the error, for example the episode's name."""
     return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def end(message: str, code: int) -> None:
-    """Say why, and end at once: other ranks may wait in a collective, and a clean exit would wait for them."""
+    """Print the message and exit at once: other ranks may wait in a collective, and a clean exit would wait for them."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2)  # a mistake that all ranks made is told once: torchrun ends this rank in its sleep
+        time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank in its sleep
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)

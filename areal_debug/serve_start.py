@@ -38,7 +38,7 @@ def plan_server(
 ) -> ServeSpec:
     """Build the specification of a server. Raises `CannotServe`."""
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise CannotServe("SGLang is not installed: `make env` installs it, or use --engine embedded")
+        raise CannotServe("SGLang is not installed: `make env` installs it, or use --backend embedded")
     model = checked_model(model)
     device = default_device() if device == "auto" else device
     if dtype == "auto":  # the checkpoint's dtype; SGLang's "auto" would serve float32 as float16

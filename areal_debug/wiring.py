@@ -1,4 +1,4 @@
-"""Turns `config.debug` and two flags into a recorder or a replay, so that a user's own script needs one line.
+"""Turn `config.debug` and two flags into a recorder or a replay, so that a user's own script needs one line.
 
 config, hooks = wire(argv, GRPOConfig)         # instead of load_expr_config(argv, GRPOConfig)
 with PPOTrainer(config, dataset, **hooks) as trainer: ...
@@ -35,7 +35,7 @@ GIGABYTE = 1e9
 
 
 def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read a config as `load_expr_config` does, and what `--dump-rollout [DIR]` or `--replay-rollout DIR` ask for.
+    """Read a config as `load_expr_config` does, with the flags `--dump-rollout [DIR]` and `--replay-rollout DIR`.
 
     Returns:
         The config, and keyword arguments for the trainer.
@@ -44,7 +44,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         ConfigError, RecordError, ReplayError: with what to do next.
     """
     rest, overrides = take_flags(argv)
-    # Before the user's own overrides, which may say otherwise.
+    # Before the user's own overrides, which take precedence.
     own = next((i for i, argument in enumerate(rest) if "=" in argument and argument[0] != "-"), len(rest))
     config, _ = load_expr_config([*rest[:own], *overrides, *rest[own:]], config_class)
     hooks: dict[str, Any] = {"observers": []}
@@ -62,7 +62,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
 
 
 def make_recorder(trainer: PPOTrainer) -> Observer:
-    """An observer that records the run as the section `debug` says."""
+    """Return an observer that records the run by the options of the section `debug`."""
     debug = trainer.config.debug
     options = replace(recording_options(debug), first_step=trainer.first_step)
     if not is_archive_name(debug.path):
@@ -79,7 +79,7 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
 def recorder_of(
     trainer: PPOTrainer, folder: Path, options: RecordingOptions, archive: "LiveArchive | None" = None
 ) -> Observer:
-    """An observer that records the run into a folder, or through it into an archive, with anchors as the section `debug` says."""
+    """Return an observer that records the run into a folder, or through it into an archive, with anchors."""
     ranks = trainer.ranks
     writer = None
     if ranks.is_group_leader:
@@ -92,7 +92,7 @@ def recorder_of(
     }
 
     def wants(step: int) -> bool:
-        # Checksums are collectives of all ranks, and only heads know whether recording has ended.
+        # Checksums are collectives of all ranks, and only data-parallel leader ranks know whether recording has ended.
         return ranks.share(writer is not None and writer.wants(step))
 
     def observe(event: str, **facts: Any) -> None:
@@ -109,7 +109,7 @@ def recorder_of(
 
 
 def anchor_policy(debug: DebugConfig) -> AnchorPolicy:
-    """When the section `debug` wants anchors."""
+    """Return when to write anchors, by the section `debug`."""
     return AnchorPolicy(
         every_steps=debug.anchor_every_steps,
         max_replay_s=debug.anchor_max_replay_s,
@@ -119,7 +119,7 @@ def anchor_policy(debug: DebugConfig) -> AnchorPolicy:
 
 
 def recording_options(debug: DebugConfig) -> RecordingOptions:
-    """The options of the recorder in the section `debug`."""
+    """Return the recorder's options, by the section `debug`."""
     limits = Retention(
         keep_last=debug.max_keep,
         keep_every=debug.keep_every,
@@ -140,7 +140,7 @@ def recording_options(debug: DebugConfig) -> RecordingOptions:
 
 
 def make_consistency_check(trainer: PPOTrainer) -> Observer:
-    """An observer that compares the engine's logprobs with the trainer's while the run trains."""
+    """Return an observer that compares the engine's logprobs with the trainer's during training."""
     file = run_folder(trainer.config, "logs") / "consistency.jsonl"
     return InLoop(
         trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_leaders, trainer.ranks.rank

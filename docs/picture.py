@@ -1,4 +1,4 @@
-"""Draws what a command prints as an SVG picture of a terminal: `python docs/picture.py --to docs/demo.svg areal-debug demo`."""
+"""Draw what a command prints as an SVG picture of a terminal: `python docs/picture.py -o docs/demo.svg areal-debug demo`."""
 
 import argparse
 import io
@@ -16,8 +16,8 @@ WIDTH = 128
 def main() -> None:
     """Run the command as on a terminal of `WIDTH` columns and save its output."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, required=True, help="SVG file to write")
-    parser.add_argument("--cut", type=int, help="leave out the lines in the middle beyond so many")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="SVG file to write")
+    parser.add_argument("--cut", type=int, help="maximum number of lines; others are left out in the middle")
     parser.add_argument("--as", dest="shown", help="the command line to show, instead of the one that is run")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -29,7 +29,7 @@ def main() -> None:
     console.print(Text.from_ansi("\n".join(lines)))
     picture = console.export_svg(title="areal-debug")
     # Fonts from the network would be missing offline, and tell a stranger who looks.
-    options.to.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+    options.output.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 def shorten(lines: list[str], most: int | None) -> list[str]:

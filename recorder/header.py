@@ -32,7 +32,9 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise RecordExists(f"{folder} is a file: give a folder to record into")
     names = {path.name for path in folder.iterdir()}
     if RECORD_FILE in names and not overwrite:
-        raise RecordExists(f"{folder} already holds a record: choose another folder, or ask to overwrite it")
+        raise RecordExists(
+            f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
+        )
     allowed = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
     if foreign := sorted(names - allowed - UNFINISHED_FILES):
         raise RecordExists(

@@ -1,41 +1,192 @@
-"""`areal-debug`: one file per verb, same name as the verb, imported only when that verb runs."""
+"""`areal-debug`: one file per verb, imported only when that verb runs; and the options that verbs share."""
 
+import difflib
 import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
-VERBS = {
-    "demo": "demo",
-    "train": "train",
-    "replay": "replay",
-    "goto": "goto",
-    "preflight": "preflight",
-    "bisect": "bisect",
-    "diff": "diff",
-    "bisect-step": "bisect_step",
-    "record": "record",
-    "consistency": "consistency",
-    "hang": "hang",
-    "trace": "trace",
-    "serve": "serve",
-    "view": "view",
-    "agent": "agent",
-    "doctor": "doctor",
+SECTIONS = {
+    "Train and record": {
+        "demo": "Train a tiny model by GRPO, record every step and replay the record bit for bit",
+        "train": "Run a training script on all its ranks and servers; record or replay it",
+        "preflight": "Check that a run is deterministic before it starts",
+    },
+    "Replay and compare": {
+        "replay": "Replay a record without an inference engine, unchanged or with changes",
+        "goto": "Open a shell or debugger at any step of a recorded run",
+        "diff": "Find where two records diverge, and why",
+        "bisect": "Find the commit that changed a record's numbers",
+        "bisect-step": "Find the first step, and layer, at which two records' weights diverge",
+    },
+    "Diagnose": {
+        "consistency": "Compare an inference engine's logprobs with the model's, token by token",
+        "hang": "Find out why a job hangs and which ranks block it",
+        "doctor": "Diagnose a run's metrics and recommend config changes",
+        "trace": "Show where slow steps spent their time",
+    },
+    "Look": {
+        "record": "List, show, verify, archive, import and export records",
+        "view": "Write a record as one HTML page: curves, samples and every token",
+    },
+    "Serve and agents": {
+        "serve": "Start, list and stop inference servers to debug agents against",
+        "agent": "Run an agent alone, under load or inside the trainer",
+    },
 }
+VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+VERBOSITY = "areal_debug.verbosity"  # key in a context's meta: "quiet" or "verbose"
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class LazyGroup(click.Group):
-    """A group that imports a verb's file when the verb is asked for, so that `--help` is instant."""
+def set_verbosity(context: click.Context, option: click.Parameter, given: bool) -> None:
+    """Remember --quiet or --verbose for `areal_debug.render`."""
+    if given and context.meta.setdefault(VERBOSITY, option.name) != option.name:
+        raise click.UsageError("--quiet and --verbose exclude each other: choose one")
+
+
+def verbosity_options() -> list[click.Parameter]:
+    """`-q` and `-v`."""
+    helps = {
+        "quiet": "Print only the verdict, one line, and errors.",
+        "verbose": "Print progress to logs, too, and the traceback of an error.",
+    }
+    return [
+        click.Option(
+            [f"-{name[0]}", f"--{name}"], is_flag=True, expose_value=False, callback=set_verbosity, help=help
+        )
+        for name, help in helps.items()
+    ]
+
+
+def write_example(example: str, formatter: click.HelpFormatter) -> None:
+    """Write the example below the options; command lines are never wrapped."""
+    formatter.write("\nExample:\n" + "".join(f"  {line}\n" for line in example.splitlines()))
+
+
+class Verb(click.Command):
+    """A command with `-h`, `-q` and `-v`, and an example in its help."""
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        example: str,
+        context_settings: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **settings)
+        self.params += verbosity_options()
+        self.example = example
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_example(self.example, formatter)
+
+
+class VerbGroup(click.Group):
+    """A group that imports a verb's file when the verb is called, and suggests verbs for a misspelled one.
+
+    Args:
+        lazy: `module:attribute` below `areal_debug.cli` of the verbs that are defined in other files.
+        sections: titles and one-line helps of verbs, so that `--help` imports none of them; without
+            it the verbs' own `short_help`.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        example: str,
+        lazy: Mapping[str, str] | None = None,
+        sections: Mapping[str, Mapping[str, str]] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(name, context_settings=SETTINGS, **settings)
+        self.example, self.lazy, self.sections = example, lazy or {}, sections or {}
+        if self.invoke_without_command:
+            self.params += verbosity_options()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return [*self.commands, *self.lazy]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        return importlib.import_module(f"areal_debug.cli.{VERBS[cmd_name]}").command
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = self.lazy[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(f"areal_debug.cli.{module}"), attribute)
+        command.short_help = command.short_help or VERBS.get(cmd_name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known = args[0], self.list_commands(ctx)
+        if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
+            ctx.fail(f"there is no command {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = self.sections or {"Commands": self.short_helps(ctx)}
+        width = max(len(name) for verbs in sections.values() for name in verbs)
+        for title, verbs in sections.items():
+            lines = (f"  {name:<{width}}  {help}\n" for name, help in verbs.items())
+            formatter.write(f"\n{title}:\n" + "".join(lines))
+
+    def short_helps(self, ctx: click.Context) -> dict[str, str]:
+        """The one-line help of every verb."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        return {name: command.short_help or "" for name, command in commands.items() if command is not None}
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_example(self.example, formatter)
+        if self.sections:
+            completion = 'eval "$(_AREAL_DEBUG_COMPLETE=bash_source areal-debug)"'
+            formatter.write(f"\nShell completion:\n  {completion}   # or zsh_source, fish_source\n")
 
 
-@click.group(cls=LazyGroup)
+@click.group(
+    cls=VerbGroup,
+    example="areal-debug train examples/gsm8k_grpo.py --dump-rollout runs/record\nareal-debug replay runs/record",
+    lazy={name: f"{name.replace('-', '_')}:command" for name in VERBS},
+    sections=SECTIONS,
+)
+@click.version_option(package_name="areal-debug", prog_name="areal-debug")
 def main() -> None:
-    """Record, replay and diagnose reinforcement learning of language models."""
+    """Record, replay and diagnose reinforcement learning of language models.
+
+    Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse.
+    """
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON.")
+force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
+model_option = click.option(
+    "--model", type=click.Path(), help="Model that the run started from, if it was moved since."
+)
+overrides_argument = click.argument(
+    "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION=VALUE]..."
+)
+nproc_option = click.option(
+    "--nproc", type=click.IntRange(min=1), help="Number of ranks; by default as configured or recorded."
+)
+
+
+def step_option(default: str, **settings: Any) -> Decorator:
+    """`--step N`: the number of a recorded step."""
+    return click.option(
+        "--step", type=int, metavar="N", help=f"Number of the step; by default {default}.", **settings
+    )
+
+
+def output_option(help: str, **settings: Any) -> Decorator:
+    """`-o`, `--output`: the file or folder that a verb writes."""
+    return click.option(
+        "-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help=help, **settings
+    )

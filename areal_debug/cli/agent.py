@@ -1,51 +1,63 @@
-"""`areal-debug agent`: an agent run alone, then under load, then inside the trainer."""
+"""`areal-debug agent`: run an agent alone, under load, or inside the trainer."""
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.render import errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, overrides_argument
+from areal_debug.render import console, errors_as_sentences, escaped, fail, is_quiet, print_json
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
     from areal_core.rollout.agent.workflow import AgentWorkflow
     from areal_core.rollout.engine import InferenceEngine
+    from areal_debug.agent_run import EpisodeReport
+
+EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
 
-@click.group()
+@click.group(
+    cls=VerbGroup,
+    example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
+)
 def command() -> None:
-    """Run an agent alone, under load, or inside the trainer, and see what it says and where it fails."""
+    """Run an agent alone, under load, or inside the trainer; show its turns, rewards and failures."""
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
-    """What the agent talks to, its rows and its own arguments."""
+    """Add the agent, its inference engine, its rows and its own arguments."""
     options = (
         click.argument("agent"),
         click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows."),
-        click.option("--model", metavar="PATH", help="Model to sample in this process; the tokenizer beside --server."),
+        click.option("--model", metavar="PATH", help="Model to sample in this process; tokenizer of --server."),
         click.option("--server", metavar="HOST:PORT", help="SGLang server to sample from (see `serve`)."),
-        click.option("--say", multiple=True, metavar="TEXT", help="No model: answer so; repeated, one line a turn."),
-        click.option("--latency", "latency_s", default=0.0, metavar="SECONDS", help="Mean time of a --say answer."),
-        click.option("--config", "config_file", metavar="FILE", help="Take gconfig and rollout.agent from a run."),
-        click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For the agent's constructor."),
-        click.option("--json", "as_json", is_flag=True, help="The same facts as JSON."),
-        click.argument("overrides", nargs=-1),
+        click.option("--say", multiple=True, metavar="TEXT", help="Scripted reply in place of a model; once per turn."),
+        click.option("--latency", "latency_s", default=0.0, metavar="SECONDS", help="Mean latency of a --say reply."),
+        click.option("--config", "config_file", metavar="FILE", help="Read gconfig and rollout.agent from a run."),
+        click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor."),
+        json_option,
+        overrides_argument,
     )  # fmt: skip
     for option in reversed(options):
         body = option(body)
     return body
 
 
-@command.command()
+@command.command(
+    cls=Verb,
+    short_help="Run one episode and show every turn with its tokens, and the reward",
+    example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
+)
 @engine_options
-@click.option("--index", default=0, show_default=True, help="Which row.")
+@click.option("--index", default=0, show_default=True, help="Row of the data.")
 @errors_as_sentences
 def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
     """Run one episode of AGENT (MODULE:CLASS or FILE.py:CLASS); show every turn with its tokens, and the reward.
 
-    OVERRIDES change options: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
+    OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
     """
     from areal_debug.agent_output import print_episode
     from areal_debug.agent_run import run_one
@@ -56,14 +68,30 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
         report = run_one(workflow, engine, name, row, index)
     finally:
         workflow.close()
-    print_json(asdict(report)) if as_json else print_episode(report)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_outcome(report) if is_quiet() else print_episode(report)
     raise SystemExit(0 if report.error is None else 1)
 
 
-@command.command()
+def print_outcome(report: "EpisodeReport") -> None:
+    """Print the episode in one line."""
+    outcome = "finished" if report.error is None else f"failed: {escaped(report.error)}"
+    rewards = ", ".join(f"{row.reward:g}" for row in report.rows) or "none"
+    console().print(f"{escaped(report.agent)}: {len(report.turns)} turns, rewards {rewards}, {outcome}")
+
+
+@command.command(
+    cls=Verb,
+    short_help="Run an agent with the concurrency of training; find what blocks its event loop",
+    example=f"areal-debug agent stress {EXAMPLE} --data examples/word_problems.jsonl --server HOST:PORT",
+)
 @engine_options
 @click.option("--batch-size", default=256, show_default=True, type=click.IntRange(1), help="Prompts.")
-@click.option("--group-size", default=8, show_default=True, type=click.IntRange(1), help="Samples each.")
+@click.option(
+    "--group-size", default=8, show_default=True, type=click.IntRange(1), help="Samples per prompt."
+)
 @errors_as_sentences
 def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
     """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its event loop."""
@@ -84,48 +112,54 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     raise SystemExit(0 if report.is_healthy else 1)
 
 
-@command.command()
+@command.command(
+    cls=Verb,
+    short_help="Roll out batches through launcher, trainer and servers, and record them",
+    example=f"areal-debug agent rollout {EXAMPLE} --config my.yaml --steps 2 -o runs/record",
+)
 @click.argument("agent")
-@click.option("--config", "config_file", required=True, metavar="FILE", help="The run's YAML file.")
-@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Batches.")
-@click.option("--record", metavar="DIR", help="Where to record; by default beside the run's logs.")
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For the agent's constructor.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
-@click.argument("overrides", nargs=-1)
+@click.option("--config", "config_file", required=True, metavar="FILE", help="YAML file of the run.")
+@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Number of batches.")
+@output_option("Folder of the record; by default next to the run's logs.")
+@force_option
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor.")
+@json_option
+@overrides_argument
 @errors_as_sentences
 def rollout(
     agent: str,
     config_file: str,
     steps: int,
-    record: str | None,
+    output: Path | None,
+    force: bool,
     arguments: tuple[str, ...],
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Run AGENT as training will: through launcher, trainer and executor; record the batches, which `replay` takes.
+    """Run AGENT as in training: through launcher, trainer and executor; record the batches for `replay`.
 
-    The config says where: ranks and servers by its allocation_mode, on this machine, Ray or SLURM by its scheduler.
+    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM by its scheduler.
     """
     from areal_core.paths import record_folder
     from areal_core.rollout.agent.agents import load_agent
     from areal_debug.agent_output import print_rollout
     from areal_debug.agent_record import describe_step
     from areal_debug.agent_settings import parse_arguments
-    from areal_debug.cli.train import check_record, read_config
     from areal_debug.flags import flag_overrides
+    from areal_debug.script_options import check_record, read_config
     from recorder import open_record
 
     agent_kwargs = parse_arguments(arguments)
     load_agent(agent, agent_kwargs)
     argv = [
-        *("--config", config_file, *flag_overrides("--dump-rollout", record or "")),
+        *("--config", config_file, *flag_overrides("--dump-rollout", str(output or ""), force)),
         *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
     ]
     config = read_config(argv)
     check_record(config)
-    code = launch_rollout(config, argv, agent_kwargs, quiet=as_json)
+    code = launch_rollout(config, argv, agent_kwargs, to_stderr=as_json or is_quiet())
     if code:
-        fail(f"the run ended with exit code {code}; what it said stands above", code)
+        fail(f"the run ended with exit code {code}; its output is above", code)
     folder = record_folder(config)
     opened = open_record(folder)
     facts = [describe_step(opened, step) for step in opened.steps]
@@ -135,8 +169,10 @@ def rollout(
         print_rollout(agent, folder, facts)
 
 
-def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any], quiet: bool) -> int:
-    """Run the trainer with the agent on its ranks and servers; the exit code."""
+def launch_rollout(
+    config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any], to_stderr: bool
+) -> int:
+    """Run the trainer with the agent on its ranks and servers; return the exit code."""
     import contextlib
     import json
     import sys
@@ -158,12 +194,12 @@ def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str,
         {agent_rollout.ARGUMENTS: json.dumps(agent_kwargs)},
         run_folder(config, "logs"),
     )
-    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if to_stderr else contextlib.nullcontext():
         return run_attempts(lambda attempt: job)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:
-    """The row of a data file. Raises DatasetError or ValueError."""
+    """Return one row of a data file. Raises DatasetError or ValueError."""
     from areal_debug.agent_engine import read_rows
 
     rows = read_rows(data)
@@ -182,7 +218,7 @@ def build(
     arguments: tuple[str, ...],
     overrides: tuple[str, ...],
 ) -> "tuple[AgentWorkflow, InferenceEngine, str]":
-    """The workflow and the engine that it talks to; the cheap mistakes are found first."""
+    """Return the workflow, its inference engine and that engine's name; cheap checks come first."""
     from areal_core.engine.errors import EngineError
     from areal_core.rollout import errors as rollout
     from areal_core.rollout.agent.agents import load_agent

@@ -1,4 +1,4 @@
-"""`areal-debug bisect`: which commit of the trainer's code changed the numbers?"""
+"""`areal-debug bisect`: find the commit of the trainer's code that changed the numbers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from areal_debug.render import console, errors_as_sentences, escaped, format_value, print_json
+from areal_debug.cli import Verb, json_option, model_option
+from areal_debug.render import console, errors_as_sentences, escaped, format_value, note, print_json
 
 if TYPE_CHECKING:
     from replayer.bisect import BisectReport, Numbers
@@ -15,9 +16,9 @@ DEFAULT_STEPS = 5
 SHOWN = 5
 
 
-@click.command()
+@click.command(cls=Verb, example="areal-debug bisect runs/record --good v1 --bad HEAD")
 @click.argument("record", type=click.Path())
-@click.option("--good", required=True, metavar="REV", help="Revision with the numbers that are right.")
+@click.option("--good", required=True, metavar="REV", help="Revision with the right numbers.")
 @click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="Revision with other numbers.")
 @click.option(
     "--repository", type=click.Path(path_type=Path), help="Checkout of the code; by default this one."
@@ -26,8 +27,8 @@ SHOWN = 5
 @click.option(
     "--to-step", type=int, help=f"Last step to compare; by default the record's first {DEFAULT_STEPS}."
 )
-@click.option("--model", type=click.Path(), help="Where the model that the run started from lies now.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@model_option
+@json_option
 @errors_as_sentences
 def command(
     record: str,
@@ -39,9 +40,10 @@ def command(
     model: str | None,
     as_json: bool,
 ) -> None:
-    """Replay RECORD with the code of commits between two revisions, each in a worktree, and name the one that changed the numbers.
+    """Find the commit between two revisions that changed the numbers of RECORD.
 
-    Needs about log2 of the number of commits replays. Your checkout is not touched. Exit code 1: a commit was found.
+    Replays RECORD with the code of commits, each in a git worktree: about log2(number of commits) replays. Your
+    checkout is not touched. Exit code 1: a commit was found.
     """
     from recorder import open_record
     from replayer.before import check_model, check_steps_present, step_range
@@ -55,13 +57,12 @@ def command(
     check_model(opened, model or opened.header.config["actor"]["path"], first)
     code = repository or Path(__file__).parents[2]
     path = record if "://" in record else str(Path(record).resolve())
-    told = console(stderr=True)
 
     def replay(commit: str, last: int) -> "Numbers | None":
         with worktree(code, commit) as place:
             numbers = replay_with(place, path, first, last, model)
         what = "cannot replay it" if numbers is None else f"steps {first} to {last} replayed"
-        told.print(f"[dim]{commit[:10]}  {what}[/dim]")
+        note(f"{commit[:10]}  {what}")
         return numbers
 
     report = find_commit(path, code, good, bad, last, replay)
@@ -73,7 +74,7 @@ def command(
 
 
 def print_culprit(out: Console, report: "BisectReport") -> None:
-    """The commit, what it changed, and how it was found."""
+    """Print the commit, the values that it changed, and the number of replays."""
     found = report.culprits[-1]
     if len(report.culprits) == 1:
         out.print(f"[bold red]{found.hash[:10]}[/bold red] changed the numbers: {escaped(found.subject)}")

@@ -1,25 +1,24 @@
-"""`areal-debug bisect-step`: the first step after which two records hold other weights, without running anything again."""
+"""`areal-debug bisect-step`: find the first step after which the weights of two records differ, without a replay."""
 
 from dataclasses import asdict
 
 import click
 
+from areal_debug.cli import Verb, json_option, model_option
 from areal_debug.render import console, errors_as_sentences, print_json
 
 
-@click.command()
+@click.command(cls=Verb, example="areal-debug bisect-step runs/A runs/B --layers")
 @click.argument("left", metavar="A", type=click.Path())
 @click.argument("right", metavar="B", type=click.Path())
 @click.option(
-    "--layers", is_flag=True, help="Replay that step of both and name the first layer that differs."
+    "--layers", is_flag=True, help="Replay that step of both and find the first layer that differs."
 )
-@click.option(
-    "--model", type=click.Path(), help="With --layers: where the model that the runs started from lies now."
-)
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@model_option
+@json_option
 @errors_as_sentences
 def command(left: str, right: str, layers: bool, model: str | None, as_json: bool) -> None:
-    """Find the first step after which A and B hold other weights, by their recorded checksums.
+    """Find the first step after which the weights of records A and B differ, by their checksums.
 
     Exit code 0: the weights never differ. 1: they do.
     """

@@ -1,4 +1,4 @@
-"""`areal-debug consistency`: the engine's logprobs against the model's, token by token, and why they differ."""
+"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token, and explain differences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    hides_progress,
+    is_quiet,
+    print_json,
+    refuse_existing,
+)
 
 if TYPE_CHECKING:
     from consistency.check import Checked
@@ -18,7 +27,11 @@ if TYPE_CHECKING:
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
 
-@click.command()
+@click.command(
+    cls=Verb,
+    example="areal-debug consistency runs/record\n"
+    "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
+)
 @click.argument("record", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--engine",
@@ -29,27 +42,32 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 )
 @click.option(
     "--model",
-    help="The weights that should have sampled; those that the recorded run started from unless given.",
+    help="Weights that should have sampled; by default those that the recorded run started from.",
 )
 @click.option(
     "--step",
     "steps",
     type=int,
     multiple=True,
-    help="A step to check; the first one unless given. May be repeated.",
+    metavar="N",
+    help="Number of the step; by default the first, which the starting weights sampled. May be repeated.",
 )
 @click.option(
     "--prompts",
     "--dataset",
     "prompts",
-    help="What to ask a live engine: a JSONL or text file, or a Hugging Face dataset.",
+    help="Prompts for a live engine: a JSONL or text file, or a Hugging Face dataset.",
 )
-@click.option("--split", help="Of a dataset.")
-@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--split", help="Split of the dataset.")
 @click.option(
-    "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions of each prompt."
+    "--num-prompts", type=click.IntRange(1), default=64, show_default=True, help="Number of prompts."
 )
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions per prompt."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a completion."
+)
 @click.option(
     "--top-p", type=float, default=1.0, show_default=True, help="Of a live engine, or an imported record."
 )
@@ -58,27 +76,27 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
 )
 @click.option(
-    "--reward", default=GSM8K_REWARD, show_default=True, help="Judges answers: package.module.function."
+    "--reward", default=GSM8K_REWARD, show_default=True, help="Grades answers: package.module.function."
 )
 @click.option(
-    "--trainer", is_flag=True, help="Ask the trainer's packed path too, where the record does not hold it."
+    "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
-@click.option("--previous", help="The checkpoint before that, to recognise stale weights.")
-@click.option("--base", help="The model without its adapter, to recognise an adapter that was not loaded.")
+@click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
+@click.option("--base", help="Model without its adapter, to recognise an adapter that was not loaded.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; the trainer's unless given."
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; by default the trainer's."
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0.0),
-    help="Of the trainer's logprobs, and of a live engine's sampling; the recorded one, or 1, unless given.",
+    help="Of the trainer's logprobs, and of a live engine's sampling; by default as recorded, or 1.",
 )
-@click.option("--device", default="cpu", show_default=True, help="Where to score.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
 @click.option(
     "--scores",
     "scores_folder",
     type=click.Path(path_type=Path),
-    help="Keep finished scores here, and go on from them.",
+    help="Folder that keeps finished scores; a later call continues from them.",
 )
 @click.option(
     "--gate",
@@ -86,13 +104,9 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     metavar="METRIC=LIMIT,...",
     help="Exit 1 when a metric is beyond its limit: mean_abs=0.02,k3=0.002.",
 )
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the report as one page, too.",
-)
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@output_option("Write the report as one HTML page, too.")
+@force_option
+@json_option
 @errors_as_sentences
 def command(
     record: Path | None,
@@ -100,37 +114,42 @@ def command(
     model: str | None,
     steps: tuple[int, ...],
     gate: str,
-    page: Path | None,
+    output: Path | None,
+    force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score sampled tokens, of RECORD or of a live engine, with a model, and judge the engine's logprobs.
+    """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's logprobs.
 
-    Exit 0 is healthy, 1 a mismatch or a gate that does not hold, 2 cannot tell.
+    Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
     """
     if (record is None) == (not engines):
-        fail("give either RECORD, or --engine URL with --prompts: what is to be compared with the model?")
-    from areal_debug.consistency_output import print_report
+        fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
+    if output is not None:
+        refuse_existing(output, force)
+    from areal_debug.consistency_output import print_report, print_verdict
     from consistency.report import check_gates, document, exit_code
 
     if record is not None:
-        checked, request, told = check_recorded(record, steps, model, options)
+        checked, request, source = check_recorded(record, steps, model, options)
     else:
-        checked, request, told = check_live(engines, model, options)
+        checked, request, source = check_live(engines, model, options)
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
-    if page is not None:
+    if output is not None:
         from areal_debug.consistency_page import write_page
 
-        write_page(page, checked, gates, request, told)
+        write_page(output, checked, gates, request, source)
     if as_json:
-        print_json(told | {"model": request.model} | document(checked, gates))
+        print_json(source | {"model": request.model} | document(checked, gates))
+    elif is_quiet():
+        print_verdict(console(), checked)
     else:
-        print_report(console(), checked, gates, request, told)
+        print_report(console(), checked, gates, request, source)
     raise SystemExit(exit_code(checked, gates))
 
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":
-    """The options that speak of the model's side."""
+    """Return the options that concern the model's side."""
     from consistency.request import Request
 
     names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
@@ -140,7 +159,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
 def check_recorded(
     path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """The check of some steps of a record, and what to tell of them."""
+    """Check some steps of a record; return the check, its request, and its source for the report."""
     from consistency.check import check
     from consistency.source import read_record
     from recorder import open_record
@@ -151,7 +170,7 @@ def check_recorded(
     steps = steps or record.steps[:1]
     model = model or record.header.model["path"]
     if not model:
-        fail(f"{path} does not say which model sampled it: give --model PATH")
+        fail(f"{path} does not name the model that sampled it: give --model PATH")
     request = request_of(model, options)
     sampled = read_record(record, steps, None if record.header.config else assumed_sampling(model, options))
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
@@ -160,7 +179,7 @@ def check_recorded(
 
 
 def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
-    """How an imported record was sampled, as far as options and checkpoint tell: engines serve bfloat16 unless told otherwise."""
+    """Sampling of an imported record by options and checkpoint; engines serve bfloat16 by default."""
     from consistency.source import Sampling, model_dtype
 
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
@@ -172,9 +191,9 @@ def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
 def check_live(
     engines: tuple[str, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """The check of what engines sample now, and what to tell of them."""
+    """Check samples of live engines; return the check, its request, and its source for the report."""
     if model is None or options["prompts"] is None:
-        fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (what to ask it)")
+        fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
     from transformers import AutoTokenizer
 
     from areal_core.reward import load_reward_fn
@@ -190,14 +209,14 @@ def check_live(
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
     law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
     request = request_of(model, options)
-    with progress_bar("asking", len(prompts) * options["num_samples"]) as advance:
+    with progress_bar("sampling", len(prompts) * options["num_samples"]) as advance:
         conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, advance)
     sampled = sampled_of(conversation, options["dtype"] or model_dtype(model))
     with progress_bar("scoring", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())) as advance:
         checked = check_engines(conversation, sampled, request, vocabulary, advance)
-    told: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
+    source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
     if options["answers"]:
-        told["answers"] = asdict(
+        source["answers"] = asdict(
             compare_answers(
                 engines,
                 prompts,
@@ -207,18 +226,16 @@ def check_live(
                 load_reward_fn(options["reward"]),
             )
         )
-    return checked, request, told
+    return checked, request, source
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, moved by what it yields, that tells how many a second."""
-    import sys
-
+    """A progress bar on standard error with its rate; yields the function that advances it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (TextColumn(what), BarColumn(), TaskProgressColumn(show_speed=True))
-    quiet = not sys.stderr.isatty()
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as progress:
+    err = console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=hides_progress()) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)

@@ -1,7 +1,8 @@
-"""`areal-debug demo`: the whole journey on a tiny model: teach, train with reward, record, replay to the same bits."""
+"""`areal-debug demo`: SFT, GRPO, record and bit-identical replay of a tiny model."""
 
 import os
 import shlex
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -10,37 +11,48 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from areal_debug.render import console, errors_as_sentences, fail, sparkline
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    print_json,
+    refuse_existing,
+    sparkline,
+)
 
 DEMO = Path(__file__).parents[1] / "demo"
+OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
 
 
-@click.command()
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="New folder for everything; by default below runs/."
-)
+@click.command(cls=Verb, example="areal-debug demo -o runs/demo --steps 10")
+@output_option("New folder for everything; by default a new one below runs/.")
+@force_option
 @click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="GRPO steps.")
 @click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="FSDP2 ranks.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of everything random.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of all random numbers.")
+@json_option
 @errors_as_sentences
-def command(output: Path | None, steps: int, nproc: int, seed: int) -> None:
-    """Teach a tiny model to add, train it by GRPO while every step is recorded, and replay the record bit for bit."""
-    from areal_debug.cli.train import read_config
+def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int, as_json: bool) -> None:
+    """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the record bit for bit."""
     from areal_debug.replay_output import print_verdict
     from areal_debug.replay_ranks import replay_on_ranks
+    from areal_debug.script_options import read_config
     from replayer.request import Request
 
-    output = new_folder(output)
-    out = console()
+    output = new_folder(output, force)
+    hidden = as_json or is_quiet()
+    out = Console(quiet=True) if hidden else console()
     options = [
         *("--config", str(DEMO / "grpo.yaml")),
         *(f"cluster.fileroot={output}/runs", f"seed={seed}", f"total_train_steps={steps}"),
         *(f"actor.path={output}/model", f"allocation_mode=embedded|fsdp:d{nproc}"),
     ]
-    read_config(options)  # what is wrong with them is told before anything starts
-    out.print("[bold]1. A tiny model learns to add from examples, until it is right sometimes.[/bold]")
-    teach(out, output, seed)
-    out.print(f"\n[bold]2. It learns from reward: GRPO on {nproc} FSDP2 ranks, every step recorded.[/bold]")
+    read_config(options)  # fails fast, before any process starts
+    out.print("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
+    fine_tune(out, output, seed)
+    out.print(f"\n[bold]2. GRPO on {nproc} FSDP2 ranks, every step recorded.[/bold]")
     run_bar(
         out,
         "GRPO",
@@ -53,28 +65,38 @@ def command(output: Path | None, steps: int, nproc: int, seed: int) -> None:
     )
     show_rewards(out, stats_file(output, "grpo"))
     out.print("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]")
-    report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc)
-    print_verdict(out, report)
-    print_next(out, output, steps)
+    report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc, hidden)
+    if as_json:
+        print_json({"output": str(output), "replay": report.to_dict()})
+    else:
+        print_verdict(console(), report)
+        print_next(out, output, steps)
     raise SystemExit(0 if report.identical else 1)
 
 
-def new_folder(output: Path | None) -> Path:
-    """The folder asked for, which must be new or empty, or the next free one below runs/.
+def new_folder(output: Path | None, force: bool) -> Path:
+    """Return the requested folder, or the next free one below runs/; with `force`, remove an earlier demo from it.
 
     Raises:
-        ValueError: the folder holds something.
+        ValueError: the folder has content, or with `force`, content that is not of a demo.
     """
     if output is None:
         names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in range(1, 10_000))
         output = next(path for path in names if not path.exists())
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is not empty: give a new folder with --output, or remove it")
+    else:
+        refuse_existing(output, force)
+        present = {path.name for path in output.iterdir()} if output.exists() else set()
+        if foreign := sorted(present - OUTPUTS):
+            raise ValueError(
+                f"{output} holds {foreign[0]}, which no demo wrote: give a new folder with --output"
+            )
+        for name in present:
+            shutil.rmtree(output / name)
     return output.resolve()
 
 
-def teach(out: Console, output: Path, seed: int) -> None:
-    """Make the model and fine-tune it on examples; it ends in `output/model`."""
+def fine_tune(out: Console, output: Path, seed: int) -> None:
+    """Make the model and fine-tune it on examples; write it to `output/model`."""
     arguments = ["--config", str(DEMO / "sft.yaml"), f"cluster.fileroot={output}/runs", f"seed={seed}"]
     run_bar(
         out, "SFT", "sft.py", [*arguments, f"actor.path={output}/model-untrained"], 1, output, "sft", None
@@ -93,7 +115,7 @@ def run_bar(
     trial: str,
     total: int | None,
 ) -> None:
-    """Run a script of the demo on its ranks, under a bar that counts the lines of its statistics."""
+    """Run a script of the demo on its ranks, under a progress bar that counts the lines of its statistics."""
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 
@@ -135,18 +157,18 @@ def run_bar(
 
 
 def stats_file(output: Path, trial: str) -> Path | None:
-    """The statistics of a run of the demo, once they exist."""
+    """Return the statistics file of a run of the demo, once it exists."""
     return next((output / "runs" / "logs").glob(f"*/demo/{trial}/stats.jsonl"), None)
 
 
 def count_steps(output: Path, trial: str) -> int:
-    """Steps that a run has finished."""
+    """Return the number of steps that a run has finished."""
     file = stats_file(output, trial)
     return file.read_text().count("\n") if file else 0
 
 
 def show_rewards(out: Console, file: Path | None) -> None:
-    """The mean reward of every step as a line of bars."""
+    """Print the mean reward of every step as a sparkline."""
     from areal_core.telemetry.loggers import read_stats
 
     assert file is not None
@@ -155,7 +177,7 @@ def show_rewards(out: Console, file: Path | None) -> None:
 
 
 def print_next(out: Console, output: Path, steps: int) -> None:
-    """Where everything is, and what to try."""
+    """Print the output folder and the next commands to try."""
     shown = os.path.relpath(output)
     shown = str(output) if shown.startswith("..") else shown
     record = shlex.quote(f"{shown}/record")

@@ -1,21 +1,22 @@
-"""`areal-debug diff`: where two records part, and why."""
+"""`areal-debug diff`: find where two records diverge, and why."""
 
 import click
 
+from areal_debug.cli import Verb, json_option, step_option
 from areal_debug.render import errors_as_sentences, print_json, with_progress
 
 
-@click.command()
+@click.command(cls=Verb, example="areal-debug diff runs/A runs/B")
 @click.argument("left", metavar="A", type=click.Path())
 @click.argument("right", metavar="B", type=click.Path())
-@click.option("--step", type=int, help="Compare this step only; otherwise all, up to the first that differs.")
-@click.option("--all", "show_all", is_flag=True, help="List everything that differs in that step.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@step_option("all steps, up to the first that differs")
+@click.option("--all", "show_all", is_flag=True, help="List all differences in that step.")
+@json_option
 @errors_as_sentences
 def command(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
-    """Say where two records part: which step, stage, tensor, row and token first, and for what reason.
+    """Find where records A and B diverge: the first step, stage, tensor, row and token, and the cause.
 
-    B may be another run, or a replay of A (`areal-debug replay A --record-to B`). Exit code 0: the same in every bit. 1: they differ.
+    B may be another run, or a replay of A (`areal-debug replay A -o B`). Exit code 0: bit-identical. 1: they differ.
     """
     from areal_debug.diff_output import print_diff
     from recorder import open_record

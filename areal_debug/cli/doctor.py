@@ -1,37 +1,39 @@
-"""`areal-debug doctor`: what a run's metrics say about its learning, and what to try."""
+"""`areal-debug doctor`: diagnose a run's metrics and recommend config changes."""
 
 from pathlib import Path
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.render import console, errors_as_sentences, fail, print_json, refuse_existing
 
 
-@click.command()
+@click.command(cls=Verb, example="areal-debug doctor runs/logs -o report.html")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots."
-)
+@output_option("Write an HTML page with plots, too.")
+@force_option
 @click.option("--overrides", is_flag=True, help="Print only the config change that is recommended first.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@json_option
 @errors_as_sentences
-def command(run: Path, page: Path | None, overrides: bool, as_json: bool) -> None:
-    """Judge the metrics of RUN, a folder or file: our stats.jsonl, TensorBoard events, a Weights & Biases export, or
-    trainer_state.json; by the names of AReaL, verl or TRL.
+def command(run: Path, output: Path | None, force: bool, overrides: bool, as_json: bool) -> None:
+    """Diagnose the metrics of RUN, a folder or file: stats.jsonl, TensorBoard events, a Weights & Biases export, or
+    trainer_state.json, with metric names of AReaL, verl or TRL.
 
-    Exit 0 when nothing is wrong, 1 when something is, 2 when there is nothing to judge.
+    Exit code 0: nothing is wrong. 1: a problem was found. 2: there are no metrics to judge.
     """
     from areal_debug.doctor.examine import document, examine, verdict
     from areal_debug.doctor.reading import read_run
     from areal_debug.doctor_output import override_lines, print_examination
     from areal_debug.doctor_page import write_page
 
-    if page is not None and not page.parent.is_dir():
-        fail(f"{page.parent} is not a folder: give --html a file in one that is there")
+    if output is not None:
+        refuse_existing(output, force)
+        if not output.parent.is_dir():
+            fail(f"{output.parent} is not a folder: give --output a file in an existing folder")
     read = read_run(run)
     found = examine(read)
-    if page is not None:
-        write_page(page, read, found)
+    if output is not None:
+        write_page(output, read, found)
     if as_json:
         print_json(document(read, found))
     elif overrides:

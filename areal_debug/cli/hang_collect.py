@@ -1,14 +1,16 @@
-"""`areal-debug hang collect`: stacks of every rank into one folder; and the live `areal-debug hang`."""
+"""`areal-debug hang collect`: write the stacks of every rank into one folder; and the live `areal-debug hang`."""
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import click
 
+from areal_debug.cli import Verb, force_option, json_option
+from areal_debug.render import errors_as_sentences, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.layout import Manifest, pack
@@ -18,25 +20,28 @@ from hangdoctor.errors import HangInputError
 TAR_ENDINGS = (".tar.gz", ".tgz")
 
 
-@click.command()
-@click.option("--to", type=click.Path(path_type=Path), required=True, help="A new folder, or a .tar.gz file.")
-@click.option(
-    "--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be given several times."
+@click.command(
+    cls=Verb,
+    short_help="Write the stacks of every rank into a folder or tar file",
+    example="areal-debug hang collect --to stacks.tar.gz --slurm 4711",
 )
+@click.option("--to", type=click.Path(path_type=Path), required=True, help="New folder, or .tar.gz file.")
+@force_option
+@click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
 @click.option("--match", default="", help="Regular expression that the ranks' command lines match.")
 @click.option(
     "--samples",
     default=2,
     show_default=True,
     type=click.IntRange(1, 10),
-    help="How many dumps of each process.",
+    help="Number of stack dumps per process.",
 )
 @click.option("--interval", default=3.0, show_default=True, help="Seconds between two dumps.")
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds that one dump may take.")
 @click.option(
-    "--native", is_flag=True, help="A second pass with C and C++ frames; pauses each process shortly."
+    "--native", is_flag=True, help="Dump C and C++ frames in a second pass; pauses each process briefly."
 )
-@click.option("--slurm", metavar="JOB", help="Every node of this SLURM job, beside its own step.")
+@click.option("--slurm", metavar="JOB", help="Every node of this SLURM job, in a step of its own.")
 @click.option(
     "--ray",
     "ray_address",
@@ -51,12 +56,13 @@ TAR_ENDINGS = (".tar.gz", ".tgz")
     metavar="SELECTOR",
     help="Every running pod with this label selector; prints each kubectl command.",
 )
-@click.option("--namespace", default="", help="Of the pods.")
-@click.option(
-    "--python", default="python3", show_default=True, help="The Python of the hosts, 3.11 or newer."
-)
+@click.option("--namespace", default="", help="Namespace of the pods.")
+@click.option("--python", default="python3", show_default=True, help="Python on the hosts, 3.11 or newer.")
+@json_option
+@errors_as_sentences
 def collect(
     to: Path,
+    force: bool,
     pids: tuple[int, ...],
     match: str,
     samples: int,
@@ -69,14 +75,15 @@ def collect(
     k8s: str | None,
     namespace: str,
     python: str,
+    as_json: bool,
 ) -> None:
-    """Dump the stacks of every rank, and what lies around them, for `areal-debug hang diagnose`.
+    """Dump the stacks and system facts of every rank, for `areal-debug hang diagnose`.
 
-    Without --pid or --match: every process of yours with a RANK in its environment. Nothing has to be prepared
-    in the job; needs py-spy here only, which is sent to the other hosts.
+    Without --pid or --match: every process of yours with a RANK in its environment. The job needs no
+    preparation; py-spy is needed on this host only and is sent to the others.
     """
     if sum(bool(way) for way in (slurm, ray_address, ssh, k8s)) > 1:
-        raise click.UsageError("--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one.")
+        raise click.UsageError("--slurm, --ray, --ssh and --k8s exclude each other: give one.")
     search = Search(pids, match, ("SLURM_JOB_ID", slurm) if slurm else None)
     options = Options(samples, interval, timeout, native)
 
@@ -91,34 +98,30 @@ def collect(
             return collect_hosts(*way, search, folder, options, python, all_asked=ssh is None)
         return collect_host(search, folder, options)
 
-    try:
-        manifest = _into(to, gather)
-    except HangInputError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-    click.echo(_summary(manifest, to))
+    manifest = _into(to, gather, force)
+    if as_json:
+        print_json({"collection": str(to), **asdict(manifest)})
+    else:
+        lines = _summary(manifest, to)
+        click.echo(lines[-1] if is_quiet() else "\n".join(lines))
 
 
 def live(pids: tuple[int, ...], as_json: bool) -> int:
-    """Collect this host, diagnose, print. Gives the exit status of `hang diagnose`, 2 when nothing was found."""
+    """Collect this host, diagnose, print; return the exit code of `hang diagnose`. Raises HangInputError for no ranks."""
     from areal_debug.hang_render import show_diagnosis
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
     with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
-        try:
-            collect_host(Search(pids), Path(folder), Options())
-            snapshot = read_snapshot((Path(folder),), None, {})
-        except HangInputError as error:
-            click.echo(f"Error: {error}", err=True)
-            return 2
+        collect_host(Search(pids), Path(folder), Options())
+        snapshot = read_snapshot((Path(folder),), None, {})
     return show_diagnosis(diagnose(snapshot), snapshot, as_json=as_json, html=None, markdown=None)
 
 
 def _way_to_hosts(
     slurm: str | None, ssh: str | None, k8s: str | None, namespace: str
 ) -> tuple[list[str], Callable[[str, list[str]], list[str]]] | None:
-    """The hosts, and how to run the collector's command on one of them; None for this host."""
+    """Return the hosts and a function that wraps the collector's command for one; None for this host."""
     from hangdoctor.collect import remote
 
     if slurm:
@@ -131,7 +134,7 @@ def _way_to_hosts(
 
 
 def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
-    """The command for one pod, printed before it runs."""
+    """Return the command for one pod, and print it before it runs."""
     from hangdoctor.collect.remote import kubernetes_command
 
     command = kubernetes_command(namespace, pod, collector)
@@ -140,10 +143,13 @@ def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
     return command
 
 
-def _into(to: Path, gather: Callable[[Path], Manifest]) -> Manifest:
+def _into(to: Path, gather: Callable[[Path], Manifest], force: bool) -> Manifest:
     """Gather into a new folder, or into a tar by way of a temporary one; leave nothing half-made."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise HangInputError(f"{to} exists already: name a new folder or a new .tar.gz file")
+    refuse_existing(to, force)
+    if to.is_dir() and any(to.iterdir()):
+        if not (to / "collection.json").exists():
+            raise HangInputError(f"{to} is no collection, so --force does not replace it: give a new folder")
+        shutil.rmtree(to)
     if to.name.endswith(TAR_ENDINGS):
         with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
             manifest = gather(Path(folder))
@@ -157,8 +163,8 @@ def _into(to: Path, gather: Callable[[Path], Manifest]) -> Manifest:
         raise
 
 
-def _summary(manifest: Manifest, to: Path) -> str:
-    """One line a process that is not dumped, one line in all."""
+def _summary(manifest: Manifest, to: Path) -> list[str]:
+    """One line per process without a dump, then one line for all."""
     ranks = [process for process in manifest.processes if process.role not in ("child", "launcher")]
     dumped = sum(process.status == "dumped" for process in ranks)
     lines = [
@@ -168,8 +174,8 @@ def _summary(manifest: Manifest, to: Path) -> str:
     ]
     if manifest.elsewhere:
         lines.append(
-            f"{len(manifest.elsewhere)} ranks of hosts that were not asked or did not answer: not collected"
+            f"{len(manifest.elsewhere)} ranks of hosts that were not queried or did not answer: not collected"
         )
     lines += [f"host {host.host}: {host.status}: {host.detail}" for host in manifest.hosts if host.detail]
     lines.append(f"{dumped} of {len(ranks)} ranks dumped into {to}. Next: areal-debug hang diagnose {to}")
-    return "\n".join(lines)
+    return lines

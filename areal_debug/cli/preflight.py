@@ -1,4 +1,4 @@
-"""`areal-debug preflight`: would a run come out the same twice? Asked before it costs anything."""
+"""`areal-debug preflight`: check that a run is deterministic before it starts."""
 
 import json
 import tempfile
@@ -8,42 +8,45 @@ from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, json_option, nproc_option
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json
 
 if TYPE_CHECKING:
     from replayer.twice import PreflightReport
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--config", "config_file", type=click.Path(), required=True, help="The run's YAML file.")
-@click.option("--script", type=click.Path(path_type=Path), help="The run's script, to be read, not run.")
-@click.option(
-    "--record", type=click.Path(), help="A record of an earlier run, to look at the order of its rows."
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug preflight --config my.yaml --script train.py",
 )
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks; by default as the allocation says.")
-@click.option("--as-is", is_flag=True, help="With this shell's environment, not the one that `train` sets.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--config", "config_file", type=click.Path(), required=True, help="YAML file of the run.")
+@click.option("--script", type=click.Path(path_type=Path), help="Script of the run, to be read, not run.")
+@nproc_option
+@click.option("--as-is", is_flag=True, help="Use this shell's environment, not the one that `train` sets.")
+@json_option
+@click.argument("inputs", nargs=-1, type=click.UNPROCESSED, metavar="[RECORD] [OPTION=VALUE]...")
 @errors_as_sentences
 def command(
     config_file: str,
     script: Path | None,
-    record: str | None,
     nproc: int | None,
     as_is: bool,
     as_json: bool,
-    overrides: tuple[str, ...],
+    inputs: tuple[str, ...],
 ) -> None:
-    """Look for what changes bits from run to run, take one real step of the configured run twice, and compare.
+    """Find sources of nondeterminism, run one real step of the configured run twice, and compare every bit.
 
-    OVERRIDES change options of the config: actor.path=model.
+    RECORD, of an earlier run, adds a check of the order of its rows. OPTION=VALUE changes an option of the config:
+    actor.path=model.
 
-    Exit code 0: nothing found, equal bits. 1: a problem, or other bits; the machine's own noise per parameter is shown.
+    Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor per parameter.
     """
     from areal_debug.preflight_output import print_preflight
     from recorder import open_record
     from replayer.preflight_checks import check_script, order_of_record
 
+    record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
     around = check_script(script) if script is not None else []
@@ -59,18 +62,26 @@ def command(
     raise SystemExit(0 if report.identical and not report.problems else 1)
 
 
+def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """Separate a record from overrides, which have a `=`. Raises ValueError for more than one record."""
+    records = [text for text in inputs if "=" not in text]
+    if len(records) > 1:
+        raise ValueError(f"expected one RECORD and overrides OPTION=VALUE, got {' '.join(records)}")
+    return next(iter(records), None), [text for text in inputs if "=" in text]
+
+
 def ranks_of(arguments: list[str]) -> int:
-    """The trainer's ranks as the config's allocation says. Raises ConfigError for what is wrong with the config."""
+    """Return the number of the trainer's ranks by the config's allocation. Raises ConfigError for a wrong config."""
     from areal_core.config import PPOConfig, load_expr_config
 
     train = load_expr_config(arguments, PPOConfig)[0].allocation.train
     if train is None:
-        raise ValueError("the allocation has no training part, so there is no step to take")
+        raise ValueError("the allocation has no training part, so there is no step to run")
     return train.world_size
 
 
 def take_twice(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
-    """The step in two generations of processes; where bits differ, twice more for the values of what differs."""
+    """Run the step in two generations of processes; where bits differ, twice more for the values that differ."""
     from replayer.twice import ParameterNoise, PreflightReport, compare_repeats, measure_noise, read_repeat
 
     takes = [take(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
@@ -84,16 +95,16 @@ def take_twice(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) 
 
 
 def take(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: list[str]) -> Path:
-    """One take of the step, in a folder."""
+    """Run the step once; its output goes to the folder."""
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 
     folder.mkdir()
     command = ["-m", "areal_debug.replay_rank", "preflight", str(folder), json.dumps(keep), *arguments]
-    code = run_ranks(command, num_ranks, {} if as_is else DETERMINISTIC, folder / "logs")
+    code = run_ranks(command, num_ranks, {} if as_is else DETERMINISTIC, folder / "logs", echo=not is_quiet())
     if code != 0:
         fail(
-            f"the step could not be taken: the ranks ended with exit code {code}; what they said stands above",
+            f"the step could not be run: the ranks ended with exit code {code}; their output is above",
             code,
         )
     return folder

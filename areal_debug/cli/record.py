@@ -1,6 +1,5 @@
-"""`areal-debug record`: what is in a record, what it says token by token, and whether its bytes are whole."""
+"""`areal-debug record`: list a record's steps, show its tokens, verify its bytes; archive, import and export."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug import record_output
+from areal_debug.cli import Verb, VerbGroup, json_option, step_option
 from areal_debug.decoding import load_decoder
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
 
@@ -17,44 +17,30 @@ if TYPE_CHECKING:
     from recorder.samples import Sample
 
 
-# Verbs in files of their own; each names its file and the click command in it.
-ELSEWHERE = {
-    "archive": ("record_archive", "archive"),
-    "extract": ("record_archive", "extract"),
-    "import": ("record_import", "import_record"),
-    "export": ("record_export", "export"),
-}
-
-
-class RecordGroup(click.Group):
-    """Imports the verbs that live elsewhere only when they are asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *ELSEWHERE]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in ELSEWHERE:
-            return super().get_command(ctx, cmd_name)
-        module, attribute = ELSEWHERE[cmd_name]
-        return getattr(importlib.import_module(f"areal_debug.cli.{module}"), attribute)
-
-
-@click.group(cls=RecordGroup)
+@click.group(
+    cls=VerbGroup,
+    example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
+    lazy={
+        "archive": "record_archive:archive",
+        "extract": "record_archive:extract",
+        "import": "record_import:import_record",
+        "export": "record_export:export",
+    },
+)
 def command() -> None:
-    """Look into a record: list its steps, show its text, verify its bytes; archive it."""
+    """List, show and verify records; archive, import and export them."""
 
 
 record_argument = click.argument("record", type=click.Path(path_type=Path))
-json_option = click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 
 
-@command.command()
+@command.command(cls=Verb, short_help="List a run and its steps", example="areal-debug record ls runs/record")
 @record_argument
 @click.option(
     "--all",
     "all_steps",
     is_flag=True,
-    help=f"Every step, where there are more than {record_output.MAX_LINES}.",
+    help=f"List every step, also of more than {record_output.MAX_LINES}.",
 )
 @json_option
 @errors_as_sentences
@@ -81,13 +67,17 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
         )
 
 
-@command.command()
+@command.command(
+    cls=Verb,
+    short_help="Show a step's text, each token coloured by its logprob",
+    example="areal-debug record show runs/record --step 3 --prompt-id 17",
+)
 @record_argument
-@click.option("--step", type=int, help="The step; the last one unless given.")
-@click.option("--rank", type=int, default=0, show_default=True, help="The data-parallel rank.")
+@step_option("the last")
+@click.option("--rank", type=int, default=0, show_default=True, help="Data-parallel rank.")
 @click.option("--sample", "row", type=int, metavar="I", help="One row of that rank's batch.")
 @click.option("--prompt-id", type=int, metavar="P", help="All answers to one prompt, from every rank.")
-@click.option("--tokens", is_flag=True, help="One line a token, with its numbers.")
+@click.option("--tokens", is_flag=True, help="One line per token, with its numbers.")
 @json_option
 @errors_as_sentences
 def show(
@@ -99,7 +89,7 @@ def show(
     tokens: bool,
     as_json: bool,
 ) -> None:
-    """Show decoded text, each token coloured by its logprob, untrained tokens dim."""
+    """Show decoded text, each token coloured by its logprob, tokens outside the loss mask dim."""
     from recorder import open_record
 
     if row is not None and prompt_id is not None:
@@ -124,12 +114,16 @@ def show(
         )
 
 
-@command.command()
+@command.command(
+    cls=Verb,
+    short_help="Check every byte of a record against its checksum",
+    example="areal-debug record verify runs/record",
+)
 @record_argument
 @json_option
 @errors_as_sentences
 def verify(record: Path, as_json: bool) -> None:
-    """Check every byte; exit with 1 when any file or tensor is damaged, missing or foreign."""
+    """Check every byte. Exit code 1: a file or tensor is damaged, missing or foreign."""
     from recorder import verify as verify_record
     from recorder.reader import open_storage, step_folders
 
@@ -149,7 +143,7 @@ def select_samples(
     prompt_id: int | None,
     decode: Callable[[list[int]], str] | None,
 ) -> list["Sample"]:
-    """The rows asked for: one row, all answers to a prompt from every rank, or the rank's first row."""
+    """Return the requested rows: one row, all answers to a prompt from every rank, or the rank's first row."""
     from recorder.errors import StepNotRecorded
     from recorder.samples import read_samples, rows_of_prompt
 

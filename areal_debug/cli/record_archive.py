@@ -1,4 +1,4 @@
-"""`areal-debug record archive` and `extract`: a record into one zarr store, and back to its files."""
+"""`areal-debug record archive` and `extract`: convert a record into one zarr store, and back into files."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,20 +6,32 @@ from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, format_bytes, print_json, with_progress
+from areal_debug.cli import Verb, force_option, json_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    format_bytes,
+    print_json,
+    refuse_existing,
+    with_progress,
+)
 
 if TYPE_CHECKING:
     from recorder.archive_writer import Archived
 
 
-@click.command()
+@click.command(
+    cls=Verb,
+    short_help="Write a record into one compressed zarr store",
+    example="areal-debug record archive runs/record --to s3://bucket/record",
+)
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--to", "destination", required=True, help="A folder, a file.zip, or any fsspec URL.")
-@click.option("--force", is_flag=True, help="Replace an archive that is there.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
+@force_option
+@json_option
 @errors_as_sentences
 def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
-    """Write RECORD into a zarr store: compressed, sharded, checksummed; every verb reads it like the folder."""
+    """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like the folder."""
     from recorder import open_record
     from recorder.archive_writer import archive_record
 
@@ -33,29 +45,42 @@ def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
         print_archived(archived)
 
 
-@click.command()
+@click.command(
+    cls=Verb,
+    short_help="Write an archive's files into a folder",
+    example="areal-debug record extract s3://bucket/record --to runs/record",
+)
 @click.argument("archive", type=click.Path(path_type=Path))
-@click.option("--to", "destination", type=click.Path(path_type=Path), required=True, help="A new folder.")
+@click.option("--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder.")
+@force_option
+@json_option
 @errors_as_sentences
-def extract(archive: Path, destination: Path) -> None:
+def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
     """Write the files of an archive into a folder, bit for bit as they were recorded."""
+    from areal_debug.script_options import clear_for_record
     from recorder import open_record
     from recorder.extract import extract_record
 
+    refuse_existing(destination, force)
     num_steps = len(open_record(archive).steps)
+    if force:
+        clear_for_record(destination, archive)
     with_progress("extracting", num_steps, lambda tick: extract_record(archive, destination, tick))
-    console().print(f"{num_steps} steps in {destination}, as they were recorded")
+    if as_json:
+        print_json({"archive": str(archive), "record": str(destination), "num_steps": num_steps})
+    else:
+        console().print(f"{num_steps} steps in {destination}, as they were recorded")
 
 
 def print_archived(archived: "Archived") -> None:
-    """Where it is and what it takes, beside what the source takes."""
+    """Print the place and size of the archive, and the size of its source."""
     tokens = max(1, archived.num_tokens)
     out = console()
     out.print(
         f"{archived.num_steps} steps, {archived.num_tokens:,} tokens: {format_bytes(archived.archive_bytes)}, "
-        f"{archived.archive_bytes / tokens:.3g} bytes a token, in {archived.location}"
+        f"{archived.archive_bytes / tokens:.3g} bytes per token, in {archived.location}"
     )
     out.print(
-        f"the source has {format_bytes(archived.source_bytes)}, {archived.source_bytes / tokens:.3g} bytes a token",
+        f"the source has {format_bytes(archived.source_bytes)}, {archived.source_bytes / tokens:.3g} bytes per token",
         style="dim",
     )

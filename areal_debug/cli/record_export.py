@@ -1,28 +1,35 @@
-"""`areal-debug record export`: the steps of a record as a format of another tool."""
+"""`areal-debug record export`: write the steps of a record in the format of another tool."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from areal_debug.cli import Verb, force_option, json_option, step_option
 from areal_debug.render import console, errors_as_sentences, escaped, print_json
 
 FORMATS = ("jsonl", "pt", "parquet", "slime")
 
 
-@click.command()
+@click.command(
+    cls=Verb,
+    short_help="Write a record as JSON lines, torch tensors, Parquet or slime's rollout data",
+    example="areal-debug record export runs/record --format jsonl --to samples.jsonl",
+)
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--format", "format_name", type=click.Choice(FORMATS), required=True)
+@click.option(
+    "--format", "format_name", type=click.Choice(FORMATS), required=True, help="Format of the files."
+)
 @click.option(
     "--to",
     "destination",
     type=click.Path(path_type=Path),
     required=True,
-    help="A file; pt and slime have one a step: put {step} into its name.",
+    help="File to write; pt and slime have one per step: put {step} into its name.",
 )
-@click.option("--step", type=int, help="Only this step.")
-@click.option("--force", is_flag=True, help="Replace files that are there.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@step_option("all steps")
+@force_option
+@json_option
 @errors_as_sentences
 def export(
     record: Path, format_name: str, destination: Path, step: int | None, force: bool, as_json: bool
@@ -40,5 +47,5 @@ def export(
 
 
 def and_more(count: int) -> str:
-    """` and 3 more files`, or nothing."""
+    """Return " and 3 more files", or nothing."""
     return f" and {count} more files" if count else ""

@@ -1,4 +1,4 @@
-"""`areal-debug record import`: a record of what another framework left behind."""
+"""`areal-debug record import`: write a record from the files of another framework."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,23 +6,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_debug.cli import Verb, force_option, json_option, overrides_argument
 from areal_debug.render import console, errors_as_sentences, escaped, print_json
 
 if TYPE_CHECKING:
     from recorder.importers.importing import Imported
 
 
-@click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("--from", "format_name", help="The format; it is found from names and contents unless given.")
-@click.option(
-    "--to", "destination", type=click.Path(path_type=Path), required=True, help="A new folder for the record."
+@click.command(
+    cls=Verb,
+    short_help="Write a record from rollout files of another framework",
+    example="areal-debug record import rollouts/ --to runs/record --config my.yaml --model MODEL",
 )
-@click.option("--config", type=click.Path(path_type=Path), help="YAML of the run that is to train on it.")
-@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Set an option of the config.")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--from", "format_name", help="The format; by default recognised by names and contents.")
+@click.option(
+    "--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder for the record."
+)
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file of the run that will train on it.")
+@click.option("--set", "settings", multiple=True, hidden=True)
 @click.option("--model", type=click.Path(), help="The model that the first step starts from.")
-@click.option("--force", is_flag=True, help="Replace a record that is there.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@force_option
+@json_option
+@overrides_argument
 @errors_as_sentences
 def import_record(
     source: Path,
@@ -33,15 +39,16 @@ def import_record(
     model: str | None,
     force: bool,
     as_json: bool,
+    overrides: tuple[str, ...],
 ) -> None:
-    """Write a record of SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL, ROLL, xtuner, open-instruct or AReaL.
+    """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL, ROLL, xtuner, open-instruct or AReaL.
 
-    Pickles are read in a process of their own that imports nothing they name. With --config and --model the record replays as any other;
-    `areal-debug replay DEST --record-to X` then records what our trainer makes of it.
+    Pickles are read in a separate process that imports nothing they name. With --config and --model the record can be
+    replayed; OPTION=VALUE changes an option of the config, and `areal-debug replay DEST -o X` records the replay.
     """
     from recorder.importers.importing import import_record as write_record
 
-    options = resolve_config(config, settings, model)
+    options = resolve_config(config, (*settings, *overrides), model)
     name = "slime" if format_name == "miles" else format_name
     imported = write_record(source, destination, name, options, model, force)
     if as_json:
@@ -53,7 +60,7 @@ def import_record(
 def resolve_config(
     config: Path | None, settings: tuple[str, ...], model: str | None
 ) -> dict[str, Any] | None:
-    """The options of a run from a YAML file, checked; None without one."""
+    """Return the checked options of a run from a YAML file; None without one."""
     if config is None:
         return None
     from areal_core.config import GRPOConfig, config_to_dict, load_expr_config
@@ -64,7 +71,7 @@ def resolve_config(
 
 
 def print_imported(imported: "Imported", destination: Path) -> None:
-    """What there is now, and what the format could not carry."""
+    """Print what was imported, and what the format could not carry."""
     out = console()
     out.print(
         f"{len(imported.steps)} steps of {imported.format}: {imported.num_samples} samples, "

@@ -1,35 +1,55 @@
-"""`areal-debug replay`: run a record again without an inference engine, as it was or with something changed."""
+"""`areal-debug replay`: run a record again without an inference engine, unchanged or with changes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
+from areal_debug.cli import (
+    Verb,
+    force_option,
+    json_option,
+    model_option,
+    nproc_option,
+    output_option,
+    overrides_argument,
+)
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, with_progress
 
 if TYPE_CHECKING:
     from recorder import Record
+    from replayer.check import ReplayReport
+    from replayer.request import Request
 
 
-@click.command()
+@click.command(
+    cls=Verb,
+    example="areal-debug replay runs/record\n"
+    "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if",
+)
 @click.argument("record", type=click.Path())
 @click.option(
-    "--from-step", type=int, help="First step to report; earlier ones are run if no anchor is nearer."
+    "--from-step",
+    type=int,
+    metavar="N",
+    help="First step to report; earlier ones are run if no anchor is nearer.",
 )
-@click.option("--to-step", type=int, help="Last step to run.")
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks; by default as many as recorded.")
-@click.option("--model", type=click.Path(), help="Where the model that the run started from lies now.")
-@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Set an option differently.")
-@click.option("--filter", "row_filter", metavar="EXPR", help="Train only on rows for which this holds.")
+@click.option("--to-step", type=int, metavar="N", help="Last step to run.")
+@nproc_option
+@model_option
+@click.option("--set", "settings", multiple=True, hidden=True)
+@click.option("--filter", "row_filter", metavar="EXPR", help="Train only on rows for which this is true.")
 @click.option(
     "--edit", type=click.Path(), help="Python file with edit(batch, step): returns the batch to train on."
 )
-@click.option("--reward", metavar="MODULE:FN", help="Compute every reward anew with this function.")
-@click.option("--record-to", type=click.Path(), help="Record what this replay does into a new folder.")
+@click.option("--reward", metavar="MODULE:FN", help="Compute every reward again with this function.")
+@output_option("Record this replay into a new folder.")
+@force_option
 @click.option(
     "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
 )
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@json_option
+@overrides_argument
 @errors_as_sentences
 def command(
     record: str,
@@ -41,34 +61,26 @@ def command(
     row_filter: str | None,
     edit: str | None,
     reward: str | None,
-    record_to: str | None,
+    output: Path | None,
+    force: bool,
     explain: int | None,
     as_json: bool,
+    overrides: tuple[str, ...],
 ) -> None:
     """Train again on the batches of RECORD, and compare every loss, gradient norm and parameter, bit by bit.
 
     \b
-    Another shape:  --nproc 2, --set device=cpu, --set actor.mb_spec.max_tokens_per_mb=4096
-    What if:        --set actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
-    Why:            --explain STEP
+    Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
+    What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
+    Why:             --explain STEP
 
-    A filter may ask for reward, prompt, completion (token ids), prompt_text, completion_text, finish_reason, logprobs, versions,
-    prompt_id, sample_id and step. Nothing is ever written into RECORD.
+    A filter may use reward, prompt, completion (token ids), prompt_text, completion_text, finish_reason, logprobs, versions,
+    prompt_id, sample_id and step. RECORD is never written to.
 
-    Exit code 0: as close to the record as the replay's shape promises; what if and why always. 1: not. 2: cannot tell.
+    Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1: beyond it. 2: inconclusive.
     """
-    from areal_debug.replay_ranks import replay_on_ranks
-    from areal_debug.whatif_output import print_comparison
     from recorder import open_record
-    from replayer.before import (
-        check_anchor,
-        check_edits,
-        check_model,
-        check_replayable,
-        check_steps_present,
-        step_range,
-    )
-    from replayer.options import replay_config
+    from replayer.before import check_replayable, step_range
     from replayer.request import Request
 
     opened = open_record(record)
@@ -77,39 +89,67 @@ def command(
         explain_step(opened, explain, model, as_json)
         return
     first, last = step_range(opened, from_step, to_step)
-    request = Request(record, first, last, model, settings, row_filter, edit, reward, record_to)
-    check_edits(opened, request)
-    replay_config(opened, model, settings)  # what is wrong with an option is told once, and at once
-    check_steps_present(opened, first, last)
-    check_anchor(opened, first)
-    check_model(opened, model or opened.header.config["actor"]["path"], first)
-    refuse_damage(record, len(opened.steps))
-    if opened.uncommitted and not as_json:
-        steps = ", ".join(map(str, opened.uncommitted))
-        console(stderr=True).print(
-            f"[yellow]not finished when the run ended, left out: step {steps}[/yellow]"
-        )
-    out = console()
-    report = replay_on_ranks(
-        request,
-        nproc or opened.header.world_size,
-        as_json,
-        notify=lambda why: console(stderr=as_json).print(why, highlight=False),
-    )
-    if as_json:
-        print_json(report.to_dict())
-    elif report.guarantee.kind == "changed":
-        print_comparison(out, report)
-    else:
-        from areal_debug.replay_output import print_verdict
-
-        print_verdict(out, report)
+    changes = (*settings, *overrides)
+    record_to = None if output is None else str(output)
+    request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to)
+    check_request(opened, request, force)
+    report = run_replay(opened, request, nproc, as_json)
+    print_replay(report, as_json)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
 
 
+def check_request(record: "Record", request: "Request", force: bool) -> None:
+    """Check all inputs before a process starts, cheapest first; then clear the output with `force`.
+
+    Raises ReplayError, RecordError or ConfigError. A damaged record ends the command with code 1.
+    """
+    from dataclasses import replace
+
+    from areal_debug.script_options import clear_for_record
+    from replayer.before import check_anchor, check_edits, check_model, check_steps_present
+    from replayer.options import replay_config
+
+    check_edits(record, replace(request, record_to=None) if force else request)
+    replay_config(record, request.model, request.settings)
+    check_steps_present(record, request.first, request.last)
+    check_anchor(record, request.first)
+    check_model(record, request.model or record.header.config["actor"]["path"], request.first)
+    refuse_damage(request.record, len(record.steps))
+    if force and request.record_to is not None:
+        clear_for_record(Path(request.record_to), request.record)
+
+
+def run_replay(record: "Record", request: "Request", nproc: int | None, as_json: bool) -> "ReplayReport":
+    """Replay on the ranks of this machine and return the judged report."""
+    from areal_debug.replay_ranks import replay_on_ranks
+
+    if record.uncommitted and not as_json:
+        note(f"not finished when the run ended, left out: step {', '.join(map(str, record.uncommitted))}")
+    hidden = as_json or is_quiet()
+
+    def report_rerun(why: str) -> None:
+        if not is_quiet():
+            console(stderr=as_json).print(why, highlight=False)
+
+    return replay_on_ranks(request, nproc or record.header.world_size, hidden, report_rerun)
+
+
+def print_replay(report: "ReplayReport", as_json: bool) -> None:
+    """Print the verdict, or the comparison with the record where options were changed."""
+    from areal_debug.replay_output import print_verdict
+    from areal_debug.whatif_output import print_comparison
+
+    if as_json:
+        print_json(report.to_dict())
+    elif report.guarantee.kind == "changed":
+        print_comparison(console(), report)
+    else:
+        print_verdict(console(), report)
+
+
 def explain_step(record: "Record", step: int, model: str | None, as_json: bool) -> None:
-    """Name the samples that made a step what it was."""
+    """Print each sample's contribution to a step's loss and gradient."""
     from areal_debug.explain_output import print_explanation
     from areal_debug.replay_ranks import report_of_ranks
     from replayer.before import check_model, check_steps_present, step_range
@@ -126,7 +166,7 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
 
 
 def refuse_damage(record: str | Path, num_steps: int) -> None:
-    """End with code 1, naming the first damaged files and tensors, if any byte is not the one written."""
+    """End the command with code 1, naming the first damaged files and tensors, if any byte has changed."""
     from replayer.before import verify_bytes
 
     problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))

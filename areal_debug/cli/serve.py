@@ -1,48 +1,53 @@
-"""`areal-debug serve`: an inference server that stays, for an agent that is debugged against it."""
+"""`areal-debug serve`: start, list and stop inference servers to debug agents against."""
 
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, json_option
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json
 
 if TYPE_CHECKING:
     from areal_debug.serve_keeper import ServeSpec
     from areal_debug.serve_state import ServerState
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug serve --model MODEL --background\nareal-debug serve --stop",
+)
 @click.option("--model", help="Checkpoint folder, or a name on the hub.")
 @click.option(
-    "--engine",
+    "--backend",
     type=click.Choice(["sglang", "embedded"]),
     default="sglang",
     show_default=True,
-    help="What serves.",
+    help="Kind of inference engine.",
 )
-@click.option("--background", is_flag=True, help="Return once it is healthy; it stays when the shell ends.")
-@click.option("--status", is_flag=True, help="List the servers, and say how they are.")
-@click.option("--stop", is_flag=True, help="Stop the servers, or the one at --port.")
-@click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Serve a run, which may be running.")
+@click.option("--background", is_flag=True, help="Return once it is healthy; it outlives the shell.")
+@click.option("--status", is_flag=True, help="List the servers and their health.")
+@click.option("--stop", is_flag=True, help="Stop all servers, or the one at --port.")
+@click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where it computes."
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device of the model."
 )
 @click.option("--dtype", default="auto", show_default=True, help="Data type of the weights.")
 @click.option("--context-length", type=int, help="Longest sequence; by default the model's.")
 @click.option("--names", "names_root", default="/tmp/areal/name_resolve", show_default=True,
               help="Folder of the run's names (cluster.name_resolve.nfs_record_root).")  # fmt: skip
 @click.option(
-    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to be ready."
+    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to become ready."
 )
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @errors_as_sentences
 def command(
     model: str | None,
-    engine: str,
+    backend: str,
     background: bool,
     status: bool,
     stop: bool,
@@ -71,7 +76,7 @@ def command(
         raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
     spec = plan_server(
         model=model,
-        engine=engine,
+        engine=backend,
         host=host,
         port=port,
         device=device,
@@ -82,7 +87,7 @@ def command(
         ready_timeout_s=timeout_s,
         arguments=list(arguments),
     )
-    say(as_json, f"starting {engine} on {spec.address}; its log is {spec.log}")
+    report(as_json, f"starting {backend} on {spec.address}; its log is {spec.log}")
     try:
         serve(spec, background, as_json)
     except ServerFailed as failure:
@@ -90,34 +95,36 @@ def command(
 
 
 def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
-    """Start it, here or in the background, and print its facts once it is ready."""
+    """Start the server, here or in the background, and print its facts once it is ready."""
     from areal_debug.serve_keeper import keep, keep_in_background
 
     if background:
         show_facts(keep_in_background(spec), as_json)
-        say(
-            as_json, "it stays when this shell ends: `areal-debug serve --status`, `areal-debug serve --stop`"
+        report(
+            as_json, "it outlives this shell: see `areal-debug serve --status`, `areal-debug serve --stop`"
         )
         return
     keep(spec, lambda state: show_facts(state, as_json))
 
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
-    """Ask the server what it is, and print it."""
+    """Query the server's facts and print them; with --quiet its address alone."""
     from areal_core.rollout.servers import Server
     from areal_debug.serve_facts import read_facts
-    from areal_debug.serve_output import facts_document, print_facts
+    from areal_debug.serve_output import address_line, facts_document, print_facts
 
     facts = read_facts(Server(state.address))
     if as_json:
         print_json(facts_document(facts, state))
+    elif is_quiet():
+        console().print(address_line(facts.address), markup=False)
     else:
         print_facts(console(), facts, state)
     sys.stdout.flush()
 
 
 def show_status(port: int, as_json: bool) -> None:
-    """List the servers; exit 0 when there are some and all are well."""
+    """List the servers; exit code 0 if there is at least one and all are healthy."""
     from areal_debug.serve_output import print_statuses, status_of, statuses_document
 
     statuses = [status_of(state) for state in servers_at(port)]
@@ -129,7 +136,7 @@ def show_status(port: int, as_json: bool) -> None:
 
 
 def stop_servers(port: int, as_json: bool) -> None:
-    """Stop them; exit 1 when there is none."""
+    """Stop the servers; exit code 1 if there is none."""
     from areal_debug.serve_state import stop_keeper
 
     states = servers_at(port)
@@ -144,13 +151,13 @@ def stop_servers(port: int, as_json: bool) -> None:
 
 
 def servers_at(port: int) -> "list[ServerState]":
-    """The known servers, or those at one port."""
+    """Return the known servers, or those at one port."""
     from areal_debug.serve_state import known_servers
 
     return [state for state in known_servers() if port in (0, int(state.address.rpartition(":")[2]))]
 
 
-def say(as_json: bool, text: str) -> None:
-    """Progress, on standard error, where it is in nobody's way."""
+def report(as_json: bool, text: str) -> None:
+    """Print progress on standard error."""
     if not as_json:
-        console(stderr=True).print(text, style="dim", markup=False)
+        note(text)

@@ -1,23 +1,24 @@
-"""`areal-debug trace`: where a slow step spent its time, from the trace of a run."""
+"""`areal-debug trace`: show where slow steps spent their time, from the trace of a run."""
 
 from pathlib import Path
 
 import click
 
+from areal_debug.cli import Verb, json_option, step_option
 from areal_debug.render import console, errors_as_sentences, print_json
 
 
-@click.command()
+@click.command(cls=Verb, example="areal-debug trace runs/logs")
 @click.argument("run", metavar="RUN_OR_FILE", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="The step to explain; by default the slowest after the first.")
-@click.option("--all", "all_steps", is_flag=True, help="Every step in the table.")
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@step_option("the slowest after the first")
+@click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
+@json_option
 @errors_as_sentences
 def command(run: Path, step: int | None, all_steps: bool, as_json: bool) -> None:
-    """Say where the steps of a traced run spent their time, and what to change.
+    """Show where the steps of a traced run spent their time, and what to change.
 
-    RUN_OR_FILE is the folder of a run's logs, or a trace.json. A run is traced with rollout.enable_rollout_tracing=true, or
-    perf_tracer.enabled=true. Exit code 1: some step took more than twice the median.
+    RUN_OR_FILE is the folder of a run's logs, or a trace.json. A run is traced with rollout.enable_rollout_tracing=true or
+    perf_tracer.enabled=true. Exit code 1: a step took more than twice the median.
     """
     from areal_debug.trace_output import MAX_LINES, print_report, report_document
     from areal_debug.trace_read import read_run

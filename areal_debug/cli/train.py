@@ -1,28 +1,40 @@
-"""`areal-debug train`: a training script on all its ranks and servers, recorded or replayed on request."""
+"""`areal-debug train`: run a training script on all its ranks and servers; record or replay it on request."""
 
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.render import console, errors_as_sentences, fail, print_json
+from areal_debug.cli import Verb, force_option, overrides_argument
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json
 
 if TYPE_CHECKING:
+    from areal_core.allocation import Allocation
     from areal_core.config import PPOConfig
 
+SHOWN_LOG_LINES = 15
 
-@click.command(context_settings={"ignore_unknown_options": True})
+
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug train examples/gsm8k_grpo.py --config my.yaml --dump-rollout runs/record\n"
+    "areal-debug train gsm8k_grpo --config my.yaml --dry-run actor.optimizer.lr=1e-5",
+)
 @click.argument("script")
 @click.option(
-    "--config", "config_file", type=click.Path(), help="YAML file; by default the one beside the script."
+    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
 )
 @click.option(
     "--dump-rollout", is_flag=False, flag_value="", metavar="[DIR]", help="Record every step (into DIR)."
 )
 @click.option("--replay-rollout", metavar="DIR", help="Train from a record, without an inference engine.")
+@force_option
 @click.option(
     "--debug-env",
     metavar="PRESETS",
@@ -30,20 +42,19 @@ if TYPE_CHECKING:
     is_eager=True,
     help="Environment presets for the ranks, as nccl,hang; 'list' explains them.",
 )
+@click.option("--watch", is_flag=True, help="Watch the run and diagnose a hang before anything kills it.")
 @click.option(
-    "--watch", is_flag=True, help="Stand beside the run, and say why it hangs before anything kills it."
+    "--dry-run", is_flag=True, help="Print what the run would do and need; start and download nothing."
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Say what the run would do and need; start nothing, download nothing."
-)
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: the same facts as JSON.")
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the same facts as JSON.")
+@overrides_argument
 @errors_as_sentences
 def command(
     script: str,
     config_file: str | None,
     dump_rollout: str | None,
     replay_rollout: str | None,
+    force: bool,
     debug_env: list[str],
     watch: bool,
     dry_run: bool,
@@ -52,40 +63,67 @@ def command(
 ) -> None:
     """Run SCRIPT (a file, or the name of an example) on its ranks and servers.
 
-    OVERRIDES change options of the config: actor.optimizer.lr=1e-5.
+    OPTION=VALUE changes an option of the config: actor.optimizer.lr=1e-5.
     """
     from areal_core.launch.debug_env import debug_environment, make_folders
-    from areal_core.launch.job import Job
-    from areal_core.launch.run import run
     from areal_core.paths import run_folder
     from areal_debug.flags import flag_overrides
-    from areal_debug.report_file import REPORT_FILE, read_report
+    from areal_debug.script_options import find_script, read_config
 
     path = find_script(script)
     flags: list[str] = []
     if dump_rollout is not None:
-        flags += flag_overrides("--dump-rollout", dump_rollout)
+        flags += flag_overrides("--dump-rollout", dump_rollout, force)
     if replay_rollout is not None:
         flags += flag_overrides("--replay-rollout", replay_rollout)
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *flags, *overrides]
     if dry_run:
-        raise SystemExit(tell_plan(path, arguments, as_json))
+        raise SystemExit(print_plan(path, arguments, as_json))
     if as_json:
         fail("--json goes with --dry-run")
     config = read_config(arguments, path)
-    replays = config.debug.replay_rollout_data
-    allocation = config.allocation
-    if allocation.train is not None:
-        check_record(config)
-    elif config.debug.dump_rollout_data or replays:
-        fail(
-            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
-        )
+    allocation = check_allocation(config)
     logs = run_folder(config, "logs")
     env = debug_environment(debug_env, logs)
     if watch:
         raise SystemExit(watch_run(logs))
     make_folders(env)
+    with hidden_output() if is_quiet() else nullcontext():
+        code = run_script(path, arguments, config, allocation, env, logs)
+    if is_quiet():
+        print_end(code, logs / "trainer.log")
+    raise SystemExit(code)
+
+
+def check_allocation(config: "PPOConfig") -> "Allocation":
+    """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError or ReplayError."""
+    from areal_core.allocation import resolve_allocation
+    from areal_debug.script_options import check_record
+
+    allocation = resolve_allocation(config)
+    if allocation.train is not None:
+        check_record(config)
+    elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:
+        fail(
+            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
+        )
+    return allocation
+
+
+def run_script(
+    path: Path,
+    arguments: list[str],
+    config: "PPOConfig",
+    allocation: "Allocation",
+    env: dict[str, str],
+    logs: Path,
+) -> int:
+    """Run the script, restarted as the config's `recover` section says; return the exit code."""
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run
+    from areal_debug.report_file import REPORT_FILE, read_report
+
+    replays = config.debug.replay_rollout_data
     report = logs / "replay_report.json"  # not in a temporary folder, which other machines would not see
     report.unlink(missing_ok=True)
     if replays:
@@ -100,17 +138,33 @@ def command(
     code = run(make_job)
     if code == 0 and replays:
         code = replay_exit_code(read_report(report))
-    raise SystemExit(code)
+    return code
 
 
-def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
-    """Print what the run would do; 2 for a config that it would refuse."""
+@contextmanager
+def hidden_output() -> Iterator[None]:
+    """Drop standard output; `trainer.log` keeps the ranks' part of it."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def print_end(code: int, log: Path) -> None:
+    """Print the outcome of a run whose output was hidden; for a failure, the end of its log on standard error."""
+    if code and log.is_file():
+        lines = log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]
+        console(stderr=True).print("\n".join(lines), markup=False)
+    console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
+
+
+def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
+    """Print what the run would do; return exit code 0, or 2 for a config that it would refuse."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
     from dataclasses import asdict
 
     from areal_core.config.loading import load_with_notes
     from areal_debug.dry_run import plan_run
     from areal_debug.dry_run_output import print_dry_run
+    from areal_debug.script_options import check_record, config_class
 
     try:
         config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
@@ -129,14 +183,14 @@ def tell_plan(script: Path, arguments: list[str], as_json: bool) -> int:
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:
-    """0 for equal bits; 2 where bits may differ here, which only `areal-debug replay` can judge; 1 for other bits."""
+    """Return 0 for equal bits, 2 where bits may differ, which only `areal-debug replay` can judge, 1 for other bits."""
     if report["identical"]:
         return 0
     return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
 
 
 def list_or_split(context: click.Context, names: str | None) -> list[str]:
-    """The presets that were named; 'list' explains all of them and ends."""
+    """Return the named presets; 'list' explains all of them and exits."""
     if names == "list":
         from areal_debug.debug_env_output import print_presets
 
@@ -146,64 +200,14 @@ def list_or_split(context: click.Context, names: str | None) -> list[str]:
 
 
 def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
-    """What a run that is started again is told besides: the record there is its own, to go on with or to begin anew."""
+    """Return the overrides of a restarted run: the existing record is its own, to continue or to replace."""
     return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
 
 
-def find_script(name: str) -> Path:
-    """A file, or `examples/NAME.py` of this checkout.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    examples = Path(__file__).parents[2] / "examples"
-    for path in (Path(name), examples / f"{name}.py"):
-        if path.is_file():
-            return path
-    known = sorted(path.stem for path in examples.glob("*.py"))
-    raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
-
-
-def read_config(arguments: list[str], script: Path | None = None) -> "PPOConfig":
-    """The config as the script will read it."""
-    from areal_core.config import load_expr_config
-
-    return load_expr_config(arguments, config_class(arguments, script))[0]
-
-
-def config_class(arguments: list[str], script: Path | None = None) -> type["PPOConfig"]:
-    """The options that the script asks for, or else those of the method that learns from such rows."""
-    from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
-    from areal_core.config.loading import read_yaml, split_arguments
-    from areal_debug.script_options import read_options
-
-    if script is not None and (asked := read_options(script)) is not None:
-        return asked
-    data = read_yaml(split_arguments(arguments)[0]).get("train_dataset")
-    kind = str(data.get("type")) if isinstance(data, dict) else ""
-    methods = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
-    return methods.get(kind, PPOConfig)
-
-
-def check_record(config: "PPOConfig") -> None:
-    """Whether the record may be written, or can be replayed, by this run; an error is told before anything starts."""
-    from areal_core.paths import record_folder
-    from recorder import open_record
-    from recorder.header import check_folder
-    from replayer.before import check_model
-
-    folder = record_folder(config)
-    if config.debug.dump_rollout_data:
-        may_continue = config.recover.mode not in ("disabled", "off")  # then it goes on with its record
-        check_folder(folder, config.debug.overwrite or may_continue)
-    if config.debug.replay_rollout_data:
-        check_model(open_record(folder), config.actor.path)
-
-
 def watch_run(logs: Path) -> int:
-    """Run this same command, without --watch, as a child that is watched; post-mortems go beside the logs."""
-    from areal_debug.cli.hang_watch import post_mortem, tell
+    """Run this same command, without --watch, as a watched child; post-mortems go next to the logs."""
+    from areal_debug.cli.hang_watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 
     command = [sys.executable, *(argument for argument in sys.argv if argument != "--watch")]
-    return watch_command(command, Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S")), post_mortem, tell)
+    return watch_command(command, Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S")), post_mortem, report)

@@ -1,1 +1,1 @@
-"""The demo's own runs: a tiny model that learns to add, first from examples, then from reward."""
+"""The runs of the demo: a tiny model learns to add by SFT, then by GRPO."""

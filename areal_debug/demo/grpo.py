@@ -1,4 +1,4 @@
-"""Trains a model to add by GRPO; the demo's script, and a small example of a script of one's own."""
+"""Train a model to add by GRPO; the demo's script, and a small example of a user's own script."""
 
 import sys
 
@@ -10,7 +10,7 @@ from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
-    """Train as the config says."""
+    """Train with the options of the config."""
     config, hooks = wire(argv, GRPOConfig)
     with PPOTrainer(config, get_dataset(config.train_dataset), **hooks) as trainer:
         trainer.train(workflow_kwargs={"reward_fn": arithmetic_reward_fn})

@@ -1,6 +1,6 @@
-"""One task for every method: say the larger of two numbers. Numbers that meet in a held-out question never meet in training.
+"""One task for every method: name the larger of two numbers. Pairs of held-out questions never occur in training.
 
-A row serves every method: `messages` ask, `answer` is right, and `chosen` and `rejected` are the two numbers.
+A row serves every method: `messages` is the question, `answer` is right, `chosen` and `rejected` are the two numbers.
 """
 
 import random
@@ -12,7 +12,7 @@ NUM_TRAINING, NUM_HELD_OUT = 1024, 128
 
 
 def larger_number_rows(seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows), the same for the same seed on every machine."""
+    """Return (training rows, held-out rows), the same for the same seed on every machine."""
     numbers = random.Random(seed)
     pairs = [(large, small) for large in range(10, 100) for small in range(10, large)]
     rows = [ask(numbers, large, small) for large, small in numbers.sample(pairs, NUM_TRAINING + NUM_HELD_OUT)]
@@ -20,7 +20,7 @@ def larger_number_rows(seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 
 def ask(numbers: random.Random, large: int, small: int) -> Row:
-    """A question that names the two in either order."""
+    """Return a question with the two numbers in random order."""
     first, second = numbers.sample([large, small], 2)
     return {
         "messages": [{"role": "user", "content": f"{first} {second}"}],

@@ -1,6 +1,6 @@
-"""Every method on the task of larger.py: how it is trained, what is measured on held-out rows, and how far that must rise.
+"""Every method on the task of larger.py: its training, its measure on held-out rows, and the least improvement.
 
-Tests and `benchmarks/learning_curves.py` train what stands here, with these options.
+Tests and `benchmarks/learning_curves.py` train these methods with these options.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from areal_debug.demo.sft import right_sometimes, share_right
 
 HERE = Path(__file__).parent
 TRAINING, HELD_OUT = larger_number_rows()
-CHANCE = 0.5  # before the first step both sides of every pair are worth the same
+CHANCE = 0.5  # before the first step both sides of every pair score the same
 RIGHT = "sampled answers that are right"
 RANKED = "pairs with the larger number above"
 
@@ -40,9 +40,9 @@ class Method:
     """A way to train.
 
     Args:
-        measure: what is measured on the held-out rows; 1 is perfect.
-        margin: the least that the measure rises in `steps`.
-        is_taught: it begins with a model that is right sometimes, not with random weights.
+        measure: measure on the held-out rows; 1 is perfect.
+        margin: minimum by which the measure rises in `steps`.
+        is_taught: training starts from the fine-tuned model of `teach`, not from random weights.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: files go to `folder`, first weights come from `model`."""
+    """One training run: files go to `folder`, initial weights come from `model`."""
 
     method: Method
     model: Path
@@ -65,7 +65,7 @@ class Run:
     seed: int
 
     def config(self, file: str, kind: type[Any]) -> Any:
-        """The options of a YAML file beside this one, and the method's own."""
+        """Return the config of a YAML file next to this one, with the method's own options."""
         options = [f"cluster.fileroot={self.folder}", f"actor.path={self.model}", f"seed={self.seed}"]
         options += [f"trial_name={self.method.name}", f"total_train_steps={self.method.steps}"]
         config, _ = load_expr_config(["--config", str(HERE / file), *options, *self.method.options], kind)
@@ -73,13 +73,13 @@ class Run:
 
 
 def learn(method: Method, folder: Path, seed: int = 1) -> Curve:
-    """Train with a method, from the model in `folder` that `teach` made."""
+    """Train with a method, from the model in `folder` that `teach` wrote; return its learning curve."""
     model = folder / ("taught" if method.is_taught else "untrained")
     return method.learn(Run(method, model, folder / method.name, seed))
 
 
 def teach(folder: Path, seed: int = 1) -> None:
-    """Make a tiny model, and fine-tune it until it is right sometimes: reward needs something to build on."""
+    """Make a tiny model and fine-tune it until some answers are right, so that RL gets rewards."""
     run = Run(SFT, make_tiny_model(folder / "untrained", seed=seed), folder / "teaching", seed)
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
@@ -88,19 +88,19 @@ def teach(folder: Path, seed: int = 1) -> None:
 
 
 def examples(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """Rows as prompts and completions."""
+    """Return rows as prompts and completions."""
     tokenizer = make_tiny_tokenizer()
     return [sft_row(row, tokenizer) for row in rows]
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """Rows as preferences."""
+    """Return rows as preference pairs."""
     tokenizer = make_tiny_tokenizer()
     return [pair_row(row, tokenizer, "larger.py") for row in rows]
 
 
 def learn_from_examples(run: Run) -> Curve:
-    """SFT, whose validation tells the loss of given answers: here answers are sampled, too."""
+    """Train by SFT, whose validation measures the loss of given answers; answers are sampled here, too."""
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         replica = Replica(config.actor.path, trainer.actor.dtype, trainer.ranks.device)
@@ -118,7 +118,7 @@ def learn_from_examples(run: Run) -> Curve:
 
 
 def learn_from_pairs(run: Run) -> Curve:
-    """DPO or a reward model: the share of held-out pairs in which the chosen side comes out above the other."""
+    """Train by DPO or a reward model; measure the share of held-out pairs whose chosen side scores higher."""
     kind, trainer_class, measure = {
         "dpo": (DPOConfig, DPOTrainer, "eval-dpo/reward_accuracy/avg"),
         "reward_model": (RWConfig, RWTrainer, "eval-rw/correct_ratio/avg"),
@@ -130,7 +130,7 @@ def learn_from_pairs(run: Run) -> Curve:
 
 
 def learn_from_reward(run: Run) -> Curve:
-    """Policy optimisation: the mean reward of the held-out questions."""
+    """Train by policy optimisation; measure the mean reward of the held-out questions."""
     config = run.config("larger_rl.yaml", PPOConfig)
     with PPOTrainer(config, TRAINING, HELD_OUT, print_steps=False) as trainer:
         trainer.train(workflow_kwargs={"reward_fn": arithmetic_reward_fn})
@@ -138,7 +138,7 @@ def learn_from_reward(run: Run) -> Curve:
 
 
 def logged(config: Any, measure: str) -> Curve:
-    """A measure as the run logged it; the line of the first step has what was measured before that."""
+    """Return a measure as the run logged it; the first step's line has the value before that step."""
     lines = read_stats(run_folder(config, "logs") / "stats.jsonl")
     return [
         (0 if step == 1 else step, line[measure]) for step, line in enumerate(lines, 1) if measure in line
@@ -146,7 +146,7 @@ def logged(config: Any, measure: str) -> Curve:
 
 
 def policy_optimisation(preset: str, title: str, *options: str) -> Method:
-    """A preset of docs/algorithms.md."""
+    """Return the method of a preset of docs/algorithms.md."""
     options = (f"algorithm={preset}", *options)
     return Method(preset, title, RIGHT, learn_from_reward, steps=40, margin=0.1, options=options)
 
@@ -174,11 +174,12 @@ REWARD_MODEL = Method(
 DPO = Method(
     "dpo", "DPO", RANKED, learn_from_pairs, steps=64, margin=0.25, options=("train_dataset.type=dpo",)
 )
-# Where values are still wrong, a policy that moves as fast as the others' unlearns: at 3e-3 one seed of three fell to 0.
+# While the critic's values are still wrong, PPO needs a lower learning rate than the others: at 3e-3 one seed of three
+# fell to reward 0.
 PPO = policy_optimisation("ppo", "PPO with a critic", "actor.optimizer.lr=1.5e-3", "critic.optimizer.lr=3e-3")
 GRPO = policy_optimisation("grpo", "GRPO")
 METHODS = (SFT, REWARD_MODEL, DPO, PPO, GRPO)
-# Distillation wants a teacher that knows more; the answers here are too short for DAPO's penalty on length.
+# Distillation needs a stronger teacher; the answers here are too short for DAPO's penalty on length.
 OTHER_PRESETS = tuple(
     policy_optimisation(name, name, *(("actor.overlong_reward_penalty=false",) if name == "dapo" else ()))
     for name in PRESETS

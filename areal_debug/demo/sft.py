@@ -1,4 +1,4 @@
-"""Makes a tiny model and teaches it to add from examples, until it is right sometimes: enough for reward to build on."""
+"""Make a tiny model and fine-tune it to add until some answers are right, so that RL gets rewards."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ STEPS_BETWEEN_TESTS = 5
 
 
 def main(argv: list[str]) -> None:
-    """Make the model at `actor.path` and train it as the config says, to the first test that is passed."""
+    """Make the model at `actor.path` and train it until a test is passed."""
     config, _ = load_expr_config(argv, SFTConfig)
     make_tiny_model(config.actor.path, seed=config.seed)
     rows = arithmetic_rows(**config.train_dataset.dataset_kwargs)
@@ -30,12 +30,12 @@ def main(argv: list[str]) -> None:
 
 
 def sft_dataset(config: SFTConfig) -> Sequence[Row]:
-    """Questions with their answers as token ids."""
+    """Return questions with their answers as token ids."""
     return get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
 
 
 def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int], bool]:
-    """Whether sampled answers are right often enough, asked every few steps."""
+    """Return a stop criterion, tested every few steps: enough sampled answers are right."""
     replica = Replica(trainer.config.actor.path, trainer.actor.dtype, trainer.ranks.device)
 
     def stop(step: int) -> bool:
@@ -48,7 +48,7 @@ def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int],
 
 
 async def share_right(replica: Replica, tokenizer: Any, rows: Sequence[Row]) -> float:
-    """The share of questions to which one sampled answer is right. The tokenizer's methods return unions that no caller wants."""
+    """Return the share of questions whose sampled answer is right. `tokenizer` is Any: its methods return unions."""
     end = tokenizer.eos_token_id
     engine = EmbeddedEngine(replica, replica.model.config.vocab_size, end_token_ids=(end,))
     sampling = Sampling(max_new_tokens=4, stop_token_ids=[end])

@@ -184,7 +184,7 @@ def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_
     rolled_out = subprocess.run(
         [
             *(*areal_debug, "agent", "rollout", f"{AGENTS}:Plain", "--config", str(TINY_CONFIG), "--json"),
-            *("--record", str(record), "--arg", "num_turns=2", f"cluster.fileroot={tmp_path}"),
+            *("--output", str(record), "--arg", "num_turns=2", f"cluster.fileroot={tmp_path}"),
             *(f"actor.path={tiny_model}", "actor.mb_spec.max_tokens_per_mb=256"),
             *("rollout.agent.export_style=concat", "rollout.agent.chat_template_type=concat"),
         ],

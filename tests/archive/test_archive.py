@@ -264,5 +264,8 @@ def test_the_verbs_archive_list_and_extract(source, tmp_path):
     run("extract", tmp_path / "a.zip", "--to", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
     assert "exists already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)
+    (tmp_path / "back" / "steps").rename(tmp_path / "back" / "anchors")
+    run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", "--force")
+    assert_same_files(source, tmp_path / "back")
     assert "exists already" in run("archive", source, "--to", tmp_path / "a.zip", code=2)
     assert "does not exist" in run("archive", tmp_path / "missing", "--to", tmp_path / "b", code=2)

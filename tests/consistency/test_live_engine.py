@@ -138,7 +138,7 @@ def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompt
     transform = functools.partial(laws.top_p, top_p=0.8)
     page = tmp_path / "report.html"
     with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
-        code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--html", page)
+        code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--output", page)
     text = page.read_text(encoding="utf-8")
     assert code == 1
     assert text.index("mismatch</span>") < text.index("R03") < text.index("Where they differ")

@@ -56,10 +56,10 @@ def test_a_shell_at_a_step_has_everything_in_hand(recorded):
         (["goto", "RECORD", "--step", 1, "--pdb", "--rank", 3], "ranks 0 to 0"),
         (["goto", "/no/such", "--step", 1], "/no/such does not exist"),
         (["replay", "RECORD", "--filter", "__import__('os')"], "is not allowed"),
-        (["replay", "RECORD", "--set", "actor.eps_clp=0.3"], "did you mean 'actor.eps_clip'"),
-        (["replay", "RECORD", "--set", "actor.eps_clip=-1"], "actor.eps_clip is -1"),
+        (["replay", "RECORD", "actor.eps_clp=0.3"], "did you mean 'actor.eps_clip'"),
+        (["replay", "RECORD", "actor.eps_clip=-1"], "actor.eps_clip is -1"),
         (["replay", "RECORD", "--edit", "/no/such.py"], "there is no edit script"),
-        (["replay", "RECORD", "--record-to", "RECORD"], "already holds a record"),
+        (["replay", "RECORD", "-o", "RECORD"], "already holds a record"),
         (["replay", "RECORD", "--explain", 9], "holds 0 to 2"),
         (["preflight", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
         (["bisect", "RECORD", "--good", "nowhere"], "nowhere"),
@@ -96,7 +96,7 @@ def test_the_debugger_stands_in_the_trainer(anchored):
 
 @pytest.mark.long
 def test_weights_of_a_step_can_be_taken_along(anchored, tmp_path):
-    done = call("goto", anchored, "--step", 4, "--save", tmp_path / "model", "--json")
+    done = call("goto", anchored, "--step", 4, "-o", tmp_path / "model", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["faithful"] is True
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -128,7 +128,7 @@ def test_several_minibatches_on_other_ranks_are_told_apart_statistically(anchore
 @pytest.mark.long
 def test_a_what_if_on_two_ranks_is_recorded_beside_the_record(anchored, tmp_path):
     before = {path: path.read_bytes() for path in sorted(anchored.rglob("*")) if path.is_file()}
-    options = ("--set", "actor.eps_clip=0.0001", "--filter", "reward > 0.4", "--record-to", tmp_path / "new")
+    options = ("actor.eps_clip=0.0001", "--filter", "reward > 0.4", "--output", tmp_path / "new")
     done = call("replay", anchored, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rows are filtered by reward > 0.4" in done.stdout

@@ -34,7 +34,7 @@ def serve(areal_debug, tmp_path):
 def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny_model, tmp_path):
     names = FolderNames(tmp_path / "names")
     register_server(names, "exp", "trial", "127.0.0.1:1")
-    options = ("--engine", "embedded", "--background", "--join", "exp", "--names", names.root)
+    options = ("--backend", "embedded", "--background", "--join", "exp", "--names", names.root)
     done = serve("--model", tiny_model, *options)
     assert done.returncode == 0, done.stderr
     *facts, line = done.stdout.strip().splitlines()
@@ -52,7 +52,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert (
         os.getsid(server["keeper_pid"]) == server["keeper_pid"]
     )  # a session of its own: no shell takes it along
-    taken = serve("--model", tiny_model, "--engine", "embedded", "--port", address.partition(":")[2])
+    taken = serve("--model", tiny_model, "--backend", "embedded", "--port", address.partition(":")[2])
     assert taken.returncode == 2
     assert "by our own server of" in taken.stderr
     stopped = serve("--stop")
@@ -67,7 +67,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
 def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_start_at_once(
     serve, tiny_model
 ):
-    serve("--model", tiny_model, "--engine", "embedded", "--background")
+    serve("--model", tiny_model, "--backend", "embedded", "--background")
     (state,) = json.loads(serve("--status", "--json").stdout)["servers"]
     keeper = psutil.Process(state["keeper_pid"])
     (server,) = keeper.children()
@@ -77,7 +77,7 @@ def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_s
     assert status.returncode == 1
     assert f"{state['address']} ended with exit code -9" in status.stdout
     assert "embedded server of" in status.stdout  # what it had printed
-    broken = serve("--model", tiny_model, "--engine", "embedded", "--background", "--", "--bogus", "3")
+    broken = serve("--model", tiny_model, "--backend", "embedded", "--background", "--", "--bogus", "3")
     assert broken.returncode == 1
     assert "unrecognized arguments: --bogus 3" in broken.stderr
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"folder": folder, "model": tiny_model, "port": taken.getsockname()[1]}
         filled = [argument.format(**places) for argument in arguments]
-        done = CliRunner().invoke(command, ["--engine", "embedded", *filled])
+        done = CliRunner().invoke(command, ["--backend", "embedded", *filled])
     assert done.exit_code == 2
     assert said in done.output
     assert not list(tmp_path.glob("state/**/*.log"))
@@ -115,7 +115,7 @@ def test_two_trials_of_an_experiment_must_be_told_apart(tiny_model, tmp_path):
     names = FolderNames(tmp_path)
     for trial in ("one", "two"):
         register_server(names, "exp", trial, "127.0.0.1:1")
-    arguments = ["--engine", "embedded", "--model", tiny_model, "--join", "exp", "--names", tmp_path]
+    arguments = ["--backend", "embedded", "--model", tiny_model, "--join", "exp", "--names", tmp_path]
     done = CliRunner().invoke(command, [str(argument) for argument in arguments])
     assert "has 2 trials with servers (one, two)" in done.output
 
@@ -162,7 +162,7 @@ def test_a_real_sglang_server_is_read_back_and_outlives_the_command(serve, tiny_
 
 @pytest.mark.long
 def test_a_server_that_joins_a_running_run_serves_its_current_weights(serve, tiny_model, tmp_path):
-    first = serve("--model", tiny_model, "--engine", "embedded", "--background")
+    first = serve("--model", tiny_model, "--backend", "embedded", "--background")
     assert first.returncode == 0, first.stderr
     name, _, address = first.stdout.strip().splitlines()[-1].partition("=")
     names = tmp_path / "names"
@@ -178,7 +178,7 @@ def test_a_server_that_joins_a_running_run_serves_its_current_weights(serve, tin
             env=os.environ | {name: address, "OMP_NUM_THREADS": "1"},
         )
         joined = serve(
-            *("--model", tiny_model, "--engine", "embedded", "--background", "--join", "tiny/test"),
+            *("--model", tiny_model, "--backend", "embedded", "--background", "--join", "tiny/test"),
             *("--names", names),
         )
         assert joined.returncode == 0, joined.stderr

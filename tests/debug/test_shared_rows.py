@@ -44,17 +44,13 @@ def test_four_ranks_in_two_groups_train_as_two_ranks_do_and_replay_to_the_bit(ar
         done = areal_debug("replay", record.path, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Bit-identical" in done.stdout
-    done = areal_debug(
-        "replay", record.path, "--nproc", 1, "--set", "allocation_mode=fsdp:d1", "--to-step", 0
-    )
+    done = areal_debug("replay", record.path, "--nproc", 1, "allocation_mode=fsdp:d1", "--to-step", 0)
     assert "1 ranks, recorded with 2" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_record_of_two_ranks_that_share_rows_replays_on_one_within_noise(areal_debug, train, tmp_path):
     run(train, tmp_path / "shared", "embedded|fsdp:c2d1")
-    done = areal_debug(
-        "replay", tmp_path / "shared" / "record", "--nproc", 1, "--set", "allocation_mode=fsdp:d1"
-    )
+    done = areal_debug("replay", tmp_path / "shared" / "record", "--nproc", 1, "allocation_mode=fsdp:d1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 ranks as fsdp:d1, recorded with 2 ranks as fsdp:d1c2" in done.stdout
 

@@ -19,6 +19,6 @@ def test_grpo_on_two_tensor_parallel_ranks_replays_to_the_bit_and_on_one_rank_wi
         done = areal_debug("replay", record.path, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"Bit-identical: {num_steps} of {num_steps} steps" in done.stdout
-    done = areal_debug("replay", record.path, "--nproc", 1, "--set", "allocation_mode=fsdp:d1")
+    done = areal_debug("replay", record.path, "--nproc", 1, "allocation_mode=fsdp:d1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 ranks as fsdp:d1, recorded with 2 ranks as fsdp:d1t2" in done.stdout

@@ -166,7 +166,7 @@ def test_report_in_the_terminal_puts_the_gravest_alarm_first(tmp_path):
 def test_page_contains_the_alarm_and_a_chart_of_every_metric(tmp_path):
     run = write_stats(tmp_path, TROUBLES["stale engine"][1](healthy()))
     page = tmp_path / "doctor.html"
-    assert CliRunner().invoke(main, ["doctor", str(run), "--html", str(page)]).exit_code == 1
+    assert CliRunner().invoke(main, ["doctor", str(run), "-o", str(page)]).exit_code == 1
     text = page.read_text()
     assert "Engine and trainer drift apart" in text
     assert text.count("<svg") == len(OURS) + 1

@@ -44,7 +44,7 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    config = ("--config", HERE.parent / "debug" / "tiny.yaml", "--set", f"cluster.fileroot={tmp_path}")
+    config = ("--config", HERE.parent / "debug" / "tiny.yaml", f"cluster.fileroot={tmp_path}")
     call(
         "record",
         "import",
@@ -52,11 +52,10 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         "--to",
         tmp_path / "a",
         *config,
-        "--set",
         "deterministic=true",
         "--model",
         tiny_model,
     )
-    said = call("replay", tmp_path / "a", "--record-to", tmp_path / "b", code=2)
+    said = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
     assert "Nothing to compare: 2 steps were trained on recorded rollouts." in said
     assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")

@@ -96,7 +96,7 @@ THRESHOLDS = (
         lambda value: abs(value) > 0.05,
         never,
         ("a smaller learning rate", "fewer minibatches", "a smaller actor.eps_clip"),
-        "the same steps from a record with half the learning rate: areal-debug replay RECORD --set actor.optimizer.lr=...",
+        "the same steps from a record with half the learning rate: areal-debug replay RECORD actor.optimizer.lr=...",
         "approximate KL of 0.02 to 0.05 an update is the usual limit (Spinning Up, CleanRL)",
     ),
     Threshold(

@@ -99,7 +99,7 @@ def test_json_is_exactly_the_documented_object(stacks):
 
 def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
     page, text = stacks.parent / "p.html", stacks.parent / "p.md"
-    run("diagnose", str(stacks), "--html", str(page), "--markdown", str(text))
+    run("diagnose", str(stacks), "--output", str(page), "--output", str(text))
     assert text.read_text().startswith("## cleanup_deadlock (medium confidence)\n\nRank 1 is on the way out")
     assert "Culprits: 1. Victims: 0,2." in text.read_text()
     html = page.read_text()

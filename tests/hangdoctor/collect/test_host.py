@@ -201,7 +201,7 @@ def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
     again = CliRunner().invoke(collect, arguments)
     assert (again.exit_code, again.output) == (
         2,
-        f"Error: {tar} exists already: name a new folder or a new .tar.gz file\n",
+        f"Error: {tar} exists already: give --force to replace it, or another path\n",
     )
 
 

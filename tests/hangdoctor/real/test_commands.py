@@ -45,7 +45,7 @@ def test_nothing_to_look_at_is_misuse(tmp_path):
 def test_watched_job_that_deadlocks_is_explained_and_killed(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(DEADLOCK)
-    options = ["--quiet", "1", "--poll", "0.2", "--then", "kill", "--to", str(tmp_path / "watch")]
+    options = ["--silence", "1", "--poll", "0.2", "--then", "kill", "--output", str(tmp_path / "watch")]
     done = subprocess.run(
         [*COMMAND, "watch", *options, "--", sys.executable, str(program)],
         capture_output=True,
