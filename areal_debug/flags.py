@@ -23,7 +23,9 @@ def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def flag_overrides(flag: str, folder: str, overwrite: bool = False) -> list[str]:
-    """Return the options that a flag sets. Recorded and replayed bits are equal only in a deterministic run."""
+    """Return the options that a flag sets. Recorded and replayed bits are equal only in a
+    deterministic run.
+    """
     return [
         f"debug.{OPTIONS[flag]}=true",
         "deterministic=true",

@@ -1,18 +1,21 @@
 """Output to a terminal that all verbs share: errors, progress, numbers, differences and curves.
 
-Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its first
-line, which is its verdict; with --verbose progress is printed to files, too, and errors with tracebacks.
+Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its
+first line, which is its verdict; with --verbose progress is printed to files, too, and errors with
+tracebacks.
 """
 
 import functools
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -34,7 +37,9 @@ HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 
 class FirstLine:
-    """A text stream that writes one line of what it receives to another stream: the first that is not blank."""
+    """A text stream that writes one line of what it receives to another stream: the first that is
+    not blank.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.pending, self.is_written = stream, "", False
@@ -69,7 +74,9 @@ def is_verbose() -> bool:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console for standard output, or standard error; wide when piped, so that lines do not break."""
+    """A console for standard output, or standard error; wide when piped, so that lines do not
+    break.
+    """
     stream: Any = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPED_WIDTH
     if is_quiet() and not stderr:  # one for all consoles of the verb: a report may use several
@@ -89,8 +96,24 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
+def print_log_end(log: Path, num_lines: int = 15) -> None:
+    """Print the last lines of a log file, if it exists, on standard error."""
+    if log.is_file():
+        lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+        console(stderr=True).print("\n".join(lines), markup=False)
+
+
+@contextmanager
+def hidden_output() -> Iterator[None]:
+    """Drop standard output; the log files of ranks keep theirs."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
 def refuse_existing(output: Path, force: bool) -> None:
-    """Raise ValueError if a file or a folder with content is at `output`, unless `force` permits replacing it."""
+    """Raise ValueError if a file or a folder with content is at `output`, unless `force` permits
+    replacing it.
+    """
     if not force and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
@@ -101,7 +124,8 @@ def escaped(text: str) -> str:
 
 
 def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
-    """Turn a user's mistake (ValueError, a missing or forbidden file) in a verb into a sentence and exit code.
+    """Turn a user's mistake (ValueError, a missing or forbidden file) in a verb into a sentence and
+    exit code.
 
     Damage is a problem found, code 1; everything else is misuse, code 2. Our own defects keep their
     traceback; with --verbose mistakes have one, too.
@@ -129,7 +153,9 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def print_json(facts: Any) -> None:
-    """Print facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float": "nan"}`."""
+    """Print facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float":
+    "nan"}`.
+    """
     from recorder.sealed import plain
 
     click.echo(json.dumps(plain(facts), indent=2, allow_nan=False, default=str))
@@ -159,7 +185,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """One bar a value, lowest to highest over the range of the finite values; a blank where it is not finite.
+    """One bar a value, lowest to highest over the range of the finite values; a blank where it is
+    not finite.
 
     More values than `width` are averaged in `width` equal shares.
     """
@@ -177,7 +204,9 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a recorded value: hex floats as decimals followed by their bits, absent ones as "absent"."""
+    """Format a recorded value: hex floats as decimals followed by their bits, absent ones as
+    "absent".
+    """
     if value is None:
         return "absent"
     if isinstance(value, str) and HEX_FLOAT.fullmatch(value):
@@ -191,7 +220,9 @@ def difference_table(
     limit: int = 20,
     headings: tuple[str, str, str] = ("what", "recorded", "now"),
 ) -> Table:
-    """Differences as rows of recorded and replayed values; at most `limit` rows and a line that counts the rest."""
+    """Differences as rows of recorded and replayed values; at most `limit` rows and a line that
+    counts the rest.
+    """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         table.add_column(heading, overflow="fold")

@@ -1,4 +1,5 @@
-"""Run a user's script on a rank; a user's mistake ends it with one sentence and code 2, not a traceback per rank.
+"""Run a user's script on a rank; a user's mistake ends it with one sentence and code 2, not a
+traceback per rank.
 
 `python -m areal_debug.script SCRIPT.py ARGUMENTS`. Errors of other kinds keep their traceback.
 """
@@ -17,7 +18,8 @@ def main(arguments: list[str]) -> None:
     """Run the script as `__main__`, with its own arguments and its folder on the path."""
     script = arguments[0]
     sys.argv = arguments
-    logging.getLogger("areal_core.config").setLevel(logging.ERROR)  # the command has printed the notes once
+    # The command has printed the notes once.
+    logging.getLogger("areal_core.config").setLevel(logging.ERROR)
     sys.path.insert(0, str(Path(script).resolve().parent))
     with mistakes_as_sentences():
         runpy.run_path(script, run_name="__main__")
@@ -25,7 +27,9 @@ def main(arguments: list[str]) -> None:
 
 @contextmanager
 def mistakes_as_sentences() -> Iterator[None]:
-    """Print the errors that our packages raise for users as one sentence, on the first rank that has one."""
+    """Print the errors that our packages raise for users as one sentence, on the first rank that
+    has one.
+    """
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, RewardError
     from areal_core.rollout import errors as rollout
@@ -70,9 +74,11 @@ def notes_of(error: Exception) -> str:
 
 
 def end(message: str, code: int) -> None:
-    """Print the message and exit at once: other ranks may wait in a collective, and a clean exit would wait for them."""
+    """Print the message and exit at once: other ranks may wait in a collective, and a clean exit
+    would wait for them.
+    """
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank in its sleep
+        time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank meanwhile
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,6 @@
-"""Checks before a training script starts: the script, its options (from its text, not by running it), its record."""
+"""Checks before a training script starts: the script, its options (from its text, not by running
+it), its record.
+"""
 
 import ast
 from dataclasses import field, make_dataclass
@@ -20,9 +22,11 @@ METHODS: dict[str, type[Any]] = {
 
 
 def options_of_script(text: str) -> type[Any] | None:
-    """Return the config class that the script passes to `load_expr_config` or `wire`; None where it is unknown.
+    """Return the config class that the script passes to `load_expr_config` or `wire`; None where it
+    is unknown.
 
-    For a class that the script itself derives from one of ours, the fields that it adds are options without a type.
+    For a class that the script itself derives from one of ours, the fields that it adds are options
+    without a type.
     """
     try:
         tree = ast.parse(text)
@@ -89,7 +93,9 @@ def read_config(arguments: list[str], script: Path | None = None) -> PPOConfig:
 
 
 def config_class(arguments: list[str], script: Path | None = None) -> type[PPOConfig]:
-    """Return the config class that the script uses, else that of the method for the data set's type."""
+    """Return the config class that the script uses, else that of the method for the data set's
+    type.
+    """
     from areal_core.config.loading import read_yaml, split_arguments
 
     if script is not None and (used := read_options(script)) is not None:
@@ -101,7 +107,9 @@ def config_class(arguments: list[str], script: Path | None = None) -> type[PPOCo
 
 
 def check_record(config: PPOConfig) -> None:
-    """Check that this run may write its record, or can replay it. Raises RecordError or ReplayError."""
+    """Check that this run may write its record, or can replay it. Raises RecordError or
+    ReplayError.
+    """
     from areal_core.paths import record_folder
     from recorder import open_record
     from recorder.header import check_folder
@@ -109,7 +117,8 @@ def check_record(config: PPOConfig) -> None:
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:
-        may_continue = config.recover.mode not in ("disabled", "off")  # then it appends to its record
+        # A recovered run appends to its record.
+        may_continue = config.recover.mode not in ("disabled", "off")
         check_folder(folder, config.debug.overwrite or may_continue)
     if config.debug.replay_rollout_data:
         check_model(open_record(folder), config.actor.path)

@@ -1,4 +1,5 @@
-"""Turn `config.debug` and two flags into a recorder or a replay, so that a user's own script needs one line.
+"""Turn `config.debug` and two flags into a recorder or a replay, so that a user's own script needs
+one line.
 
 config, hooks = wire(argv, GRPOConfig)         # instead of load_expr_config(argv, GRPOConfig)
 with PPOTrainer(config, dataset, **hooks) as trainer: ...
@@ -35,7 +36,8 @@ GIGABYTE = 1e9
 
 
 def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read a config as `load_expr_config` does, with the flags `--dump-rollout [DIR]` and `--replay-rollout DIR`.
+    """Read a config as `load_expr_config` does, with the flags `--dump-rollout [DIR]` and
+    `--replay-rollout DIR`.
 
     Returns:
         The config, and keyword arguments for the trainer.
@@ -79,7 +81,9 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
 def recorder_of(
     trainer: PPOTrainer, folder: Path, options: RecordingOptions, archive: "LiveArchive | None" = None
 ) -> Observer:
-    """Return an observer that records the run into a folder, or through it into an archive, with anchors."""
+    """Return an observer that records the run into a folder, or through it into an archive, with
+    anchors.
+    """
     ranks = trainer.ranks
     writer = None
     if ranks.is_group_leader:
@@ -92,7 +96,7 @@ def recorder_of(
     }
 
     def wants(step: int) -> bool:
-        # Checksums are collectives of all ranks, and only data-parallel leader ranks know whether recording has ended.
+        # Checksums are collectives of all ranks; only data-parallel leaders know if recording ended.
         return ranks.share(writer is not None and writer.wants(step))
 
     def observe(event: str, **facts: Any) -> None:

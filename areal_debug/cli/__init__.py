@@ -1,4 +1,6 @@
-"""`areal-debug`: one file per verb, imported only when that verb runs; and the options that verbs share."""
+"""`areal-debug`: one file per verb, imported only when that verb runs; and the options that verbs
+share.
+"""
 
 import difflib
 import importlib
@@ -89,10 +91,11 @@ class Verb(click.Command):
 
 
 class VerbGroup(click.Group):
-    """A group that imports a verb's file when the verb is called, and suggests verbs for a misspelled one.
+    """A group that imports a verb's file when the verb is called, and suggests verbs for a
+    misspelled one.
 
     Args:
-        lazy: `module:attribute` below `areal_debug.cli` of the verbs that are defined in other files.
+        lazy: `module:attribute` below `areal_debug.cli` of verbs that are defined in other files.
         sections: titles and one-line helps of verbs, so that `--help` imports none of them; without
             it the verbs' own `short_help`.
     """

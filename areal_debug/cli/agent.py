@@ -1,6 +1,8 @@
 """`areal-debug agent`: run an agent alone, under load, or inside the trainer."""
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, overrides_argument
-from areal_debug.render import console, errors_as_sentences, escaped, fail, is_quiet, print_json
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    escaped,
+    fail,
+    hidden_output,
+    is_quiet,
+    print_json,
+    print_log_end,
+)
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
@@ -55,7 +66,8 @@ def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--index", default=0, show_default=True, help="Row of the data.")
 @errors_as_sentences
 def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
-    """Run one episode of AGENT (MODULE:CLASS or FILE.py:CLASS); show every turn with its tokens, and the reward.
+    """Run one episode of AGENT (MODULE:CLASS or FILE.py:CLASS); show every turn with its tokens,
+    and the reward.
 
     OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
     """
@@ -94,7 +106,9 @@ def print_outcome(report: "EpisodeReport") -> None:
 )
 @errors_as_sentences
 def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
-    """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its event loop."""
+    """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its
+    event loop.
+    """
     from areal_debug.agent_engine import read_rows
     from areal_debug.agent_output import print_stress
     from areal_debug.agent_stress import stress as run_stress
@@ -136,11 +150,13 @@ def rollout(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Run AGENT as in training: through launcher, trainer and executor; record the batches for `replay`.
+    """Run AGENT as in training: through launcher, trainer and executor; record the batches for
+    `replay`.
 
-    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM by its scheduler.
+    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
+    by its scheduler.
     """
-    from areal_core.paths import record_folder
+    from areal_core.paths import record_folder, run_folder
     from areal_core.rollout.agent.agents import load_agent
     from areal_debug.agent_output import print_rollout
     from areal_debug.agent_record import describe_step
@@ -157,8 +173,11 @@ def rollout(
     ]
     config = read_config(argv)
     check_record(config)
-    code = launch_rollout(config, argv, agent_kwargs, to_stderr=as_json or is_quiet())
+    with hidden_output() if is_quiet() else redirect_stdout(sys.stderr) if as_json else nullcontext():
+        code = launch_rollout(config, argv, agent_kwargs)
     if code:
+        if is_quiet():
+            print_log_end(run_folder(config, "logs") / "trainer.log")
         fail(f"the run ended with exit code {code}; its output is above", code)
     folder = record_folder(config)
     opened = open_record(folder)
@@ -169,13 +188,9 @@ def rollout(
         print_rollout(agent, folder, facts)
 
 
-def launch_rollout(
-    config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any], to_stderr: bool
-) -> int:
+def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any]) -> int:
     """Run the trainer with the agent on its ranks and servers; return the exit code."""
-    import contextlib
     import json
-    import sys
 
     from areal_core.launch.job import Job
     from areal_core.launch.run import run as run_attempts
@@ -194,8 +209,7 @@ def launch_rollout(
         {agent_rollout.ARGUMENTS: json.dumps(agent_kwargs)},
         run_folder(config, "logs"),
     )
-    with contextlib.redirect_stdout(sys.stderr) if to_stderr else contextlib.nullcontext():
-        return run_attempts(lambda attempt: job)
+    return run_attempts(lambda attempt: job)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Find the commit between two revisions that changed the numbers of RECORD.
 
-    Replays RECORD with the code of commits, each in a git worktree: about log2(number of commits) replays. Your
-    checkout is not touched. Exit code 1: a commit was found.
+    Replays RECORD with the code of commits, each in a git worktree: about log2(number of commits)
+    replays. Your checkout is not touched. Exit code 1: a commit was found.
     """
     from recorder import open_record
     from replayer.before import check_model, check_steps_present, step_range

@@ -1,4 +1,6 @@
-"""`areal-debug bisect-step`: find the first step after which the weights of two records differ, without a replay."""
+"""`areal-debug bisect-step`: find the first step after which the weights of two records differ,
+without a replay.
+"""
 
 from dataclasses import asdict
 

@@ -1,4 +1,6 @@
-"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token, and explain differences."""
+"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token, and
+explain differences.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,7 +121,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's logprobs.
+    """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's
+    logprobs.
 
     Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
     """

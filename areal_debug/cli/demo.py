@@ -35,7 +35,9 @@ OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
 @json_option
 @errors_as_sentences
 def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int, as_json: bool) -> None:
-    """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the record bit for bit."""
+    """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the
+    record bit for bit.
+    """
     from areal_debug.replay_output import print_verdict
     from areal_debug.replay_ranks import replay_on_ranks
     from areal_debug.script_options import read_config
@@ -75,7 +77,8 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
 
 
 def new_folder(output: Path | None, force: bool) -> Path:
-    """Return the requested folder, or the next free one below runs/; with `force`, remove an earlier demo from it.
+    """Return the requested folder, or the next free one below runs/; with `force`, remove an
+    earlier demo from it.
 
     Raises:
         ValueError: the folder has content, or with `force`, content that is not of a demo.
@@ -115,7 +118,9 @@ def run_bar(
     trial: str,
     total: int | None,
 ) -> None:
-    """Run a script of the demo on its ranks, under a progress bar that counts the lines of its statistics."""
+    """Run a script of the demo on its ranks, under a progress bar that counts the lines of its
+    statistics.
+    """
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 

@@ -14,9 +14,11 @@ from areal_debug.render import errors_as_sentences, print_json, with_progress
 @json_option
 @errors_as_sentences
 def command(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
-    """Find where records A and B diverge: the first step, stage, tensor, row and token, and the cause.
+    """Find where records A and B diverge: the first step, stage, tensor, row and token, and the
+    cause.
 
-    B may be another run, or a replay of A (`areal-debug replay A -o B`). Exit code 0: bit-identical. 1: they differ.
+    B may be another run, or a replay of A (`areal-debug replay A -o B`). Exit code 0:
+    bit-identical. 1: they differ.
     """
     from areal_debug.diff_output import print_diff
     from recorder import open_record

@@ -16,8 +16,8 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json, r
 @json_option
 @errors_as_sentences
 def command(run: Path, output: Path | None, force: bool, overrides: bool, as_json: bool) -> None:
-    """Diagnose the metrics of RUN, a folder or file: stats.jsonl, TensorBoard events, a Weights & Biases export, or
-    trainer_state.json, with metric names of AReaL, verl or TRL.
+    """Diagnose the metrics of RUN, a folder or file: stats.jsonl, TensorBoard events, a Weights &
+    Biases export, or trainer_state.json, with metric names of AReaL, verl or TRL.
 
     Exit code 0: nothing is wrong. 1: a problem was found. 2: there are no metrics to judge.
     """

@@ -1,4 +1,6 @@
-"""`areal-debug goto`: open a shell or debugger at any step of a recorded run, with the trainer's state there."""
+"""`areal-debug goto`: open a shell or debugger at any step of a recorded run, with the trainer's
+state there.
+"""
 
 import json
 import signal
@@ -45,12 +47,15 @@ def command(
     keep_going: bool,
     as_json: bool,
 ) -> None:
-    """Replay RECORD from the nearest anchor (a checkpoint in the record) up to a step, and stop there.
+    """Replay RECORD from the nearest anchor (a checkpoint in the record) up to a step, and stop
+    there.
 
-    Every bit on the way is compared. The shell has model, optimizer, batch, plan and outcome (as recorded), trainer,
-    tokenizer, and what the stage has computed: inputs with their advantages, logprobs and loss, gradients.
+    Every bit on the way is compared. The shell has model, optimizer, batch, plan and outcome (as
+    recorded), trainer, tokenizer, and what the stage has computed: inputs with their advantages,
+    logprobs and loss, gradients.
 
-    Exit code 0: reached, every bit as recorded. 1: an earlier step, or the weights, differ from the record.
+    Exit code 0: reached, every bit as recorded. 1: an earlier step, or the weights, differ from the
+    record.
     """
     from recorder import open_record
     from replayer.before import check_anchor, check_model, check_steps_present, step_range

@@ -72,7 +72,9 @@ def diagnose(
 
 
 def output_by_ending(outputs: tuple[Path, ...], force: bool) -> dict[str, Path]:
-    """Return the files to write by their ending. Raises ValueError for another ending or an existing file."""
+    """Return the files to write by their ending. Raises ValueError for another ending or an
+    existing file.
+    """
     for path in outputs:
         if path.suffix not in (".html", ".md"):
             raise ValueError(f"--output is {path}: expected a name that ends in .html or .md")

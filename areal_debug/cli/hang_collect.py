@@ -1,4 +1,6 @@
-"""`areal-debug hang collect`: write the stacks of every rank into one folder; and the live `areal-debug hang`."""
+"""`areal-debug hang collect`: write the stacks of every rank into one folder; and the live
+`areal-debug hang`.
+"""
 
 import shutil
 import tempfile
@@ -79,8 +81,8 @@ def collect(
 ) -> None:
     """Dump the stacks and system facts of every rank, for `areal-debug hang diagnose`.
 
-    Without --pid or --match: every process of yours with a RANK in its environment. The job needs no
-    preparation; py-spy is needed on this host only and is sent to the others.
+    Without --pid or --match: every process of yours with a RANK in its environment. The job needs
+    no preparation; py-spy is needed on this host only and is sent to the others.
     """
     if sum(bool(way) for way in (slurm, ray_address, ssh, k8s)) > 1:
         raise click.UsageError("--slurm, --ray, --ssh and --k8s exclude each other: give one.")
@@ -107,7 +109,9 @@ def collect(
 
 
 def live(pids: tuple[int, ...], as_json: bool) -> int:
-    """Collect this host, diagnose, print; return the exit code of `hang diagnose`. Raises HangInputError for no ranks."""
+    """Collect this host, diagnose, print; return the exit code of `hang diagnose`. Raises
+    HangInputError for no ranks.
+    """
     from areal_debug.hang_render import show_diagnosis
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
@@ -121,7 +125,9 @@ def live(pids: tuple[int, ...], as_json: bool) -> int:
 def _way_to_hosts(
     slurm: str | None, ssh: str | None, k8s: str | None, namespace: str
 ) -> tuple[list[str], Callable[[str, list[str]], list[str]]] | None:
-    """Return the hosts and a function that wraps the collector's command for one; None for this host."""
+    """Return the hosts and a function that wraps the collector's command for one; None for this
+    host.
+    """
     from hangdoctor.collect import remote
 
     if slurm:

@@ -67,9 +67,10 @@ def watch(
 ) -> None:
     """Watch JOB (a command after --, which becomes our child, so no privilege is needed) or --pid.
 
-    A job is silent when no heartbeat, log or CPU time moves; then its stacks decide between slow and stuck.
-    Heartbeats: `from hangdoctor.heartbeat import beat; beat(step)` once per step, in any trainer.
-    With --json every diagnosis is one line of JSON on standard output. Exit code: the job's, or 1 for a hang.
+    A job is silent when no heartbeat, log or CPU time moves; then its stacks decide between slow
+    and stuck. Heartbeats: `from hangdoctor.heartbeat import beat; beat(step)` once per step, in any
+    trainer. With --json every diagnosis is one line of JSON on standard output. Exit code: the
+    job's, or 1 for a hang.
     """
     from hangdoctor.watch.judge import Limits
     from hangdoctor.watch.loop import Plan, watch_command, watch_pids

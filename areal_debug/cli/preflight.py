@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, json_option, nproc_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, print_log_end
 
 if TYPE_CHECKING:
     from replayer.twice import PreflightReport
@@ -35,12 +35,14 @@ def command(
     as_json: bool,
     inputs: tuple[str, ...],
 ) -> None:
-    """Find sources of nondeterminism, run one real step of the configured run twice, and compare every bit.
+    """Find sources of nondeterminism, run one real step of the configured run twice, and compare
+    every bit.
 
-    RECORD, of an earlier run, adds a check of the order of its rows. OPTION=VALUE changes an option of the config:
-    actor.path=model.
+    RECORD, of an earlier run, adds a check of the order of its rows. OPTION=VALUE changes an option
+    of the config: actor.path=model.
 
-    Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor per parameter.
+    Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
+    per parameter.
     """
     from areal_debug.preflight_output import print_preflight
     from recorder import open_record
@@ -53,7 +55,7 @@ def command(
     if record is not None:
         around.append(order_of_record(open_record(record)))
     with tempfile.TemporaryDirectory() as folder:
-        report = take_twice(Path(folder), arguments, num_ranks, as_is)
+        report = repeat_step(Path(folder), arguments, num_ranks, as_is)
     report = replace(report, findings=report.findings + tuple(around))
     if as_json:
         print_json(report.to_dict())
@@ -63,7 +65,9 @@ def command(
 
 
 def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Separate a record from overrides, which have a `=`. Raises ValueError for more than one record."""
+    """Separate a record from overrides, which have a `=`. Raises ValueError for more than one
+    record.
+    """
     records = [text for text in inputs if "=" not in text]
     if len(records) > 1:
         raise ValueError(f"expected one RECORD and overrides OPTION=VALUE, got {' '.join(records)}")
@@ -71,7 +75,9 @@ def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
 
 
 def ranks_of(arguments: list[str]) -> int:
-    """Return the number of the trainer's ranks by the config's allocation. Raises ConfigError for a wrong config."""
+    """Return the number of the trainer's ranks by the config's allocation. Raises ConfigError for a
+    wrong config.
+    """
     from areal_core.config import PPOConfig, load_expr_config
 
     train = load_expr_config(arguments, PPOConfig)[0].allocation.train
@@ -80,21 +86,23 @@ def ranks_of(arguments: list[str]) -> int:
     return train.world_size
 
 
-def take_twice(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
-    """Run the step in two generations of processes; where bits differ, twice more for the values that differ."""
+def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
+    """Run the step in two generations of processes; where bits differ, twice more for the values
+    that differ.
+    """
     from replayer.twice import ParameterNoise, PreflightReport, compare_repeats, measure_noise, read_repeat
 
-    takes = [take(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
+    takes = [run_step(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
     comparison = compare_repeats(*takes)
     noise: tuple[ParameterNoise, ...] = ()
     if names := [difference.where for difference in comparison.parameters]:
-        kept = [take(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")]
+        kept = [run_step(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")]
         noise = measure_noise(*kept)
     findings = read_repeat(takes[0])[1]
     return PreflightReport(findings, comparison.num_compared, comparison.differences, noise)
 
 
-def take(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: list[str]) -> Path:
+def run_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: list[str]) -> Path:
     """Run the step once; its output goes to the folder."""
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
@@ -103,6 +111,8 @@ def take(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: 
     command = ["-m", "areal_debug.replay_rank", "preflight", str(folder), json.dumps(keep), *arguments]
     code = run_ranks(command, num_ranks, {} if as_is else DETERMINISTIC, folder / "logs", echo=not is_quiet())
     if code != 0:
+        if is_quiet():
+            print_log_end(folder / "logs" / "trainer.log")
         fail(
             f"the step could not be run: the ranks ended with exit code {code}; their output is above",
             code,

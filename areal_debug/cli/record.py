@@ -1,4 +1,6 @@
-"""`areal-debug record`: list a record's steps, show its tokens, verify its bytes; archive, import and export."""
+"""`areal-debug record`: list a record's steps, show its tokens, verify its bytes; archive, import
+and export.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -143,7 +145,9 @@ def select_samples(
     prompt_id: int | None,
     decode: Callable[[list[int]], str] | None,
 ) -> list["Sample"]:
-    """Return the requested rows: one row, all answers to a prompt from every rank, or the rank's first row."""
+    """Return the requested rows: one row, all answers to a prompt from every rank, or the rank's
+    first row.
+    """
     from recorder.errors import StepNotRecorded
     from recorder.samples import read_samples, rows_of_prompt
 

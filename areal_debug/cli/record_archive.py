@@ -1,4 +1,6 @@
-"""`areal-debug record archive` and `extract`: convert a record into one zarr store, and back into files."""
+"""`areal-debug record archive` and `extract`: convert a record into one zarr store, and back into
+files.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 @json_option
 @errors_as_sentences
 def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
-    """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like the folder."""
+    """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
+    the folder.
+    """
     from recorder import open_record
     from recorder.archive_writer import archive_record
 

@@ -41,10 +41,12 @@ def import_record(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL, ROLL, xtuner, open-instruct or AReaL.
+    """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL,
+    ROLL, xtuner, open-instruct or AReaL.
 
-    Pickles are read in a separate process that imports nothing they name. With --config and --model the record can be
-    replayed; OPTION=VALUE changes an option of the config, and `areal-debug replay DEST -o X` records the replay.
+    Pickles are read in a separate process that imports nothing they name. With --config and --model
+    the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
+    replay DEST -o X` records the replay.
     """
     from recorder.importers.importing import import_record as write_record
 

@@ -67,17 +67,19 @@ def command(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Train again on the batches of RECORD, and compare every loss, gradient norm and parameter, bit by bit.
+    """Train again on the batches of RECORD, and compare every loss, gradient norm and parameter,
+    bit by bit.
 
     \b
     Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
     What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
     Why:             --explain STEP
 
-    A filter may use reward, prompt, completion (token ids), prompt_text, completion_text, finish_reason, logprobs, versions,
-    prompt_id, sample_id and step. RECORD is never written to.
+    A filter may use reward, prompt, completion (token ids), prompt_text, completion_text,
+    finish_reason, logprobs, versions, prompt_id, sample_id and step. RECORD is never written to.
 
-    Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1: beyond it. 2: inconclusive.
+    Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
+    beyond it. 2: inconclusive.
     """
     from recorder import open_record
     from replayer.before import check_replayable, step_range
@@ -166,7 +168,9 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
 
 
 def refuse_damage(record: str | Path, num_steps: int) -> None:
-    """End the command with code 1, naming the first damaged files and tensors, if any byte has changed."""
+    """End the command with code 1, naming the first damaged files and tensors, if any byte has
+    changed.
+    """
     from replayer.before import verify_bytes
 
     problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))

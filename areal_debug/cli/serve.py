@@ -62,7 +62,8 @@ def command(
     as_json: bool,
     arguments: tuple[str, ...],
 ) -> None:
-    """Serve a model until it is stopped, and print AREAL_LLM_SERVER_ADDRS=host:port once it is healthy.
+    """Serve a model until it is stopped, and print AREAL_LLM_SERVER_ADDRS=host:port once it is
+    healthy.
 
     ARGUMENTS after -- go to the server itself: areal-debug serve --model M -- --enable-multimodal.
     """

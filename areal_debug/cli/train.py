@@ -1,23 +1,30 @@
-"""`areal-debug train`: run a training script on all its ranks and servers; record or replay it on request."""
+"""`areal-debug train`: run a training script on all its ranks and servers; record or replay it on
+request.
+"""
 
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_debug.cli import Verb, force_option, overrides_argument
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    hidden_output,
+    is_quiet,
+    print_json,
+    print_log_end,
+)
 
 if TYPE_CHECKING:
     from areal_core.allocation import Allocation
     from areal_core.config import PPOConfig
-
-SHOWN_LOG_LINES = 15
 
 
 @click.command(
@@ -96,7 +103,9 @@ def command(
 
 
 def check_allocation(config: "PPOConfig") -> "Allocation":
-    """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError or ReplayError."""
+    """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError
+    or ReplayError.
+    """
     from areal_core.allocation import resolve_allocation
     from areal_debug.script_options import check_record
 
@@ -124,7 +133,8 @@ def run_script(
     from areal_debug.report_file import REPORT_FILE, read_report
 
     replays = config.debug.replay_rollout_data
-    report = logs / "replay_report.json"  # not in a temporary folder, which other machines would not see
+    # Not in a temporary folder, which other machines would not see.
+    report = logs / "replay_report.json"
     report.unlink(missing_ok=True)
     if replays:
         config.recover.mode = "disabled"
@@ -141,18 +151,12 @@ def run_script(
     return code
 
 
-@contextmanager
-def hidden_output() -> Iterator[None]:
-    """Drop standard output; `trainer.log` keeps the ranks' part of it."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
-
-
 def print_end(code: int, log: Path) -> None:
-    """Print the outcome of a run whose output was hidden; for a failure, the end of its log on standard error."""
-    if code and log.is_file():
-        lines = log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]
-        console(stderr=True).print("\n".join(lines), markup=False)
+    """Print the outcome of a run whose output was hidden; for a failure, the end of its log on
+    standard error.
+    """
+    if code:
+        print_log_end(log)
     console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
 
 
@@ -183,7 +187,9 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:
-    """Return 0 for equal bits, 2 where bits may differ, which only `areal-debug replay` can judge, 1 for other bits."""
+    """Return 0 for equal bits, 2 where bits may differ, which only `areal-debug replay` can judge,
+    1 for other bits.
+    """
     if report["identical"]:
         return 0
     return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
@@ -200,7 +206,9 @@ def list_or_split(context: click.Context, names: str | None) -> list[str]:
 
 
 def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
-    """Return the overrides of a restarted run: the existing record is its own, to continue or to replace."""
+    """Return the overrides of a restarted run: the existing record is its own, to continue or to
+    replace.
+    """
     return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
 
 

@@ -1,4 +1,6 @@
-"""`areal-debug view`: write a record as an HTML page: the run over its steps, and every token of a step."""
+"""`areal-debug view`: write a record as an HTML page: the run over its steps, and every token of a
+step.
+"""
 
 import re
 from pathlib import Path
@@ -58,7 +60,9 @@ def command(
     port: int,
     as_json: bool,
 ) -> None:
-    """Write RECORD as one HTML file that needs no network: curves over steps, samples, and every token with its numbers."""
+    """Write RECORD as one HTML file that needs no network: curves over steps, samples, and every
+    token with its numbers.
+    """
     from areal_debug.decoding import load_decoder
     from recorder import open_record
 

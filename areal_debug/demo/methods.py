@@ -1,4 +1,5 @@
-"""Every method on the task of larger.py: its training, its measure on held-out rows, and the least improvement.
+"""Every method on the task of larger.py: its training, its measure on held-out rows, and the least
+improvement.
 
 Tests and `benchmarks/learning_curves.py` train these methods with these options.
 """
@@ -73,7 +74,9 @@ class Run:
 
 
 def learn(method: Method, folder: Path, seed: int = 1) -> Curve:
-    """Train with a method, from the model in `folder` that `teach` wrote; return its learning curve."""
+    """Train with a method, from the model in `folder` that `teach` wrote; return its learning
+    curve.
+    """
     model = folder / ("taught" if method.is_taught else "untrained")
     return method.learn(Run(method, model, folder / method.name, seed))
 
@@ -100,7 +103,9 @@ def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
 
 
 def learn_from_examples(run: Run) -> Curve:
-    """Train by SFT, whose validation measures the loss of given answers; answers are sampled here, too."""
+    """Train by SFT, whose validation measures the loss of given answers; answers are sampled here,
+    too.
+    """
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         replica = Replica(config.actor.path, trainer.actor.dtype, trainer.ranks.device)
@@ -118,7 +123,9 @@ def learn_from_examples(run: Run) -> Curve:
 
 
 def learn_from_pairs(run: Run) -> Curve:
-    """Train by DPO or a reward model; measure the share of held-out pairs whose chosen side scores higher."""
+    """Train by DPO or a reward model; measure the share of held-out pairs whose chosen side scores
+    higher.
+    """
     kind, trainer_class, measure = {
         "dpo": (DPOConfig, DPOTrainer, "eval-dpo/reward_accuracy/avg"),
         "reward_model": (RWConfig, RWTrainer, "eval-rw/correct_ratio/avg"),
@@ -174,12 +181,12 @@ REWARD_MODEL = Method(
 DPO = Method(
     "dpo", "DPO", RANKED, learn_from_pairs, steps=64, margin=0.25, options=("train_dataset.type=dpo",)
 )
-# While the critic's values are still wrong, PPO needs a lower learning rate than the others: at 3e-3 one seed of three
-# fell to reward 0.
+# While the critic's values are still wrong, PPO needs a lower learning rate than the others: at
+# 3e-3 one seed of three fell to reward 0.
 PPO = policy_optimisation("ppo", "PPO with a critic", "actor.optimizer.lr=1.5e-3", "critic.optimizer.lr=3e-3")
 GRPO = policy_optimisation("grpo", "GRPO")
 METHODS = (SFT, REWARD_MODEL, DPO, PPO, GRPO)
-# Distillation needs a stronger teacher; the answers here are too short for DAPO's penalty on length.
+# Distillation needs a stronger teacher; answers here are too short for DAPO's length penalty.
 OTHER_PRESETS = tuple(
     policy_optimisation(name, name, *(("actor.overlong_reward_penalty=false",) if name == "dapo" else ()))
     for name in PRESETS

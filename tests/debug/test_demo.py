@@ -29,7 +29,7 @@ def test_demo_teaches_records_and_replays_to_the_same_bits(areal_debug, tmp_path
 def test_wrong_input_of_demo_is_one_sentence_and_leaves_nothing(areal_debug, tmp_path):
     (tmp_path / "file").write_text("mine")
     for arguments, word in (
-        (("--output", tmp_path), "not empty"),
+        (("--output", tmp_path), "exists already"),
         (("--output", tmp_path / "new", "--nproc", 3), "batch_size is 32"),
         (("--steps", 0), "--steps"),
     ):
