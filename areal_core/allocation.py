@@ -1,10 +1,10 @@
-"""Who runs where: 'sglang:d4t1+fsdp:d4' in all its spellings, read by a small hand-written parser.
+"""Allocations: the devices of rollout and training, 'sglang:d4t1+fsdp:d4', and their parser.
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
 colocated  := ("embedded" | servers) "|" trainer        (embedded: the engine lives in the trainer's processes)
 servers    := "sglang" name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
-name       := "[" letters "]"                           (read and dropped)
+name       := "[" letters "]"                           (parsed and ignored)
 sizes      := (letter number)+                          letters d t p c e: data, tensor, pipeline, context (sequence), expert; s means c
 """
 
@@ -29,7 +29,11 @@ NOT_BUILT = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of one side. `data` counts servers, or groups of ranks that hold the same rows; `context` ranks share their tokens."""
+    """Parallel sizes of rollout or training.
+
+    `data` counts servers, or data-parallel groups of ranks; `context` ranks share the tokens of a
+    row.
+    """
 
     data: int = 1
     tensor: int = 1
@@ -39,7 +43,7 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        """Devices in all; experts share the devices of the other dimensions."""
+        """Total devices; expert parallelism shares the devices of the other dimensions."""
         return self.data * self.tensor * self.pipeline * self.context
 
     def __str__(self) -> str:
@@ -49,7 +53,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Both sides of a run; a side that does not exist is None."""
+    """Sizes and backends of rollout and training; None where a run has no such side."""
 
     rollout: Parallel | None
     train: Parallel | None
@@ -59,14 +63,14 @@ class Allocation:
 
     @property
     def engine(self) -> str:
-        """The rollout side by itself: 'sglang:d4', 'embedded' or ''."""
+        """The rollout side alone: 'sglang:d4', 'embedded' or ''."""
         if self.rollout_backend == "sglang":
             return f"sglang:{self.rollout}"
         return self.rollout_backend or ""
 
     @property
     def trainer(self) -> str:
-        """The training side by itself: 'fsdp:d4' or ''."""
+        """The training side alone: 'fsdp:d4' or ''."""
         return f"fsdp:{self.train}" if self.train is not None else ""
 
     def __str__(self) -> str:
@@ -80,12 +84,18 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Read one allocation string. Raises AllocationError with the position and what was expected there."""
+    """Parse one allocation string.
+
+    Raises AllocationError with the position and the expected token.
+    """
     return AllocationParser(re.sub(r" *([+|]) *", r"\1", text.strip())).allocation()
 
 
 def allocation_from_backends(rollout_backend: str, train_backend: str) -> Allocation:
-    """Join two separate strings, 'sglang:d4' or 'embedded' or '', and 'fsdp:d4' or ''. Raises AllocationError."""
+    """Join two separate strings, 'sglang:d4' or 'embedded' or '', and 'fsdp:d4' or ''.
+
+    Raises AllocationError.
+    """
     joint = "|" if rollout_backend.strip() == "embedded" else "+"
     return parse_allocation(
         joint.join(part for part in (rollout_backend.strip(), train_backend.strip()) if part)
@@ -135,7 +145,7 @@ class AllocationParser:
         if self.take("embedded"):
             self.expect("|")
             train = self.trainer()
-            # One of the ranks that hold the same rows samples them, with a whole model.
+            # One rank of each data-parallel group samples its rows, with the complete model.
             return self.end(Allocation(Parallel(train.data), train, "embedded", "fsdp", "colocated"))
         if not self.peek("sglang"):
             return self.end(Allocation(None, self.trainer(), None, "fsdp", "train_only"))
@@ -156,10 +166,10 @@ class AllocationParser:
     def trainer(self) -> Parallel:
         if self.take("fsdp"):
             self.separator()
-        return self.sizes("dtcs", "fsdp takes d, t and c; p and e need Megatron, which is not built")
+        return self.sizes("dtcs", "fsdp takes d, t and c; p and e need Megatron, which is not supported")
 
     def separator(self) -> None:
-        """A name in brackets, which nothing here uses, then ':' or the older '.'."""
+        """Skip a name in brackets, which is unused, and the ':' or older '.' before the sizes."""
         if self.kind() == "name":
             self.next += 1
         if not (self.take(":") or self.take(".")):

@@ -1,4 +1,4 @@
-"""Environment variables that libraries read once, when they start: set them before the process does."""
+"""Environment variables that libraries read once: set them before the process starts."""
 
 # Ring and Simple: the summation order of NCCL's tree depends on topology.
 DETERMINISTIC = {

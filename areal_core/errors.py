@@ -1,7 +1,7 @@
-"""What a user can get wrong when describing a run.
+"""Errors in the description of a run.
 
 ValueError
-├── ConfigError          an option: unknown, of the wrong type, missing, or at odds with another one
+├── ConfigError          an option: unknown, of the wrong type, missing, or inconsistent with another one
 │   └── AllocationError  the allocation string
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
@@ -9,11 +9,11 @@ ValueError
 
 
 class ConfigError(ValueError):
-    """An option is unknown, of the wrong type, missing, or at odds with another one."""
+    """An option is unknown, of the wrong type, missing, or inconsistent with another one."""
 
 
 class AllocationError(ConfigError):
-    """The allocation string cannot be read, or asks for something that is not built."""
+    """The allocation string cannot be parsed, or requests something that is not supported."""
 
 
 class DatasetError(ValueError):

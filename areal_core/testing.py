@@ -65,7 +65,7 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
@@ -108,7 +108,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -137,7 +137,7 @@ def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **change
     config = AutoConfig.for_model(family, **sizes | TINY_FAMILIES[family] | changes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
@@ -153,7 +153,7 @@ def step_with_gradients(
     engine: "FSDPEngine", batch: Batch, loss_fn: "LossFunction" = likelihood_with_entropy
 ) -> tuple["TrainResult", dict[str, torch.Tensor]]:
     """Run one step; return its result and the full gradients before clipping; a collective."""
-    from areal_core.engine.sharding import whole
+    from areal_core.engine.sharding import full_tensor
 
     gradients: dict[str, torch.Tensor] = {}
 
@@ -161,7 +161,7 @@ def step_with_gradients(
         if event == "gradients":
             for name, parameter in engine.model.named_parameters():
                 assert parameter.grad is not None, name
-                gradients[name] = whole(parameter.grad).clone()
+                gradients[name] = full_tensor(parameter.grad).clone()
 
     result = engine.train_batch(
         batch,

@@ -1,4 +1,4 @@
-"""Every option of a run: dataclasses, YAML with dotted overrides, and checks of options that must agree."""
+"""Options of a run: dataclasses, YAML with dotted overrides, and checks of their agreement."""
 
 from areal_core.config.checks import check_config
 from areal_core.config.engine import (

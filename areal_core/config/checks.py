@@ -1,6 +1,6 @@
-"""Options that must agree: found when the run is loaded, not hours later.
+"""Checks of options that must agree, made when a config is loaded.
 
-Each coupling is one function that yields one sentence for each disagreement, with both names and both values.
+Each coupling is one function that yields one sentence per disagreement, with both names and values.
 """
 
 import dataclasses
@@ -17,12 +17,15 @@ from areal_core.errors import AllocationError, ConfigError
 
 
 def check_config(config: BaseExperimentConfig) -> list[str]:
-    """Raise ConfigError with every disagreement, one a line; return notes on options that have no effect here."""
+    """Return notes on options that have no effect.
+
+    Raises ConfigError with one line per disagreement.
+    """
     values = flat_values(config)
     problems = [*wrong_values(config), *not_yet(values, refused=True)]
     try:
         problems += list(disagreements(config))
-    except AllocationError as error:  # every other coupling that reads the allocation would raise it, too
+    except AllocationError as error:  # every other reader of the allocation would raise it
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -45,7 +48,7 @@ def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value of every option below `section`, sections included."""
+    """Return dotted name -> value of every option below `section`, sections included."""
     flat = {}
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
@@ -56,7 +59,7 @@ def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
-    """What is none of an option's choices, or beyond its limits."""
+    """Yield one sentence for each value outside of its option's choices or limits."""
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
         if dataclasses.is_dataclass(value):
@@ -93,7 +96,7 @@ def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[st
         yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
 
 
-def recorded_steps_are_said_once(config: BaseExperimentConfig) -> Iterator[str]:
+def recorded_steps_are_given_once(config: BaseExperimentConfig) -> Iterator[str]:
     debug = config.debug
     if debug.dump_steps is not None and debug.dump_every != 1:
         yield f"debug.dump_steps is {debug.dump_steps} and debug.dump_every is {debug.dump_every}; give one of them"
@@ -117,7 +120,7 @@ def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> 
     may_have = "actor.is_critic" if isinstance(config, RWConfig) else "critic.is_critic"
     for name, value in flat_values(config).items():
         if name.endswith(".is_critic") and value and name != may_have:
-            yield f"{name} is True and the section is of a language model: set it to false"
+            yield f"{name} is True and the section configures a language model: set it to false"
 
 
 def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
@@ -131,7 +134,7 @@ COUPLINGS = (
     model_can_be_trained,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,
-    recorded_steps_are_said_once,
+    recorded_steps_are_given_once,
     batch_divides_over_ranks,
     only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,

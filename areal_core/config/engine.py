@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009  (option() and section() return dataclass fields)
-"""The trained model: engine, optimiser, micro-batches, and the options of the methods (PPO, GRPO, critic)."""
+"""Options of models: engine, optimiser, micro-batches, and the methods (PPO, GRPO, critic)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,15 @@ from areal_core.config.option import ABOVE_0, ABOVE_1, AT_LEAST_0, AT_LEAST_1, D
 
 @dataclass
 class NormConfig:
-    """What is subtracted from, and what divides, rewards or advantages."""
+    """Normalisation of rewards or advantages."""
 
-    mean_level: str | None = option("batch", "Whose mean is subtracted.", ("batch", "group", None))
+    mean_level: str | None = option(
+        "batch", "Level of the mean that is subtracted.", ("batch", "group", None)
+    )
     mean_leave1out: bool = option(False, "Leave the element itself out of its mean (RLOO).")
-    std_level: str | None = option("batch", "Whose standard deviation divides.", ("batch", "group", None))
+    std_level: str | None = option(
+        "batch", "Level of the standard deviation that divides.", ("batch", "group", None)
+    )
     std_unbiased: bool = option(True, "Divide by n - 1 instead of n inside the standard deviation.")
     eps: float = option(1e-5, "Added to the standard deviation.", limits=ABOVE_0)
     group_size: int = option(
@@ -23,18 +27,18 @@ class NormConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """How a batch is cut into the pieces that go through the model one at a time."""
+    """Splitting of a batch into micro-batches."""
 
     n_mbs: int | None = option(
-        1, "Number of micro-batches; the fewest, if max_tokens_per_mb is given.", limits=AT_LEAST_1
+        1, "Number of micro-batches; the minimum, if max_tokens_per_mb is given.", limits=AT_LEAST_1
     )
-    granularity: int = option(1, "Neighbouring sequences that stay together.", limits=AT_LEAST_1)
+    granularity: int = option(1, "Adjacent sequences that stay in one micro-batch.", limits=AT_LEAST_1)
     max_tokens_per_mb: int | None = option(
-        None, "Most tokens in a micro-batch; empty: no limit.", limits=AT_LEAST_1
+        None, "Maximum tokens per micro-batch; empty: no limit.", limits=AT_LEAST_1
     )
     n_mbs_divisor: int = option(1, "The number of micro-batches is a multiple of this.", limits=AT_LEAST_1)
     packing_algorithm: str = option(
-        "ffd", "How sequences are packed: first-fit decreasing or Karmarkar-Karp.", ("ffd", "kk")
+        "ffd", "Packing of sequences: first-fit decreasing or Karmarkar-Karp.", ("ffd", "kk")
     )
 
 
@@ -50,14 +54,14 @@ class OptimizerConfig:
     beta1: float = option(0.9, "Decay of the first moment.", limits=DECAY)
     beta2: float = option(0.999, "Decay of the second moment.", limits=DECAY)
     eps: float = option(1e-8, "Added to the root of the second moment.", limits=ABOVE_0)
-    min_lr_ratio: float = option(0.0, "The schedule ends at this share of lr.", limits=SHARE)
+    min_lr_ratio: float = option(0.0, "Final learning rate, as a fraction of lr.", limits=SHARE)
     lr_scheduler_type: str = option(
         "constant", "Shape of the schedule after warm-up.", ("constant", "linear", "cosine")
     )
     warmup_steps_proportion: float = option(
-        0.001, "Share of all steps in which lr rises from 0.", limits=SHARE
+        0.001, "Fraction of all steps in which lr warms up from 0.", limits=SHARE
     )
-    gradient_clipping: float = option(1.0, "Largest gradient norm.", limits=ABOVE_0)
+    gradient_clipping: float = option(1.0, "Maximum gradient norm.", limits=ABOVE_0)
     offload: bool = option(False, "Keep optimiser states in host memory between steps.")
     initial_loss_scale: float = option(2.0**32, "Megatron only.")
     min_loss_scale: float = option(1.0, "Megatron only.")
@@ -67,7 +71,7 @@ class OptimizerConfig:
 
 @dataclass
 class FSDPWrapPolicy:
-    """Which modules become a unit of sharding."""
+    """Modules that each become a unit of sharding."""
 
     transformer_layer_cls_to_wrap: list[str] | None = option(
         None, "Class names; empty: the model's own layer class."
@@ -78,19 +82,20 @@ class FSDPWrapPolicy:
 class FSDPEngineConfig:
     """Sharding and memory of FSDP2."""
 
-    wrap_policy: FSDPWrapPolicy | None = option(None, "Which modules become a unit of sharding.")
+    wrap_policy: FSDPWrapPolicy | None = option(None, "Modules that each become a unit of sharding.")
     offload_params: bool = option(False, "Keep parameters, gradients and optimiser states in host memory.")
     memory_efficient_load: bool = option(
-        False, "Only rank 0 reads the checkpoint; the others never hold it whole, unless t splits layers."
+        False,
+        "Only rank 0 reads the checkpoint; others never hold all of it, except with tensor parallelism.",
     )
     per_layer_optim_step: bool = option(
         False, "Keep optimiser states in host memory and step one layer at a time."
     )
     optim_step_prefetch_layers: int = option(
-        1, "Layers fetched ahead by per_layer_optim_step.", limits=AT_LEAST_0
+        1, "Layers prefetched by per_layer_optim_step.", limits=AT_LEAST_0
     )
     shard_vision_across_sp: bool = option(False, "Shard the vision tower over the sequence group.")
-    compile: bool = option(False, "Put transformer layers through torch.compile.")
+    compile: bool = option(False, "Compile transformer layers with torch.compile.")
 
 
 @dataclass
@@ -100,65 +105,69 @@ class TrainEngineConfig:
     experiment_name: str = option("", "Empty: the experiment's.")
     trial_name: str = option("", "Empty: the experiment's.")
     path: str = option("", "Folder or hub name of the model.")
-    backend: str = option("", "Where the model trains, if allocation_mode does not say it: 'fsdp:d4'.")
+    backend: str = option("", "Allocation of training, if allocation_mode is empty: 'fsdp:d4'.")
     attn_impl: str = option(
         "flash_attention_2",
-        "Flash-attention where the device and dtype have it, else as sdpa: one sequence at a time.",
+        "Flash attention where device and dtype support it, else as sdpa: one sequence at a time.",
         ("flash_attention_2", "sdpa"),
     )
-    use_kernels: bool = option(False, "Kernels of the Hugging Face hub.")
+    use_kernels: bool = option(False, "Use kernels from the Hugging Face hub.")
     use_liger: bool = option(False, "Fused norms and MLPs of the package liger-kernel; on a GPU only.")
     init_from_scratch: bool = option(False, "Random weights instead of the checkpoint's.")
     is_critic: bool = option(False, "A value head instead of a language-model head; a critic has one anyway.")
     temperature: float = option(
         1.0, "Divides the logits before logprobs; must equal gconfig.temperature.", limits=ABOVE_0
     )
-    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "How a batch is cut into micro-batches.")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Splitting of a batch into micro-batches.")
     pad_to_maximum: bool = option(False, "Pad every micro-batch to max_tokens_per_mb.")
     disable_dropout: bool = option(False, "Set every dropout to 0.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     dtype: str = option(
-        "bfloat16", "Data type of the forward pass; masters are fp32.", ("bfloat16", "float32", "float16")
+        "bfloat16",
+        "Data type of the forward pass; master weights are fp32.",
+        ("bfloat16", "float32", "float16"),
     )
     grad_reduce_dtype: str = option(
-        "float32", "Data type in which gradients are summed over ranks.", ("float32", "bfloat16")
+        "float32", "Data type of the gradient reduction over ranks.", ("float32", "bfloat16")
     )
     optimizer: OptimizerConfig | None = option(None, "Empty: the model is only evaluated.")
     weight_update_mode: str = option(
-        "xccl", "How weights reach the servers: broadcast or disk.", ("xccl", "disk")
+        "xccl", "Transport of weight updates to the servers: broadcast or disk.", ("xccl", "disk")
     )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and memory.")
-    offload: bool = option(False, "Leave device memory while the model is idle.")
-    use_lora: bool = option(False, "Train a low-rank adapter in place of the weights.")
+    offload: bool = option(False, "Move the model to host memory while it is idle.")
+    use_lora: bool = option(False, "Train a low-rank adapter instead of the weights.")
     lora_rank: int = option(32, "Rank of the adapter.")
-    lora_alpha: int = option(16, "The adapter counts lora_alpha / lora_rank times.")
+    lora_alpha: int = option(16, "The adapter is scaled by lora_alpha / lora_rank.")
     target_modules: list[str] = section(
         list, "Modules that get an adapter; empty or all-linear: all linear ones."
     )
     peft_type: str = option("lora", "Kind of adapter.", ("lora",))
     enable_tree_training: bool = option(False, "Share the forward pass of common prefixes.")
-    scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; nothing here reads it.")
-    scheduling_strategy: Any = option(
-        None, "Placement for a single-controller scheduler; nothing here reads it."
-    )
+    scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
+    scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
     _version: str = option("v1", "Interface version of a single-controller worker.", ("v1",))
 
 
 @dataclass
 class RejectionSamplingConfig:
-    """Which tokens or sequences are too far from the policy that sampled them, and what happens to them."""
+    """Bounds on how far off-policy tokens or sequences may be, and the action outside of them."""
 
-    level: str = option("token", "Judge tokens or whole sequences.", ("token", "sequence"))
+    level: str = option(
+        "token", "Apply the bounds to tokens or to complete sequences.", ("token", "sequence")
+    )
     action: str = option("mask", "Drop what is out of bounds, or clamp its weight.", ("mask", "clamp"))
-    metric: str = option("ratio", "What is compared with the bounds.", ("ratio", "kl_k1", "kl_k2", "kl_k3"))
-    agg: str = option("mean", "How tokens are joined at level sequence.", ("mean", "sum", "max"))
+    metric: str = option(
+        "ratio", "Metric that is compared with the bounds.", ("ratio", "kl_k1", "kl_k2", "kl_k3")
+    )
+    agg: str = option("mean", "Aggregation over tokens at level sequence.", ("mean", "sum", "max"))
     upper: float = option(5.0, "Upper bound.")
     lower: float | None = option(None, "Lower bound; empty: none.")
 
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """The policy of PPO, GRPO and their relatives."""
+    """The policy of PPO, GRPO and related algorithms."""
 
     ppo_n_minibatches: int = option(4, "Optimiser steps per batch.", limits=AT_LEAST_1)
     eps_clip: float = option(0.2, "The policy ratio is clipped below 1 - eps_clip.", limits=AT_LEAST_0)
@@ -175,11 +184,11 @@ class PPOActorConfig(TrainEngineConfig):
     reward_scaling: float = option(1.0, "Factor on the biased reward.")
     reward_bias: float = option(0.0, "Added to the reward before scaling.")
     reward_clip: float = option(20.0, "Bound on the scaled reward.", limits=ABOVE_0)
-    overlong_reward_penalty: bool = option(False, "Punish completions that come near max_new_tokens (DAPO).")
+    overlong_reward_penalty: bool = option(False, "Penalise completions that approach max_new_tokens (DAPO).")
     overlong_tokens: int | None = option(None, "Length of the zone in which the penalty grows.")
     overlong_penalty_factor: float | None = option(None, "Penalty at max_new_tokens.")
     mask_no_eos_with_zero: bool = option(
-        False, "Give truncated completions no reward; with a critic, its value of what would follow."
+        False, "Give truncated completions no reward; with a critic, bootstrap from its value."
     )
     discount: float = option(1.0, "Discount of GAE.", limits=SHARE)
     gae_lambda: float = option(1.0, "Lambda of GAE.", limits=SHARE)
@@ -188,11 +197,11 @@ class PPOActorConfig(TrainEngineConfig):
         0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.", limits=AT_LEAST_0
     )
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
-    entropy_coef: float = option(0.0, "Weight of a bonus for entropy in the loss.", limits=AT_LEAST_0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss.", limits=AT_LEAST_0)
     use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
     sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.", limits=ABOVE_0)
     sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.", limits=ABOVE_0)
-    recompute_logprob: bool = option(False, "Take the trainer's logprobs instead of the engine's.")
+    recompute_logprob: bool = option(False, "Use the trainer's logprobs instead of the inference engine's.")
     use_decoupled_loss: bool = option(
         False, "Clip around the proximal policy, correct for the behaviour policy."
     )
@@ -204,7 +213,7 @@ class PPOActorConfig(TrainEngineConfig):
         "token", "Ratio per token, or per sequence (GSPO).", ("token", "sequence")
     )
     prox_logp_method: str = option(
-        "recompute", "How proximal logprobs are had.", ("recompute", "loglinear", "metrics")
+        "recompute", "Source of the proximal logprobs.", ("recompute", "loglinear", "metrics")
     )
     dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal.")
     group_size: int = option(1, "Older option; must equal gconfig.n_samples.", limits=AT_LEAST_1)
@@ -213,7 +222,7 @@ class PPOActorConfig(TrainEngineConfig):
     max_new_tokens: int = option(1024, "For the overlong penalty; must equal gconfig.max_new_tokens there.")
 
     def should_compute_prox_logp(self) -> bool:
-        """Whether a step begins with a forward pass for the trainer's own logprobs."""
+        """Return whether a step starts with a forward pass for the trainer's own logprobs."""
         if self.use_decoupled_loss:
             return self.prox_logp_method != "loglinear"
         return self.recompute_logprob
@@ -221,20 +230,20 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
-    """The value model of PPO; a language model gets a head of values, which begin at 0."""
+    """The value model of PPO; a language model gets a value head, initialised to 0."""
 
     ppo_n_minibatches: int = option(4, "Optimiser steps per batch.", limits=AT_LEAST_1)
     eps_clip: float = option(0.5, "Values are clipped to this distance from the old ones.", limits=ABOVE_0)
     mask_no_eos_with_zero: bool = option(
-        False, "The actor's, whose rewards both learn from; true needs the actor's to be."
+        False, "As the actor's: both train on the same rewards; true requires the actor's to be true."
     )
 
 
 @dataclass
 class DPOEngineConfig(TrainEngineConfig):
-    """The policy that learns preferences directly."""
+    """The policy of direct preference optimisation."""
 
-    beta: float = option(0.1, "Strength of the pull towards the reference.", limits=ABOVE_0)
+    beta: float = option(0.1, "Weight of the implicit KL penalty against the reference.", limits=ABOVE_0)
     loss_type: str = option(
         "sigmoid", "Log-sigmoid of the margin, or its squared distance (IPO).", ("sigmoid", "ipo")
     )

@@ -1,4 +1,4 @@
-"""Couplings of the options that say where an engine's memory lies and by what kernels it computes."""
+"""Couplings of an engine's options for memory placement and kernels."""
 
 from collections.abc import Iterator
 
@@ -12,18 +12,18 @@ def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
 
 
-def compiled_layers_are_whole(config: BaseExperimentConfig) -> Iterator[str]:
+def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]:
     train = config.allocation.train
     for name, engine in engines_of(config):
         if engine.fsdp.compile and train is not None and train.tensor > 1:
             yield (
                 f"{name}.fsdp.compile is True and the allocation trains on t{train.tensor}; "
-                "layers that are split are not compiled: set one of them to false or 1"
+                "tensor-parallel layers are not compiled: set the first to false, or use t1"
             )
 
 
 def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
-    """One sentence for each option that moves something to host memory, where everything is there."""
+    """Yield one sentence for each option that offloads to host memory on a CPU run."""
     if config.device != "cpu":
         return
     for name, engine in engines_of(config):
@@ -35,14 +35,14 @@ def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
         }
         for option, is_on in options.items():
             if is_on:
-                yield f"{name}.{option} is True and device is 'cpu': everything is in host memory as it is"
+                yield f"{name}.{option} is True and device is 'cpu': everything is in host memory already"
 
 
 def engines_of(config: BaseExperimentConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
-    """The sections of models, by their names."""
+    """Yield the name and the section of each model."""
     for name, section in vars(config).items():
         if isinstance(section, TrainEngineConfig):
             yield name, section
 
 
-ENGINE_COUPLINGS = (liger_has_a_gpu, compiled_layers_are_whole)
+ENGINE_COUPLINGS = (liger_has_a_gpu, compiled_layers_are_not_split)

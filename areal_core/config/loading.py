@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to one typed object, and from that object to plain JSON types and back."""
+"""Load a config from YAML and dotted overrides; convert it to plain JSON types and back."""
 
 import dataclasses
 import difflib
@@ -24,7 +24,7 @@ from areal_core.errors import ConfigError
 C = TypeVar("C")  # any dataclass of options
 E = TypeVar("E", bound=BaseExperimentConfig)
 logger = logging.getLogger(__name__)
-ELSEWHERE = {  # names that upstream had, or has for what is not built here
+ELSEWHERE = {  # options of upstream that were removed, or are not supported here
     "model": "it is called 'actor'",
     "behave_imp_weight_cap": "use rejection_sampling.upper",
     "behave_imp_weight_mode": "use rejection_sampling.level and rejection_sampling.action",
@@ -36,9 +36,12 @@ ELSEWHERE = {  # names that upstream had, or has for what is not built here
 
 
 def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
-    """Read a config as `load_with_notes` does, log its notes, and return it with the file's path. Raises ConfigError."""
+    """Read a config as `load_with_notes` does, log its notes, and return it with the file's path.
+
+    Raises ConfigError.
+    """
     config, path, notes = load_with_notes(argv, cls)
-    if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; one of them tells
+    if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; rank 0 reports
         for note in notes:
             logger.warning("%s: %s", path, note)
     return config, path
@@ -47,13 +50,15 @@ def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
 def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str]]:
     """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls` and check it.
 
-    `a.b=c` and `+a.b=c` both set an option, `~a.b` puts it back to its default; `algorithm` names a preset (presets.py).
+    `a.b=c` and `+a.b=c` both set an option, `~a.b` resets it to its default; `algorithm` names a
+    preset (presets.py).
 
     Returns:
-        The config, the file's path, and notes on older names, on what a preset has set, and on options that have no effect here.
+        The config, the file's path, and notes on older names, on what a preset has set, and on
+        options that have no effect here.
 
     Raises:
-        ConfigError: an option that does not exist, values that do not agree, or a feature that is not built.
+        ConfigError: an unknown option, inconsistent values, or a feature that is not supported.
     """
     arguments = list(argv[1:]) if argv and argv[0].endswith(".py") else list(argv)
     path, overrides = split_arguments(arguments)
@@ -75,7 +80,10 @@ def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str
 
 
 def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config") -> C:
-    """Build `cls` from nested dicts; `source` names them in errors. Inverse of `config_to_dict`. Raises ConfigError."""
+    """Build `cls` from nested dicts; `source` names them in errors.
+
+    Inverse of `config_to_dict`. Raises ConfigError.
+    """
     refuse_unknown_keys(tree, cls, source)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), tree)
@@ -90,12 +98,12 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Nested dicts and lists of JSON types, every option included."""
+    """Return nested dicts and lists of JSON types, every option included."""
     return dataclasses.asdict(config)
 
 
 def without_keys(tree: dict[str, Any]) -> dict[str, Any]:
-    """The options without the keys to services among them: what is written down or sent is read by others."""
+    """Return the options without API keys, for anything that is stored or sent."""
     return {
         name: without_keys(value) if isinstance(value, dict) else value
         for name, value in tree.items()
@@ -104,7 +112,7 @@ def without_keys(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """`--config` and its value, wherever they stand, and the overrides."""
+    """Return the value of `--config`, at any position, and the overrides. Raises ConfigError."""
     path, overrides, rest = "", [], iter(arguments)
     for argument in rest:
         if argument == "--config":
@@ -123,7 +131,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
+    """Return the file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
     try:
         tree = container_of(OmegaConf.load(path)) if Path(path).read_text().strip() else {}
     except OSError as error:
@@ -138,7 +146,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def container_of(options: Any) -> Any:
-    """OmegaConf's `options` as nested dicts and lists, interpolations not yet resolved."""
+    """Return OmegaConf's `options` as nested dicts and lists, interpolations not yet resolved."""
     return OmegaConf.to_container(options, resolve=False)
 
 
@@ -168,7 +176,10 @@ def apply_override(tree: dict[str, Any], override: str, cls: type) -> None:
 
 
 def parsed_value(source: str, text: str) -> Any:
-    """`text` as YAML: numbers, true, null, [1, 2] and {a: 1} mean what they mean in a file."""
+    """Parse `text` as YAML, as in a config file: numbers, true, null, [1, 2], {a: 1}.
+
+    Raises ConfigError.
+    """
     try:
         return container_of(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -178,8 +189,7 @@ def parsed_value(source: str, text: str) -> Any:
 def refuse_unknown_keys(
     tree: dict[str, Any], cls: type, source: str, root: type | None = None, prefix: str = ""
 ) -> None:
-    """Raise ConfigError for the first key of `tree` that `cls` lacks, naming the nearest one, and for a value in place of
-    a section."""
+    """Raise ConfigError for an unknown key of `tree`, or for a value in place of a section."""
     root, sections = root or cls, sections_of(cls)
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -196,7 +206,7 @@ def refuse_unknown_keys(
 
 
 def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of required options that nobody gave."""
+    """Yield the dotted names of required options that are missing."""
     for key, value in tree.items():
         if value == REQUIRED:
             yield prefix + key
@@ -205,7 +215,7 @@ def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def hint_for(prefix: str, key: str, owner: type, root: type) -> str:
-    """The end of the sentence about an unknown key: where its value belongs, if that can be guessed."""
+    """Return the end of the message about an unknown key: the likely option, or ""."""
     if key in ELSEWHERE:
         return f"; {ELSEWHERE[key]}"
     nearest = nearest_option(prefix, key, owner, root)
@@ -213,7 +223,7 @@ def hint_for(prefix: str, key: str, owner: type, root: type) -> str:
 
 
 def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None:
-    """A neighbour that is spelled alike, or the same name in another section."""
+    """Return a similarly spelled option of the section, else of any section; None without one."""
     alike = difflib.get_close_matches(key, sections_of(owner), n=1, cutoff=0.7)
     if alike:
         return prefix + alike[0]
@@ -223,7 +233,7 @@ def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None
 
 
 def all_options(cls: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all options, outer ones first."""
+    """Yield the dotted names of all options, outer ones first."""
     sections = sections_of(cls)
     yield from (prefix + key for key in sections)
     for key, nested in sections.items():
@@ -232,19 +242,19 @@ def all_options(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def sections_of(cls: type) -> dict[str, type | None]:
-    """Each field's own dataclass, or None where the field is a plain value."""
+    """Return the dataclass of each field, None where the field is a plain value."""
     hints = typing.get_type_hints(cls)
     return {field.name: dataclass_in(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def dataclass_in(annotation: Any) -> type | None:
-    """The dataclass in `X` or `X | None`."""
+    """Return the dataclass in `X` or `X | None`; None without one."""
     members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)), None)
 
 
 def help_of(cls: type, option: str) -> str:
-    """The help text of a dotted option."""
+    """Return the help text of a dotted option."""
     first, _, rest = option.partition(".")
     nested = sections_of(cls)[first]
     if rest and nested is not None:

@@ -1,4 +1,4 @@
-"""Options of upstream that load here but whose feature is not built: one table, so that none is ignored in silence."""
+"""Options of upstream that load but are not supported: one table, so none is ignored silently."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class NotYet:
-    """An option that loads, but whose feature is not built.
+    """An option that loads, but whose feature is not supported.
 
-    `harmless` are the values that change nothing. Any other is refused, or, where it could not change training, noted.
+    `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
+    training, noted.
     """
 
     option: str
@@ -21,10 +22,10 @@ class NotYet:
 
 
 NOT_YET = (
-    NotYet("gconfig.use_beam_search", (False,), "only sampling is built: set it to false"),
+    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
     NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
-    NotYet("*.enable_tree_training", (False,), "tree training is not built: set it to false"),
-    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not built: set it to false"),
+    NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
+    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
     NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
     NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
     NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
@@ -35,16 +36,16 @@ NOT_YET = (
     NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
     NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
     NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
-    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "each layer's states are fetched at its turn", refused=False),
+    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "the states of a layer are fetched when it is stepped", refused=False),
     NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
     NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
-    NotYet("vllm", (None,), "there is no vLLM client; the section is not read", refused=False),
+    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
     NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 
 
 def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
-    """One sentence for each option whose feature is not built and whose value asks for it."""
+    """Yield one sentence for each option whose value requests a feature that is not supported."""
     for row in NOT_YET:
         if row.refused != refused:
             continue

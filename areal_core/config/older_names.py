@@ -1,6 +1,6 @@
-"""Files as upstream's versions 0.3 to 1.0 spell them: older names become today's before anything else looks at them.
+"""Translation of option names of upstream's versions 0.3 to 1.0, before any other processing.
 
-Each translation is told in a sentence, because what a file says and what a run does must not part in silence.
+Each translation is reported in a sentence, so that a file and its run never differ silently.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ RENAMED = {
     "perf_tracer.request_tracer": "perf_tracer.session_tracer",  # 0.4
     **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in ENGINES},
 }
-# Options that are gone, with the value that asks for nothing.
+# Removed options, with the value that has no effect.
 GONE = {"server_only": False} | {f"{engine}.fsdp.ulysses_sp_size": 1 for engine in ENGINES}
 ROWS = {PPOConfig: "rl", SFTConfig: "sft", RWConfig: "rw", DPOConfig: "dpo"}
 CAP, MODE = "behave_imp_weight_cap", "behave_imp_weight_mode"  # 0.5.3 to 1.0.2
@@ -29,32 +29,35 @@ MODES = {
 
 
 def translate_older_names(tree: Tree, cls: type) -> list[str]:
-    """Change a file's `tree` in place; one sentence for each name that was translated.
+    """Change a file's `tree` in place; return one sentence for each translated name.
 
     Raises:
-        ConfigError: an older option has a value that it never had, or stands beside the newer one.
+        ConfigError: an older option has an unknown value, or is given together with the newer one.
     """
-    told = []
+    notes = []
     if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5
         move(tree, "model", "actor")
-        point_elsewhere(tree, "${model.", "${actor.")
-        told.append("model is called actor")
+        redirect_interpolations(tree, "${model.", "${actor.")
+        notes.append("model is called actor")
     for older, newer in RENAMED.items():
         if move(tree, older, newer):
-            told.append(f"{older} is called {newer}")
+            notes.append(f"{older} is called {newer}")
     for gone, harmless in GONE.items():
         section, leaf = holder(tree, gone)
         if leaf in section and section[leaf] == harmless:
             del section[leaf]
-    told += [*periods_of_checkpointer(tree), *type_of_rows(tree, cls)]
+    notes += [*periods_of_checkpointer(tree), *type_of_rows(tree, cls)]
     actor = tree.get("actor")
     if issubclass(cls, PPOConfig) and isinstance(actor, dict):
-        told += [*levels_of_norms(actor), *bounds_of_behaviour_weights(actor)]
-    return told
+        notes += [*levels_of_norms(actor), *bounds_of_behaviour_weights(actor)]
+    return notes
 
 
 def move(tree: Tree, older: str, newer: str) -> bool:
-    """Whether there was something to move. Raises ConfigError where both are given."""
+    """Rename an option; return False if it is not given.
+
+    Raises ConfigError if both names are given.
+    """
     section, old_leaf = holder(tree, older)
     new_leaf = newer.split(".")[-1]
     if old_leaf not in section:
@@ -66,7 +69,7 @@ def move(tree: Tree, older: str, newer: str) -> bool:
 
 
 def holder(tree: Tree, option: str) -> tuple[Tree, str]:
-    """The section that would hold an option, an empty one where there is none, and the option's last name."""
+    """Return the section of an option, {} if it does not exist, and the last part of its name."""
     *sections, leaf = option.split(".")
     for section in sections:
         nested = tree.get(section)
@@ -74,39 +77,39 @@ def holder(tree: Tree, option: str) -> tuple[Tree, str]:
     return tree, leaf
 
 
-def point_elsewhere(tree: Tree, older: str, newer: str) -> None:
-    """Interpolations of a section that was renamed, wherever they stand."""
+def redirect_interpolations(tree: Tree, older: str, newer: str) -> None:
+    """Rewrite the interpolations of a renamed section in all of `tree`."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            point_elsewhere(value, older, newer)
+            redirect_interpolations(value, older, newer)
         elif isinstance(value, str):
             tree[key] = value.replace(older, newer)
 
 
 def periods_of_checkpointer(tree: Tree) -> Iterator[str]:
-    """0.3 wrote the state to continue from as `checkpointer` says."""
+    """Move the periods of `checkpointer`, the recovery checkpoints of 0.3, to `recover`."""
     if not isinstance(tree.get("checkpointer"), dict):
         return
     periods = {name: value for name, value in tree.pop("checkpointer").items() if name.startswith("freq_")}
     recover = tree.setdefault("recover", {})
     if not any(name in recover for name in periods):
         recover |= periods
-    yield "checkpointer is called recover, which says whether and how often states to continue from are written"
+    yield "checkpointer is called recover, which defines whether and how often recovery checkpoints are written"
 
 
 def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:
-    """Until 0.3.3 the method alone said what a row is."""
+    """Set the kind of rows, which until 0.3.3 followed from the method alone."""
     data = tree.get("train_dataset")
     if not isinstance(data, dict) or "type" in data:
         return
     for method, kind in ROWS.items():
         if issubclass(cls, method):
             data["type"] = kind
-            yield f"train_dataset.type is taken to be {kind}, the rows of this method"
+            yield f"train_dataset.type is assumed to be {kind}, the rows of this method"
 
 
 def levels_of_norms(actor: Tree) -> Iterator[str]:
-    """0.3 switched norms on and off, by batch or by group, and wrote no level as `none`."""
+    """Translate the norms of 0.3: switches per batch or group, and `none` for no level."""
     for name in ("reward_norm", "adv_norm"):
         norm = actor.get(name)
         if isinstance(norm, dict):
@@ -118,7 +121,7 @@ def levels_of_norms(actor: Tree) -> Iterator[str]:
     group = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
     if actor.pop("group_reward_norm", False):
         actor["reward_norm"] = dict(group)
-    by_batch = actor.pop("adv_norm", True)  # which it was where nothing was said
+    by_batch = actor.pop("adv_norm", True)  # the default of 0.3
     if actor.pop("group_adv_norm", False):
         actor["adv_norm"] = dict(group)
     elif isinstance(by_batch, dict):
@@ -129,16 +132,16 @@ def levels_of_norms(actor: Tree) -> Iterator[str]:
 
 
 def bounds_of_behaviour_weights(actor: Tree) -> Iterator[str]:
-    """A cap and a mode became `rejection_sampling`."""
+    """Translate a cap and a mode into `rejection_sampling`."""
     if CAP not in actor and MODE not in actor:
         return
     if "rejection_sampling" in actor:
         raise ConfigError(
-            f"actor.{CAP} or actor.{MODE} is given, and actor.rejection_sampling, too: keep the last"
+            f"actor.{CAP} or actor.{MODE} is given together with actor.rejection_sampling: keep only the latter"
         )
     cap, mode = actor.pop(CAP, 5.0), actor.pop(MODE, "token_mask")
     if mode == "disabled" or cap is None:
-        yield f"actor.{MODE} is {mode} with the cap {cap}: a decoupled loss corrects for the behaviour policy all the same, unbounded"
+        yield f"actor.{MODE} is {mode} with the cap {cap}: a decoupled loss still corrects for the behaviour policy, unbounded"
         return
     if mode not in MODES:
         raise ConfigError(f"actor.{MODE} is {mode!r}; expected one of {', '.join(MODES)}, disabled")

@@ -1,15 +1,15 @@
-"""One option is one dataclass field: its default, its help text and, where not every value makes sense, its choices or limits."""
+"""Options as dataclass fields, each with a default, a help text and optional choices or limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-REQUIRED = "???"  # what OmegaConf takes for a value that the user must give
+REQUIRED = "???"  # OmegaConf's marker of a value that the user must give
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Which numbers an option may have, in words and as a test, which NaN fails."""
+    """The numbers that an option may have, in words and as a predicate, which is False for NaN."""
 
     words: str
     hold: Callable[[float], bool]
@@ -25,10 +25,13 @@ DECAY = Limits("0 or more, and below 1", lambda value: 0 <= value < 1)
 
 
 def option(default: Any, help: str, choices: tuple[Any, ...] = (), limits: Limits | None = None) -> Any:
-    """A field with a plain default. Values that are no `choices`, and numbers beyond `limits`, do not pass `check_config`."""
+    """Return a field with a plain default.
+
+    `check_config` refuses values outside of `choices` and `limits`.
+    """
     return field(default=default, metadata={"help": help, "choices": choices, "limits": limits})
 
 
 def section(factory: Callable[[], Any], help: str) -> Any:
-    """A field whose default is a fresh object: a nested section, a list or a dict."""
+    """Return a field whose default is a new object: a nested section, a list or a dict."""
     return field(default_factory=factory, metadata={"help": help, "choices": (), "limits": None})

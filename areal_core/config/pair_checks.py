@@ -1,4 +1,4 @@
-"""Options of DPO and reward models that must agree, checked by `checks.py`: one function a coupling, one sentence a disagreement."""
+"""Options of DPO and reward models that must agree; see `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def pair_fits_into_a_micro_batch(config: DPOConfig | RWConfig) -> Iterator[str]:
 def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
     actor, ref = config.actor, config.ref
     if ref is not None and not ref.path:
-        yield "ref.path is empty; give a model folder, or no ref section for the policy as it was at first"
+        yield "ref.path is empty; give a model folder, or no ref section for the initial policy"
     if ref is not None and ref.temperature != actor.temperature:
         yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
     if actor.init_from_scratch:

@@ -13,7 +13,7 @@ def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
     if not config.async_training and rollout.max_head_offpolicyness > 0:
         yield (
             f"async_training is False and rollout.max_head_offpolicyness is {rollout.max_head_offpolicyness}; "
-            "synchronous training takes samples of its own version only: set the second to 0"
+            "synchronous training uses samples of its own version only: set the second to 0"
         )
     if config.actor.dynamic_sampling and config.gconfig.n_samples == 1:
         yield (
@@ -79,7 +79,9 @@ def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
 def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
     gconfig, max_length = config.gconfig, config.train_dataset.max_length
     longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
-    parts = f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    lengths = (
+        f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    )
     models = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "teacher": config.teacher}
     limits = {
         f"{name}.mb_spec.max_tokens_per_mb": model.mb_spec.max_tokens_per_mb
@@ -90,7 +92,7 @@ def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
         limits["sglang.context_length"] = config.sglang.context_length
     for name, limit in limits.items():
         if limit is not None and limit < longest:
-            yield f"{name} is {limit}; {parts}: a sequence of {longest} tokens would not fit"
+            yield f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit"
     if gconfig.min_new_tokens > gconfig.max_new_tokens:
         yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
 
@@ -138,8 +140,8 @@ def sapo_has_no_clip(config: PPOConfig) -> Iterator[str]:
     for name, value in wanted.items():
         if getattr(actor, name) != value:
             yield (
-                f"actor.use_sapo_loss is True and actor.{name} is {getattr(actor, name)!r}; the gate of SAPO stands in place of "
-                f"the clip, on the ratio of each token to the policy that sampled it: set the second to {shown(value)}"
+                f"actor.use_sapo_loss is True and actor.{name} is {getattr(actor, name)!r}; the gate of SAPO replaces "
+                f"the clip, on the per-token ratio to the behaviour policy: set the second to {shown(value)}"
             )
 
 

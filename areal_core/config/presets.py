@@ -1,7 +1,8 @@
-"""Algorithms by name: each stands for some plain options, and for nothing else.
+"""Algorithms by name: each preset expands to plain options, and to nothing else.
 
-A preset acts where it is written. `algorithm: dapo` in a file gives way to the options that this file sets; `algorithm=dapo` on
-the command line goes before the file, and gives way to the other overrides.
+Precedence follows from where a preset is given. In a file, the other options of the file override
+`algorithm: dapo`. On the command line, `algorithm=dapo` overrides the file, and the other overrides
+override it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ Options = dict[str, Any]  # dotted name -> value
 
 
 def reward_norm(mean_level: str, std_level: str | None) -> Options:
-    """Rewards minus the mean of their level, over the standard deviation of theirs."""
+    """Return options that normalise rewards by the mean and standard deviation of these levels."""
     return {
         "actor.reward_norm.mean_level": mean_level,
         "actor.reward_norm.std_level": std_level,
@@ -22,7 +23,7 @@ def reward_norm(mean_level: str, std_level: str | None) -> Options:
 
 
 def like_actor(section: str) -> Options:
-    """How another model runs where the actor does."""
+    """Return options by which another model runs like the actor."""
     return {
         f"{section}.dtype": "${actor.dtype}",
         f"{section}.mb_spec.max_tokens_per_mb": "${actor.mb_spec.max_tokens_per_mb}",
@@ -30,14 +31,14 @@ def like_actor(section: str) -> Options:
 
 
 def optimizer_of_actor(section: str) -> Options:
-    """The actor's optimizer, option by option, so that one of them may be one's own."""
+    """Return the actor's optimizer options one by one, so that each of them can be overridden."""
     names: tuple[str, ...] = ("type", "lr", "weight_decay", "beta1", "beta2", "eps", "min_lr_ratio")
     names += ("lr_scheduler_type", "warmup_steps_proportion", "gradient_clipping")
     return {f"{section}.optimizer.{name}": f"${{actor.optimizer.{name}}}" for name in names}
 
 
 def kl_penalty(weight: float, estimator: str) -> Options:
-    """A KL penalty against the weights that the run begins with, if there is no `ref` section."""
+    """Return options of a KL penalty against the initial weights, if there is no `ref` section."""
     return {
         "actor.kl_ctl": weight,
         "actor.kl_estimator": estimator,
@@ -121,8 +122,8 @@ PRESETS: dict[str, Options] = {
     | like_actor("teacher"),
 }
 
-# What makes one algorithm and must not be left over from another that a file was written for.
-PUT_BACK: Options = {
+# Options that define one algorithm, reset so that none is left over from another one in the file.
+RESET: Options = {
     "actor.reward_norm.mean_leave1out": False,
     "actor.adv_norm.mean_leave1out": False,
     "actor.importance_sampling_level": "token",
@@ -134,49 +135,49 @@ PUT_BACK: Options = {
     "critic": None,
     "teacher": None,
 }
-# Sections that a preset brings only where there is none.
+# Sections that a preset adds only where the file has none.
 MODELS = ("ref", "critic", "teacher")
 
 
 def split_algorithm(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(names given by `algorithm=name`, "" for `~algorithm`; the other overrides)."""
+    """Return (names given by `algorithm=name`, "" for `~algorithm`; the other overrides)."""
     chosen = [override for override in overrides if named(override) == "algorithm"]
     return [override.partition("=")[2] for override in chosen], [o for o in overrides if o not in chosen]
 
 
 def named(override: str) -> str:
-    """The option of an override."""
+    """Return the option name of an override."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def expand_preset(tree: dict[str, Any], name: str, given: Sequence[str]) -> str:
-    """Put the options of a preset into `tree`, except where one in `given` speaks of the same; say so in a sentence.
+    """Set the options of a preset in `tree`, except those in `given`; return a sentence on both.
 
-    Raises ConfigError for a name that is unknown.
+    Raises ConfigError for an unknown name.
     """
     if name not in PRESETS:
         raise ConfigError(f"algorithm is {name!r}; expected one of {', '.join(PRESETS)}")
     present, models = dict(leaves(tree)), {model for model in MODELS if isinstance(tree.get(model), dict)}
     brought = {option.partition(".")[0] for option in PRESETS[name]}
-    left_over = {o: v for o, v in PUT_BACK.items() if o not in brought and (o in present or o in models)}
+    left_over = {o: v for o, v in RESET.items() if o not in brought and (o in present or o in models)}
     wanted = left_over | {o: v for o, v in PRESETS[name].items() if o.partition(".")[0] not in models}
     kept = [option for option in wanted if any(same_place(option, other) for other in given)]
     changed = {option: value for option, value in wanted.items() if option not in kept}
     for option, value in changed.items():
         set_option(tree, option, value)
-    told = [
+    settings = [
         f"{option}={shown(value)}"
         for option, value in changed.items()
         if not unchanged(option, value, present)
     ]
-    sentence = f"algorithm={name} sets {', '.join(told) or 'nothing that was not so already'}"
+    sentence = f"algorithm={name} sets {', '.join(settings) or 'nothing that differs from the file'}"
     return sentence + (
         f"; your own {', '.join(kept)} {'stays' if len(kept) == 1 else 'stay'}" if kept else ""
     )
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in nested dicts that is no dict."""
+    """Yield the dotted name and value of every leaf of nested dicts."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -185,11 +186,12 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def same_place(option: str, other: str) -> bool:
-    """Whether one is the other, or a section that holds it."""
+    """Return whether one option is the other, or a section that contains it."""
     return f"{option}.".startswith(f"{other}.") or f"{other}.".startswith(f"{option}.")
 
 
 def set_option(tree: dict[str, Any], option: str, value: Any) -> None:
+    """Set a dotted option, replacing anything but a dict on its path."""
     *sections, leaf = option.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):
@@ -199,10 +201,11 @@ def set_option(tree: dict[str, Any], option: str, value: Any) -> None:
 
 
 def unchanged(option: str, value: Any, present: Options) -> bool:
+    """Return whether `present` already has this value."""
     return option in present and present[option] == value
 
 
 def shown(value: Any) -> str:
-    """As in YAML."""
+    """Return the value as YAML spells it."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)

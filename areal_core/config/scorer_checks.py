@@ -1,4 +1,4 @@
-"""Options of the models beside the actor (critic and teacher) that must agree with the rest; see `checks.py`."""
+"""Options of the critic and the teacher that must agree with the rest; see `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -21,12 +21,12 @@ def critic_has_returns_to_learn(config: PPOConfig) -> Iterator[str]:
         return
     if actor.reward_norm is not None and actor.reward_norm.mean_level == "group":
         yield (
-            "critic is given and actor.reward_norm.mean_level is 'group'; relative to its group every prompt is worth 0, which leaves "
-            "nothing for values to foretell: set actor.reward_norm to null, or remove the critic section"
+            "critic is given and actor.reward_norm.mean_level is 'group'; group-relative rewards average 0 for every prompt, which "
+            "leaves values nothing to predict: set actor.reward_norm to null, or remove the critic section"
         )
     if critic.mask_no_eos_with_zero and not actor.mask_no_eos_with_zero:
         yield (
-            "critic.mask_no_eos_with_zero is True and actor.mask_no_eos_with_zero is False; both learn from the same rewards: "
+            "critic.mask_no_eos_with_zero is True and actor.mask_no_eos_with_zero is False; both train on the same rewards: "
             "set the second to true"
         )
 
@@ -36,7 +36,7 @@ def teacher_scores_what_the_actor_sampled(config: PPOConfig) -> Iterator[str]:
     if teacher is None:
         return
     if not teacher.path:
-        yield "teacher.path is empty; give the folder of the model to learn from"
+        yield "teacher.path is empty; give the folder of the model to distil"
     if teacher.temperature != actor.temperature:
         yield (
             f"teacher.temperature is {teacher.temperature} and actor.temperature is {actor.temperature}; distillation compares the two: "

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009  (option() and section() return dataclass fields)
-"""What a run stands on: loggers, names, machines, launchers, traces."""
+"""Options of services: loggers, service discovery, machines, launchers, traces."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class WandBConfig:
 
     mode: str = option("disabled", "Whether runs are sent.", ("disabled", "online", "offline", "shared"))
     wandb_base_url: str = option("", "Server.")
-    wandb_api_key: str = option("", "Key; the environment is the better place for it.")
+    wandb_api_key: str = option("", "Key; better set in the environment.")
     entity: str | None = option(None, "Entity.")
     project: str | None = option(None, "Project.")
     name: str | None = option(None, "Run.")
@@ -36,7 +36,7 @@ class SwanlabConfig:
     name: str | None = option(None, "Run.")
     config: Any = option(None, "Options to send.")
     logdir: str | None = option(None, "Folder of local runs.")
-    api_key: str | None = option(None, "Key; the environment is the better place for it.")
+    api_key: str | None = option(None, "Key; better set in the environment.")
 
 
 @dataclass
@@ -58,7 +58,7 @@ class TensorBoardConfig:
 
 @dataclass
 class StatsLoggerConfig:
-    """Where statistics go. The JSONL file is always written."""
+    """Destinations of statistics. The JSONL file is always written."""
 
     experiment_name: str = option("", "Empty: the experiment's.")
     trial_name: str = option("", "Empty: the experiment's.")
@@ -71,10 +71,10 @@ class StatsLoggerConfig:
 
 @dataclass
 class NameResolveConfig:
-    """How processes find each other."""
+    """Service discovery between processes."""
 
     type: str = option("nfs", "Kind of store.", ("nfs", "etcd3", "ray"))
-    nfs_record_root: str = option("/tmp/areal/name_resolve", "Folder that all processes see.")
+    nfs_record_root: str = option("/tmp/areal/name_resolve", "Folder that all processes share.")
     etcd3_addr: str = option("localhost:2379", "Address of etcd.")
     ray_actor_name: str = option("ray_kv_store", "Name of the Ray actor.")
 
@@ -83,11 +83,11 @@ class NameResolveConfig:
 class ClusterSpecConfig:
     """The machines."""
 
-    name_resolve: NameResolveConfig = section(NameResolveConfig, "How processes find each other.")
+    name_resolve: NameResolveConfig = section(NameResolveConfig, "Service discovery between processes.")
     cluster_name: str = option("local", "Name of the cluster.")
-    fileroot: str = option("/tmp/areal/", "Where logs, checkpoints and records go; seen by all machines.")
-    n_nodes: int = option(32, "Machines.", limits=AT_LEAST_1)
-    n_gpus_per_node: int = option(8, "GPUs on each.", limits=AT_LEAST_0)
+    fileroot: str = option("/tmp/areal/", "Root of logs, checkpoints and records; shared by all machines.")
+    n_nodes: int = option(32, "Number of machines.", limits=AT_LEAST_1)
+    n_gpus_per_node: int = option(8, "GPUs per machine.", limits=AT_LEAST_0)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class SlurmLauncherConfig:
     srun_additional_args: str = option("--mpi=pmi2 -K --chdir $PWD", "More arguments of srun.")
     additional_bash_cmds: list[str] | None = option(None, "Commands before the job.")
     container_type: str = option("apptainer", "Container runtime.", ("apptainer", "none"))
-    mount: str = option("/storage:/storage", "Folders seen inside.")
+    mount: str = option("/storage:/storage", "Folders mounted in the container.")
     trainer_image: str | None = option(None, "Image of the trainer.")
     inference_server_image: str | None = option(None, "Image of the servers.")
 
@@ -110,18 +110,18 @@ class RayLauncherConfig:
         None, "Address of the cluster; empty: RAY_ADDRESS, a cluster on this machine, or a new one."
     )
     placement_timeout_s: float = option(
-        300.0, "Longest wait for the machines that the run needs.", limits=ABOVE_0
+        300.0, "Seconds to wait for the machines that the run needs.", limits=ABOVE_0
     )
 
 
 @dataclass
 class LauncherConfig:
-    """What the launcher gives each process."""
+    """Resources and environment of each process."""
 
-    inference_server_cpus_per_gpu: int = option(4, "Cores per GPU of a server; 0: not asked for.")
-    inference_server_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a server; 0: not asked for.")
-    trainer_cpus_per_gpu: int = option(4, "Cores per GPU of a trainer; 0: not asked for.")
-    trainer_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a trainer; 0: not asked for.")
+    inference_server_cpus_per_gpu: int = option(4, "Cores per GPU of a server; 0: not requested.")
+    inference_server_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a server; 0: not requested.")
+    trainer_cpus_per_gpu: int = option(4, "Cores per GPU of a trainer; 0: not requested.")
+    trainer_mem_per_gpu: int = option(32 * 1024, "MiB per GPU of a trainer; 0: not requested.")
     inference_server_env_vars: str = option("", "Environment of the servers, 'A=1,B=2'.")
     trainer_env_vars: str = option("", "Environment of the trainers, 'A=1,B=2'.")
     slurm: SlurmLauncherConfig = section(SlurmLauncherConfig, "SLURM.")
@@ -130,7 +130,7 @@ class LauncherConfig:
 
 @dataclass
 class SchedulerConfig:
-    """What starts the processes of a run."""
+    """The scheduler that starts the processes of a run."""
 
     type: str | None = option(
         None,
@@ -147,15 +147,18 @@ class SchedulerConfig:
 
 @dataclass
 class SessionTracerConfig:
-    """One line an episode, beside the trace: how long it took, and where."""
+    """One line per episode, next to the trace: its duration by stage."""
 
     enabled: bool = option(False, "Write them, if the run is traced.")
-    flush_threshold: int = option(256, "Episodes held in memory.")
+    flush_threshold: int = option(256, "Episodes buffered in memory.")
 
 
 @dataclass
 class PerfTracerConfig:
-    """A trace of the run, `trace/trace.json` beside its logs: episodes, generation, reward, pushes, stages, staleness."""
+    """A trace of the run, `trace/trace.json` next to its logs.
+
+    It shows episodes, generation, reward, weight updates, stages and staleness.
+    """
 
     experiment_name: str = option("", "Empty: the experiment's.")
     trial_name: str = option("", "Empty: the experiment's.")
@@ -163,6 +166,6 @@ class PerfTracerConfig:
     enabled: bool = option(False, "Write it.")
     save_interval: int = option(1, "Steps between two writes.")
     profile_steps: list[int] | None = option(
-        None, "Steps whose training part torch.profiler watches, if the run is traced."
+        None, "Steps whose training torch.profiler profiles, if the run is traced."
     )
-    session_tracer: SessionTracerConfig | None = option(None, "One line an episode.")
+    session_tracer: SessionTracerConfig | None = option(None, "One line per episode.")

@@ -8,7 +8,7 @@ communication. It receives its weights as a server does, in a weight update.
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from areal_core.engine.decode_attention import DECODING
@@ -26,8 +26,9 @@ class Replica:
     """
 
     def __init__(self, path: str, dtype: torch.dtype | str, device: torch.device) -> None:
-        model: torch.nn.Module = load_model(path, dtype=dtype, attn_implementation=DECODING)
-        self.model = model.to(device).eval()
+        model = load_model(path, dtype=dtype, attn_implementation=DECODING)
+        nn.Module.to(model, device)  # `PreTrainedModel.to` is typed for one argument form only
+        self.model = model.eval()
         pack_linear_layers(self.model)
         self.device = device
         # Tied weights under each of their names: a checkpoint may have either.

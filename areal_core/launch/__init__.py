@@ -1,1 +1,1 @@
-"""Starting processes: torchrun ranks and inference servers, with their logs, exit codes and clean ends."""
+"""Launchers of torchrun ranks and inference servers, with logs, exit codes and clean shutdown."""

@@ -1,4 +1,4 @@
-"""The embedded engine behind SGLang's HTTP routes: a server that starts in seconds, in the place of the real one.
+"""The embedded engine behind SGLang's HTTP routes: a replacement server that starts in seconds.
 
     python -m areal_core.launch.embedded_server --model-path M --port P
 
@@ -6,8 +6,9 @@ event loop (aiohttp)                         sampling thread (`interruptible.py`
 /generate ---- submit, await the future ---> waves of requests
 /pause_generation, /abort_request, weights: block, so each runs on a thread of its own
 
-It speaks what SGLang 0.5.23 speaks, so clients, launchers and tests need not know which one they have; `/server_info` says
-"engine": "embedded". What it cannot do (text stops, penalties, streaming) it refuses with 400.
+It serves the routes of SGLang 0.5.23, so clients, launchers and tests work with either;
+`/server_info` reports "engine": "embedded". It refuses what it does not support (text stops,
+penalties, streaming) with 400.
 """
 
 import argparse
@@ -38,7 +39,7 @@ MAX_BODY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Identity:
-    """What the server says of itself."""
+    """Model facts that the server reports."""
 
     model_path: str
     architectures: list[str]
@@ -55,8 +56,8 @@ class EmbeddedServer:
         model_path: checkpoint folder.
         dtype: of weights and compute; None for the checkpoint's own.
         seed: of the sampling.
-        context_length: most tokens of prompt and completion; None for the model's own.
-        max_rows: most requests of one batch.
+        context_length: maximum tokens of prompt and completion; None for the model's own.
+        max_rows: maximum requests in one batch.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class EmbeddedServer:
         self._started = time.time()
 
     def application(self) -> web.Application:
-        """All routes; the blocking ones on threads."""
+        """Return the aiohttp application with all routes; blocking ones run on threads."""
         application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[failures_as_json])
         application.router.add_post("/generate", self._generate)
         weights = self._weights
@@ -129,9 +130,8 @@ class EmbeddedServer:
         self._weights.check_adapter(adapter)
         started = time.monotonic()
         sampled = await self._answer(wanted)
-        self._weights.check_adapter(
-            adapter, sampled.versions
-        )  # another may have come while the request was held
+        # Another adapter may have been loaded while the request was paused.
+        self._weights.check_adapter(adapter, sampled.versions)
         reply = generate_reply(wanted, sampled, self.sampler.version, self.tokenizer)
         reply["meta_info"]["e2e_latency"] = time.monotonic() - started
         return web.json_response(reply)
@@ -139,7 +139,7 @@ class EmbeddedServer:
     async def _answer(self, wanted: ModelRequest) -> Sampled:
         try:
             return await asyncio.wrap_future(self.sampler.submit(wanted))
-        except asyncio.CancelledError:  # the client has gone
+        except asyncio.CancelledError:  # the client disconnected
             self.sampler.abort(wanted.rid)
             raise
 
@@ -196,7 +196,7 @@ class EmbeddedServer:
 
 
 def blocking(handler: Any, *arguments: Any) -> Any:
-    """An aiohttp handler that gives the request's JSON to `handler(*arguments, body)` on a thread."""
+    """Return an aiohttp handler that calls `handler(*arguments, body)` on a thread."""
 
     async def handle(request: web.Request) -> web.Response:
         text = await request.text()
@@ -208,7 +208,7 @@ def blocking(handler: Any, *arguments: Any) -> Any:
 
 @web.middleware
 async def failures_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
-    """What a client can mend becomes 400 with a message; anything else stays 500, with its traceback in the log."""
+    """Reply 400 with a message to client errors; others stay 500, with a traceback in the log."""
     try:
         return await handler(request)
     except (BadRequest, ModelError, PromptTooLong, UnsupportedSampling, json.JSONDecodeError) as error:
@@ -222,7 +222,7 @@ async def failures_as_json(request: web.Request, handler: Any) -> web.StreamResp
 
 
 def serve(model_path: str, host: str, port: int, **options: Any) -> None:
-    """Serves until the process ends. Raises `ModelError` when there is no such model."""
+    """Serve until the process ends. Raises `ModelError` if the model cannot be loaded."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     server = EmbeddedServer(model_path, **options)
     web.run_app(
@@ -237,7 +237,7 @@ def serve(model_path: str, host: str, port: int, **options: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit 2 for a model that cannot be loaded."""
+    """Serve the model of the arguments; return 2 if it cannot be loaded."""
     parser = argparse.ArgumentParser(
         prog="python -m areal_core.launch.embedded_server", description=__doc__.splitlines()[0]
     )

@@ -1,9 +1,11 @@
-"""How an embedded server gets new weights: from a folder, or by broadcast in a group that rank 0 of a trainer forms; and its checksums.
+"""Weight updates of an embedded server, from a folder or by broadcast; and weight checksums.
 
-Every method takes the JSON of the route that it answers (`embedded_server.py`), and runs on a thread of its own.
+Every method takes the JSON body of the route that it answers (`embedded_server.py`), and runs on
+its own thread. Rank 0 of the trainer forms the process group.
 
-An adapter is merged into the weights, so there is one at a time: a new one takes the place of the last when the weights get a new
-version, or when a request names it; a request that names another one, or none, is refused as one that SGLang has not loaded.
+An adapter is merged into the weights, so there is one at a time: a new one replaces the last when
+the weights get a new version, or when a request names it. A request that names another one, or
+none, is refused, as SGLang refuses an adapter that is not loaded.
 """
 
 import json
@@ -28,7 +30,7 @@ GROUP_TIMEOUT = timedelta(seconds=300)
 
 
 class ServedWeights:
-    """The weights of a server, and the ways in which they are replaced."""
+    """The weights of a server and the routes that update them."""
 
     def __init__(self, replica: Replica, sampler: InterruptibleSampler) -> None:
         self._replica = replica
@@ -38,9 +40,8 @@ class ServedWeights:
         self._adapter: str | None = None
         self._adapter_of: dict[str, str | None] = {}  # by version
         self._beneath: dict[str, Tensor] = {}  # the weights that the adapter was merged into
-        self._next: tuple[str, dict[str, Tensor]] | None = (
-            None  # an adapter that was loaded and not merged yet
-        )
+        # An adapter that was loaded and is not merged yet.
+        self._next: tuple[str, dict[str, Tensor]] | None = None
 
     def load_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         self._sampler.load(tensors_of(Path(body["model_path"])), body.get("weight_version"))
@@ -71,20 +72,18 @@ class ServedWeights:
         return {**succeeded(""), "loaded_adapters": {}}
 
     def _merge(self, name: str | None, merged: dict[str, Tensor], version: str | None) -> None:
-        """Puts weights with an adapter in, as a new version; what is in flight is cut, and so not sampled by both."""
+        """Load weights with an adapter, as a new version, and abort requests in flight."""
         self._sampler.load(iter((self._beneath | merged).items()), version, in_flight="abort")
         self._adapter, self._next = name, None
         self._adapter_of[self._sampler.version] = name
 
     def check_adapter(self, name: str | None, versions: Collection[str] = ()) -> None:
-        """Raises `BadRequest` unless the adapter is the one in the weights now, or was in those that tokens were sampled by."""
+        """Raise `BadRequest` unless the adapter is merged now, or was in all of `versions`."""
         if self._next is not None and self._next[0] == name:
             self._merge(*self._next, None)
         held = {self._adapter_of.get(version) for version in versions} or {self._adapter}
         if held != {name}:
-            raise BadRequest(
-                f"the request names the LoRA adapter {name}, and the server holds {self._adapter}"
-            )
+            raise BadRequest(f"the request names the LoRA adapter {name}, and the server has {self._adapter}")
 
     def rename_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._next is not None:
@@ -96,7 +95,7 @@ class ServedWeights:
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("action", "checksum") != "checksum":
-            raise BadRequest(f"action is {body['action']!r}; the embedded engine knows 'checksum'")
+            raise BadRequest(f"action is {body['action']!r}; the embedded engine supports 'checksum'")
         held = dict(self._replica.model.named_parameters()) | self._beneath
         rank = {
             "checksums": {name: sha256_of(tensor) for name, tensor in held.items()},
@@ -106,7 +105,8 @@ class ServedWeights:
 
     def join_group(self, body: dict[str, Any]) -> dict[str, Any]:
         name, world_size = body["group_name"], body["world_size"]
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public in torch's documentation, not in its __all__
+        # Documented by torch, but not in its __all__.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             body["master_address"],
             int(body["master_port"]),
             world_size,
@@ -137,7 +137,7 @@ class ServedWeights:
             )
         try:
             tensors = list(received(self._groups[body["group_name"]], body))
-        except RuntimeError as error:  # the other end has gone
+        except RuntimeError as error:  # the other end is gone
             raise BadRequest(f"Failed to receive weights: {error}") from error
         self._sampler.load(iter(tensors), body.get("weight_version"))
         return succeeded("Succeeded to update parameter online.")
@@ -150,23 +150,26 @@ class ServedWeights:
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint folder. Raises `BadRequest` when it holds none."""
+    """Every tensor of a checkpoint folder. Raises `BadRequest` if there is none."""
     if not any(folder.glob("*.safetensors")):
         raise BadRequest(f"no safetensors files in {folder}")
     return read_safetensors(folder)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """(A, B) by name of the weight that they are added to, and the factor on B A. Raises `BadRequest` where there is no such thing."""
+    """Return (A, B) by the name of the adapted weight, and the factor on B A.
+
+    Raises `BadRequest`.
+    """
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         scaling = config["lora_alpha"] / config["r"]
     except (OSError, KeyError, ValueError) as error:
-        raise BadRequest(f"{folder} holds no adapter_config.json of a LoRA adapter: {error!r}") from error
+        raise BadRequest(f"{folder} has no adapter_config.json of a LoRA adapter: {error!r}") from error
     tensors = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in tensors_of(folder)}
     layers = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
     if set(tensors) != {f"{layer}.lora_{part}.weight" for layer in layers for part in "AB"}:
-        raise BadRequest(f"{folder} holds other tensors than lora_A.weight and lora_B.weight of layers")
+        raise BadRequest(f"{folder} contains other tensors than lora_A.weight and lora_B.weight of layers")
     return {
         f"{layer}.weight": (tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"])
         for layer in layers
@@ -174,7 +177,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], float]
 
 
 def received(group: dist.ProcessGroup, body: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that rank 0 of the group broadcasts, in order."""
+    """Yield the tensors that rank 0 of the group broadcasts, in order."""
     for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         dist.broadcast(tensor, src=0, group=group)

@@ -1,4 +1,4 @@
-"""SGLang's `/generate` seen from the server: a request's JSON parsed, and the JSON of a reply."""
+"""The server side of SGLang's `/generate`: parse a request's JSON, build a reply's JSON."""
 
 import itertools
 import uuid
@@ -24,19 +24,20 @@ PLAIN = {"top_p", "stop_token_ids", "stop", "ignore_eos", "skip_special_tokens",
 
 
 class BadRequest(ValueError):
-    """A request that this server does not take."""
+    """A request that this server refuses."""
 
 
 def succeeded(message: str) -> dict[str, Any]:
+    """Return the body of a successful reply."""
     return {"success": True, "message": message}
 
 
 def parse_request(
     body: dict[str, Any], tokenizer: PreTrainedTokenizerBase, context_length: int
 ) -> ModelRequest:
-    """A `/generate` body. Raises `BadRequest` for what cannot be honoured."""
+    """A `/generate` body. Raises `BadRequest` for anything unsupported."""
     if unknown := set(body) - GENERATE_FIELDS:
-        raise BadRequest(f"the embedded engine does not know {', '.join(sorted(unknown))}")
+        raise BadRequest(f"the embedded engine does not support {', '.join(sorted(unknown))}")
     if body.get("stream"):
         raise BadRequest("stream is true; the embedded engine answers in one piece")
     input_ids = tokenizer(body["text"])["input_ids"] if "text" in body else body["input_ids"]
@@ -44,7 +45,7 @@ def parse_request(
         raise BadRequest("input_ids must be one list of token ids, not empty")
     params = body.get("sampling_params", {})
     if unknown := set(params) - RENAMED - PLAIN:
-        raise BadRequest(f"the embedded engine does not know sampling_params.{', '.join(sorted(unknown))}")
+        raise BadRequest(f"the embedded engine does not support sampling_params.{', '.join(sorted(unknown))}")
     wanted = params.get("max_new_tokens", 128)
     if len(input_ids) + wanted > context_length:
         raise BadRequest(
@@ -90,7 +91,7 @@ def generate_reply(
                 [logprob, token, None]
                 for logprob, token in zip(sampled.logprobs, sampled.tokens, strict=True)
             ],
-            "output_top_logprobs": [[] for _ in sampled.tokens],  # of the tokens not sampled, nothing is kept
+            "output_top_logprobs": [[] for _ in sampled.tokens],  # not kept for other tokens
         },
     }
 

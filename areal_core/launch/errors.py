@@ -1,9 +1,9 @@
-"""What can go wrong while starting and watching processes.
+"""Errors of starting and monitoring processes.
 
 RuntimeError
-  ServerFailed     an inference server ended, or was not ready in time; the message holds its last log lines
+  ServerFailed     an inference server ended, or was not ready in time; the message has its last log lines
 """
 
 
 class ServerFailed(RuntimeError):
-    """An inference server ended, or was not ready in time; the message holds its last log lines."""
+    """An inference server ended, or was not ready in time; the message has its last log lines."""

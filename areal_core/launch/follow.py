@@ -1,4 +1,4 @@
-"""Shows a log file that another machine writes: copies what is appended to it to our standard output."""
+"""Follow a log file that another machine writes: copy appended bytes to standard output."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ from areal_core.launch.torchrun import POLL_S
 
 @contextmanager
 def following(log: Path) -> Iterator[None]:
-    """Shows what is written to a file, from its beginning, until the block ends. The file need not be there yet."""
+    """Show a file as it is written, from its start, until the block ends; create it if missing."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
     over = threading.Event()
@@ -20,11 +20,11 @@ def following(log: Path) -> Iterator[None]:
     def follow(file: BinaryIO) -> None:
         last = False
         while not last:
-            last = over.wait(POLL_S)  # a shared file system has no way to tell of a change
+            last = over.wait(POLL_S)  # a shared file system does not report changes
             try:
                 sys.stdout.buffer.write(file.read())
                 sys.stdout.buffer.flush()
-            except BrokenPipeError:  # whoever read us has left; the run goes on
+            except BrokenPipeError:  # the reader of our output is gone; the run continues
                 return
 
     with log.open("rb") as file:

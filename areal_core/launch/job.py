@@ -1,13 +1,13 @@
-"""One attempt at a run: what is started, and in which order it is started and watched, on any scheduler.
+"""One attempt at a run: servers and ranks are started and monitored in order, on any scheduler.
 
 launcher (main thread)                       children
 start servers, wait for /health              server 0..n-1                 output -> llm_server_{i}.log
-start ranks                                  an agent a node -> its ranks  output -> trainer.log and our output
+start ranks                                  an agent per node -> ranks    output -> trainer.log and our output
 every 0.2 s: ranks ended?  a server ended?
-a server ended: others left -> go on; none left -> the ranks get 30 s to say so and end by themselves
-any way out (end, error, SIGTERM, SIGINT): every child is ended
+a server ended: others left -> continue; none left -> the ranks get 30 s to report it and exit
+any exit (end, error, SIGTERM, SIGINT): every child is ended
 
-`local.py`, `ray_cluster.py` and `slurm.py` each say how a server and the ranks are started, and nothing else.
+`local.py`, `ray_cluster.py` and `slurm.py` define only how a server and the ranks are started.
 """
 
 import sys
@@ -33,14 +33,15 @@ NCCL_WITH_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 @dataclass(frozen=True)
 class Job:
-    """What to run.
+    """A job: what to run.
 
     Args:
         script_argv: script and its arguments, or `-m`, module and arguments.
         config: the run's options.
-        allocation: who runs where.
+        allocation: the devices of rollout and training.
         env: changes to the environment of the ranks.
-        log_dir: folder for `trainer.log`, `llm_server_{i}.log` and `ranks/`; seen by all machines.
+        log_dir: folder for `trainer.log`, `llm_server_{i}.log` and `ranks/`; shared by all
+            machines.
         with_servers: False for a replay, which needs none.
     """
 
@@ -61,21 +62,21 @@ class Job:
 
 
 class RunningServer(Protocol):
-    """A server that was started, wherever it runs."""
+    """A server that was started, on any machine."""
 
     server: Server
 
     def check(self) -> None:
-        """Raises `ServerFailed` when it has ended."""
+        """Raise `ServerFailed` when it has ended."""
         ...
 
 
 StartServers = Callable[[ExitStack], Sequence[RunningServer]]  # the stack stops them
-RunRanks = Callable[[Mapping[str, str], Callable[[], bool]], int]  # (environment, healthy) -> exit code
+RunRanks = Callable[[Mapping[str, str], Callable[[], bool]], int]  # (env, healthy) -> exit code
 
 
 def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
-    """Starts the servers that the job needs, then its ranks, and waits for their end.
+    """Start the servers that the job needs, then its ranks, and wait for their end.
 
     Returns:
         The exit code of the first rank that failed, 0 when none did, 1 when the servers failed.
@@ -105,7 +106,7 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
 
 
 def any_left(servers: list[RunningServer]) -> bool:
-    """Whether a server still runs. Tells of each that has ended, once, and forgets it."""
+    """Return whether a server still runs; report and remove each that has ended."""
     for server in list(servers):
         try:
             server.check()
@@ -116,14 +117,14 @@ def any_left(servers: list[RunningServer]) -> bool:
 
 
 def watch_servers(servers: list[RunningServer]) -> int:
-    """Serves until the last server has ended; 1 then."""
+    """Wait until the last server has ended, then return 1."""
     while any_left(servers):
         time.sleep(POLL_S)
     return 1
 
 
 def parse_environment(option: str, text: str) -> dict[str, str]:
-    """'A=1,B=2' as a dict. Raises ConfigError."""
+    """Parse 'A=1,B=2' as a dict. Raises ConfigError."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     for name, equals, _ in pairs:
         if not equals or not name.strip().isidentifier():

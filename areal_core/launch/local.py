@@ -1,4 +1,4 @@
-"""Runs a job on this machine: SGLang servers on the first devices, then torchrun on those that are left."""
+"""Run a job on this machine: SGLang servers on the first devices, torchrun on the others."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from areal_core.launch.torchrun import run_ranks
 
 
 def launch(job: Job) -> int:
-    """Runs a job here; its exit code, as `run_job` gives it."""
+    """Run a job on this machine; return its exit code (see `run_job`)."""
 
     def run(env: Mapping[str, str], healthy: Callable[[], bool]) -> int:
         rollout, train = job.allocation.rollout, job.allocation.train
@@ -27,7 +27,7 @@ def launch(job: Job) -> int:
 
 
 def start_servers(job: Job, stack: ExitStack) -> list[SGLangServer]:
-    """Starts every server, then waits for all; `stack` stops them. Raises `ServerFailed`."""
+    """Start every server, then wait for all; `stack` stops them. Raises `ServerFailed`."""
     servers = []
     for plan in plan_servers(job, device_of(job.config), share_devices=True):
         servers.append(start_server(plan))
@@ -38,16 +38,16 @@ def start_servers(job: Job, stack: ExitStack) -> list[SGLangServer]:
 
 
 def device_of(config: BaseExperimentConfig) -> str:
-    """ "cpu" or "cuda", as the config says or this machine has it."""
+    """ "cpu" or "cuda": the configured device, or that of this machine for "auto"."""
     if config.device != "auto":
         return config.device
-    import torch  # here, because a launcher that only runs ranks starts three seconds sooner without it
+    import torch  # here: a launcher that only runs ranks starts 3 s faster
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA names them."""
+    """Return the GPUs that this process may use, by their CUDA names."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

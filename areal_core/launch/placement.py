@@ -1,4 +1,4 @@
-"""Which machines a job needs, and what runs on which of them."""
+"""The machines that a job needs, and their assignment to ranks and servers."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,10 @@ from areal_core.launch.job import Job
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines counted from 0: those of the trainer first, then those that only serve.
+    """Machines numbered from 0: those of the trainer first, then those that only serve.
 
-    `server_nodes` is the machine of each server; a server may stand beside ranks where devices are left.
+    `server_nodes` is the machine of each server; servers share machines with ranks if devices are
+    left.
     """
 
     num_trainer_nodes: int
@@ -20,15 +21,16 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        """Machines in all."""
+        """Total number of machines."""
         return max(self.num_trainer_nodes, *(node + 1 for node in self.server_nodes), 0)
 
 
 def place(job: Job) -> Placement:
-    """Fills machines of `cluster.n_gpus_per_node` devices, the trainer's first.
+    """Assign machines of `cluster.n_gpus_per_node` devices, the trainer's first.
 
     Raises:
-        ConfigError: the job does not fit into `cluster.n_nodes` such machines, or into whole ones.
+        ConfigError: the job does not fit into `cluster.n_nodes` such machines, or its ranks do not
+            fill them.
     """
     per_node, limit = job.config.cluster.n_gpus_per_node, job.config.cluster.n_nodes
     world = job.allocation.train.world_size if job.allocation.train is not None else 0

@@ -1,7 +1,8 @@
-"""Child processes that end when we do: started in sessions of their own, ended with every descendant.
+"""Child processes that end with this one: each in its own session, ended with every descendant.
 
-A descendant may leave its session (torchrun gives each rank one of its own), lose its parent, or rewrite the memory that shows its
-environment (SGLang's workers do). It rarely does all three, so it is looked for by all three.
+A descendant may leave its session (torchrun gives each rank its own), lose its parent, or overwrite
+the memory that shows its environment (SGLang's workers do). It rarely does all three, so all three
+are checked.
 """
 
 import ctypes
@@ -23,17 +24,17 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 MARKS = "AREAL_LAUNCH_MARKS"  # one mark for each launcher above a process, outermost first
 
 
-hurry = threading.Event()  # somebody has asked twice: nobody gets a grace any more
+hurry = threading.Event()  # a second signal arrived: no more grace periods
 
 
 class Child(subprocess.Popen[bytes]):
-    """A started process; `mark` stands in the environment of all its descendants."""
+    """A started process; `mark` is in the environment of all its descendants."""
 
     mark: str
 
 
 def thread_limits(num_threads: int) -> dict[str, str]:
-    """Environment that keeps numeric libraries to `num_threads`, so that processes do not fight for the cores."""
+    """Return variables that limit numeric libraries to `num_threads` per process."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {name: str(num_threads) for name in names}
 
@@ -41,9 +42,10 @@ def thread_limits(num_threads: int) -> dict[str, str]:
 def start(
     command: list[str], env: Mapping[str, str], output: int | BinaryIO, cwd: Path | None = None
 ) -> Child:
-    """Starts a command in its own session with our environment changed by `env`; both its streams go to `output`.
+    """Start a command in its own session, in the current environment changed by `env`.
 
-    On Linux it gets SIGTERM when the thread that started it ends, so that not even SIGKILL to us leaves it behind.
+    Both of its streams go to `output`. On Linux it gets SIGTERM when the thread that started it
+    ends, so that it ends even if this process is killed by SIGKILL.
     """
     mark = uuid.uuid4().hex
     marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
@@ -66,7 +68,10 @@ def _end_with_parent() -> None:
 
 
 def end_tree(process: Child, grace_s: float = 10.0) -> None:
-    """Ends a process and all its descendants: SIGTERM, then SIGKILL after `grace_s` or in a `hurry`. Fine when it has ended already."""
+    """End a process and all its descendants: SIGTERM, then SIGKILL after `grace_s` or in a `hurry`.
+
+    The process may have ended already.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in running_members(process):
             send(member, number)
@@ -74,13 +79,13 @@ def end_tree(process: Child, grace_s: float = 10.0) -> None:
         while running_members(process) and time.monotonic() < deadline:
             if number == signal.SIGTERM and hurry.is_set():
                 break
-            process.poll()  # takes the exit code as soon as there is one
+            process.poll()  # collects the exit code as soon as there is one
             time.sleep(0.05)
     process.wait()
 
 
 def running_members(process: Child) -> list[psutil.Process]:
-    """The process and what runs because of it, also what has left its session or lost its parent."""
+    """Return the process and its descendants that run, in its session or not, orphans included."""
     children = _running_children(process.pid)
     members = []
     for candidate in psutil.process_iter():
@@ -88,7 +93,7 @@ def running_members(process: Child) -> list[psutil.Process]:
             ours = candidate.pid in children or os.getsid(candidate.pid) == process.pid
             if (ours or _is_marked(candidate, process.mark)) and candidate.status() != psutil.STATUS_ZOMBIE:
                 members.append(candidate)
-        except (OSError, psutil.NoSuchProcess):  # ended between the listing and the question
+        except (OSError, psutil.NoSuchProcess):  # ended between the listing and the query
             continue
     return members
 
@@ -109,7 +114,7 @@ def _is_marked(candidate: psutil.Process, mark: str) -> bool:
 
 
 def send(process: psutil.Process, number: int) -> None:
-    """Sends a signal, to a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:

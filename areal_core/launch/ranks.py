@@ -1,11 +1,12 @@
-"""torchrun, except that it ends with the exit code of the rank that failed first, and shows what that rank wrote last.
+"""torchrun that exits with the code of the first rank that failed, and shows its last output.
 
-Run as `python -m areal_core.launch.ranks --nproc-per-node 2 script.py ...`, once a node. torchrun itself ends with 1 whatever
-happened, which would hide that a rank ended with 2 (misuse) or was killed. Where several nodes end each other, as under SLURM, the
-codes of the agents say little: each leaves a `Failure` beside the logs of its ranks, and the earliest is the cause.
+Run as `python -m areal_core.launch.ranks --nproc-per-node 2 script.py ...`, once a node. torchrun
+itself always exits with 1, which would hide that a rank exited with 2 (misuse) or was killed. Where
+several nodes end each other, as under SLURM, the codes of the agents are inconclusive: each writes
+a `Failure` next to the logs of its ranks, and the earliest one is the cause.
 
 AREAL_RANK_LOGS/node-0/failure.json                          the first rank of that node that failed, if one did
-AREAL_RANK_LOGS/node-0/RUN/attempt_0/LOCAL_RANK/stderr.log   what a rank wrote to standard error; it is shown, too
+AREAL_RANK_LOGS/node-0/RUN/attempt_0/LOCAL_RANK/stderr.log   the standard error of a rank, which is also shown
 """
 
 import json
@@ -27,7 +28,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed on a node: when (seconds since 1970), and the code that a shell would show."""
+    """The first rank that failed on a node, its Unix time, and its exit code as in a shell."""
 
     time_s: float
     rank: int
@@ -35,14 +36,16 @@ class Failure:
 
 
 def main() -> None:
+    """Run torchrun with the arguments of this process; exit with the code of the first failure."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, a node
+    if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, per node
         os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_PROCID"])
     logs = Path(os.environ[RANK_LOGS]) / f"node-{os.environ.get('PET_NODE_RANK', '0')}"
-    # A prefix made of an empty role is empty: lines look as the rank wrote them. By a variable, for torch 2.13 has no option for it.
+    # The prefix of an empty role is empty: lines look as the rank wrote them. Torch 2.13 has only a
+    # variable for it.
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${role_name}"
     options = ["--log-dir", str(logs), "--tee", "2", "--role", ""]
     ends: dict[int, float] = {}
@@ -59,12 +62,13 @@ def main() -> None:
 
 
 def note_ends(ends: dict[int, float]) -> None:
-    """Notes when each child of the main thread ends (process id -> seconds since 1970), for ever.
+    """Record when each child of the main thread ends (process id -> seconds since 1970), indefinitely.
 
-    torchrun looks every 0.1 s. By then a rank that was killed has taken others with it, which find their connections closed.
+    torchrun polls every 0.1 s. By then the failure of a killed rank has spread to others, whose
+    connections are closed.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    if not children.exists():  # not Linux: torchrun's own order has to do
+    if not children.exists():  # not Linux: rely on torchrun's own order
         return
     watched: set[int] = set()
     descriptors: dict[int, int] = {}
@@ -82,14 +86,14 @@ def note_ends(ends: dict[int, float]) -> None:
 
 
 def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
-    """The failure of the rank that ended first."""
+    """Return the failure of the rank that ended first."""
     rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, float("inf")))
-    code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal's number
+    code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal
     return Failure(ends.get(first.pid, time.time()), rank, code)
 
 
 def describe(failure: Failure, logs: Path, local_rank: int) -> str:
-    """Who failed first, and the end of what it wrote to standard error."""
+    """Describe the rank that failed first, with the last lines of its standard error."""
     from areal_core.rollout.servers import last_lines
 
     files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
@@ -99,7 +103,7 @@ def describe(failure: Failure, logs: Path, local_rank: int) -> str:
 
 
 def earliest_failure(rank_logs: Path) -> Failure | None:
-    """The failure that came first on any node, if there was one."""
+    """Return the earliest failure on any node; None without one."""
     failures = [Failure(**json.loads(file.read_text())) for file in rank_logs.glob("node-*/failure.json")]
     return min(failures, key=lambda failure: failure.time_s, default=None)
 

@@ -1,7 +1,7 @@
-"""What a Ray launcher runs on each machine: one actor for a server, one for the trainer's ranks.
+"""Actors of the Ray launcher on each machine: one for a server, one for the trainer's ranks.
 
-Each has three threads of Ray: one waits for the child, one ends it when the launcher says `stop`, one answers.
-A child ends with the thread that started it, so with its actor.
+Each has three threads of Ray: one waits for the child, one ends it when the launcher calls `stop`,
+one answers. A child ends with the thread that started it, and so with its actor.
 """
 
 import signal
@@ -23,12 +23,12 @@ class AgentActor:
         self._child: Child | None = None
 
     def address(self) -> tuple[str, int]:
-        """This machine's address, and a port that is free on it."""
+        """Return this machine's address, and a free port on it."""
         host = own_address()
         return host, free_port(host)
 
     def run(self, command: list[str], env: dict[str, str], log: str, folder: str) -> int:
-        """Runs a command to its end in `folder`; its exit code as a shell would show it."""
+        """Run a command to its end in `folder`; return its exit code as a shell would show it."""
         with open(log, "wb") as output:
             self._child = start(command, env, output, Path(folder))
             code = self._child.wait()
@@ -38,7 +38,7 @@ class AgentActor:
         return shell_code(code)
 
     def stop(self) -> None:
-        """Ends the command with all that it has started."""
+        """End the command and everything that it has started."""
         if self._child is not None:
             end_tree(self._child)
 
@@ -50,20 +50,20 @@ class ServerActor:
         self._server: SGLangServer | None = None
 
     def start(self, plan: ServerPlan) -> str:
-        """Starts the server; its address."""
+        """Start the server; return its address."""
         self._server = start_server(plan, own_address())
         return self._server.server.address
 
     def wait_until_ready(self) -> None:
-        """Raises `ServerFailed`."""
+        """Wait until `/health` answers. Raises `ServerFailed`."""
         self._started().wait_until_ready()
 
     def wait(self) -> int:
-        """Waits for the end of the server; its exit code."""
+        """Wait for the end of the server; return its exit code."""
         return self._started().process.wait()
 
     def stop(self) -> None:
-        """Ends the server with all its workers."""
+        """End the server and all its workers."""
         if self._server is not None:
             self._server.stop()
 
@@ -73,6 +73,6 @@ class ServerActor:
 
 
 def own_address() -> str:
-    """The address of this machine as Ray knows it."""
+    """Return the address of this machine as Ray knows it."""
     address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
     return address()

@@ -1,4 +1,4 @@
-"""Runs a job on a Ray cluster: one placement group, an actor a server, and an actor a machine of the trainer.
+"""Run a job on a Ray cluster: a placement group, an actor per server, an actor per trainer machine.
 
 driver (main thread)                          actors, one a bundle                children of the actors
 placement group, wait for its machines
@@ -6,9 +6,9 @@ start servers, wait for /health               ServerActor 0..n-1                
 start agents                                  AgentActor 0..m-1: run() waits      torchrun -> ranks -> trainer.log
 following thread: trainer.log -> our output
 every 0.2 s: an agent ended?  a server ended?
-one failed: the others get 1 s to say that they did before
+one failed: the others get 1 s to report an earlier failure
 any way out: stop() in each actor's second thread ends its children; then the group goes
-a driver that dies: Ray ends the actors, and their children end with them (`processes.start`)
+the driver dies: Ray ends the actors, and their children end with them (`processes.start`)
 
 Logs go to the run's log folder, which all machines must see.
 """
@@ -48,21 +48,21 @@ from areal_core.launch.torchrun import (
 )
 from areal_core.rollout.servers import Server
 
-NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # what Ray itself says to each actor
+NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor
 STOP_TIMEOUT_S = 30.0
 SETTLE_S = 1.0
 CONNECT_TIMEOUT_S = 10.0
 
 
 class RayServer:
-    """A server as the driver sees it."""
+    """A server in an actor, as the driver sees it."""
 
     def __init__(self, server: Server, end: "ray.ObjectRef[int]") -> None:
         self.server = server
         self._end = end
 
     def check(self) -> None:
-        """Raises `ServerFailed` when the server, its actor or its machine has ended."""
+        """Raise `ServerFailed` when the server, its actor or its machine has ended."""
         if not ray.wait([self._end], timeout=0)[0]:
             return
         try:
@@ -73,10 +73,10 @@ class RayServer:
 
 
 def launch(job: Job) -> int:
-    """Runs a job on the Ray cluster of `launcher.ray.address`; its exit code, as `run_job` gives it.
+    """Run a job on the Ray cluster of `launcher.ray.address`; return its exit code (see `run_job`).
 
     Raises:
-        ConfigError: there is no such cluster, or it has no room for the job.
+        ConfigError: there is no such cluster, or it lacks the resources for the job.
     """
     placement = place(job)
     with ended_on_signals(), connected(job.config.launcher.ray.address):
@@ -113,7 +113,7 @@ def connected(address: str | None) -> Iterator[None]:
             f"no Ray cluster can be reached at {where!r} ({str(error).splitlines()[0]}): start one with "
             "`ray start --head`, or leave launcher.ray.address and RAY_ADDRESS empty"
         ) from None
-    signal.signal(signal.SIGTERM, before)  # Ray's own handler would end us with code 15
+    signal.signal(signal.SIGTERM, before)  # Ray's own handler would end this process with code 15
     try:
         yield
     finally:
@@ -121,12 +121,12 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Our environment, which a child of an actor would have if it were ours."""
+    """The environment of this process, for the children of actors."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FORWARDED)}
 
 
 def device_of(device: str) -> str:
-    """ "cpu" or "cuda", as the config says or the cluster has it."""
+    """ "cpu" or "cuda": the configured device, or that of the cluster for "auto"."""
     if device != "auto":
         return device
     return "cuda" if "GPU" in cluster_resources() else "cpu"
@@ -139,40 +139,43 @@ def cluster_resources() -> dict[str, float]:
 
 
 def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
-    """What each actor asks for: the trainer's machines, then the servers."""
+    """Resources of each actor: the trainer's machines, then the servers."""
     trainer = (placement.ranks_per_node, options.trainer_cpus_per_gpu, options.trainer_mem_per_gpu)
     server = (
         placement.devices_per_server,
         options.inference_server_cpus_per_gpu,
         options.inference_server_mem_per_gpu,
     )
-    asked = [trainer] * placement.num_trainer_nodes + [server] * len(placement.server_nodes)
+    requested = [trainer] * placement.num_trainer_nodes + [server] * len(placement.server_nodes)
     bundles = []
-    for num_devices, cpus, memory_mib in asked:
+    for num_devices, cpus, memory_mib in requested:
         needs = {
             "CPU": float(cpus * num_devices),
             "GPU": float(num_devices if device == "cuda" else 0),
             "memory": float(memory_mib * num_devices * 2**20),
         }
         needed = {name: amount for name, amount in needs.items() if amount}
-        bundles.append(needed or {"CPU": 0.01})  # Ray knows no bundle of nothing
+        bundles.append(needed or {"CPU": 0.01})  # Ray refuses an empty bundle
     return bundles
 
 
 @contextmanager
 def placed(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[PlacementGroup]:
-    """A placement group with a bundle for each actor. Raises ConfigError when there is no room for it."""
+    """A placement group with a bundle for each actor.
+
+    Raises ConfigError when Ray lacks the resources.
+    """
     group = placement_group(bundles, strategy="PACK")
     try:
         if not group.wait(1.0):
-            print(f"waiting for Ray to have room for {describe(bundles)}", flush=True)
+            print(f"waiting for Ray to provide {describe(bundles)}", flush=True)
             ray.get(group.ready(), timeout=timeout_s)
         yield group
     except GetTimeoutError:
         raise ConfigError(
-            f"Ray had no room for {describe(bundles)} within {timeout_s:.0f} s (launcher.ray.placement_timeout_s); "
+            f"Ray did not provide {describe(bundles)} within {timeout_s:.0f} s (launcher.ray.placement_timeout_s); "
             f"it has {describe([cluster_resources()])} in all: lower launcher.*_cpus_per_gpu or "
-            "launcher.*_mem_per_gpu (0 asks for none), or wait for others to end"
+            "launcher.*_mem_per_gpu (0 requests none), or wait until other jobs end"
         ) from None
     finally:
         remove_placement_group(group)
@@ -192,7 +195,7 @@ def describe(bundles: list[dict[str, float]]) -> str:
 def make_actor(
     actors: ExitStack, group: PlacementGroup, bundles: list[dict[str, float]], index: int, kind: type
 ) -> Any:
-    """An actor in bundle `index`, with all of it; `actors` stops it."""
+    """Start an actor that uses all of bundle `index`; `actors` stops it."""
     needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0} | bundles[index]
     actor: Any = (
         ray.remote(kind)
@@ -210,18 +213,18 @@ def make_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Lets an actor end its children, then ends the actor; fine when it, or its machine, is gone."""
+    """Let an actor end its children, then end the actor; it, or its machine, may be gone."""
     try:
         ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
     except RayError as error:
-        print(f"an actor could not be asked to stop: {type(error).__name__}", flush=True)
+        print(f"an actor could not be stopped: {type(error).__name__}", flush=True)
     ray.kill(actor)
 
 
 def start_servers(
     plans: list[ServerPlan], start_actor: Callable[[int, type], Any], first_bundle: int
 ) -> list[RayServer]:
-    """Starts every server, then waits for all. Raises `ServerFailed`."""
+    """Start every server, then wait for all. Raises `ServerFailed`."""
     actors = [start_actor(first_bundle + i, ServerActor) for i in range(len(plans))]
     addresses = ray.get([actor.start.remote(plan) for actor, plan in zip(actors, plans, strict=True)])
     try:
@@ -241,7 +244,7 @@ def run_agents(
     env: Mapping[str, str],
     healthy: Callable[[], bool],
 ) -> int:
-    """Runs the ranks; the exit code of the first that failed."""
+    """Run the ranks; return the exit code of the first that failed."""
     num_nodes = placement.num_trainer_nodes
     actors = [start_actor(i, AgentActor) for i in range(num_nodes)]
     nodes = Nodes(num_nodes, *ray.get(actors[0].address.remote())) if num_nodes > 1 else None
@@ -259,14 +262,14 @@ def run_agents(
             for i, (actor, log) in enumerate(zip(actors, logs, strict=True))
         ]
         code = wait_for(partial(poll_agents, running), healthy)
-        if code and running:  # a machine that failed earlier may tell of it later
+        if code and running:  # a machine that failed earlier may report it later
             ray.wait(running, num_returns=len(running), timeout=SETTLE_S)
     failure = earliest_failure(job.log_dir / "ranks")
     return failure.exit_code if failure is not None else code
 
 
 def poll_agents(running: list["ray.ObjectRef[int]"]) -> int | None:
-    """Waits a moment; the code of an agent that failed, 0 when all have ended well, None while some run on."""
+    """Return the code of an agent that failed, 0 when all have succeeded, None while some run."""
     for ended in ray.wait(running, timeout=POLL_S)[0]:
         running.remove(ended)
         try:

@@ -1,12 +1,12 @@
-"""A run on the scheduler that the config names, started again after a failure where `recover` asks for it.
+"""Run a job on the configured scheduler, and restart it after a failure if `recover` requires it.
 
 `recover.mode`   at the launcher's first start          after a failure
 disabled, off    from the beginning                     ends
-fault            from the beginning                     starts again, from the newest whole checkpoint
-auto, on         from the newest checkpoint, if any     starts again, from the newest whole checkpoint
+fault            from the beginning                     restarts from the newest complete checkpoint
+auto, on         from the newest checkpoint, if any     restarts from the newest complete checkpoint
 resume           from the newest checkpoint, or ends    ends
 
-A run that succeeded is never started again, nor one that ended with code 2: what a user has to mend stays as it is.
+A run that succeeded is never restarted, nor one that ended with code 2, which the user has to fix.
 """
 
 import importlib.util
@@ -21,16 +21,17 @@ from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.torchrun import ended_on_signals
 
-RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a run that was started again
+RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a restarted run
 RESTARTING_MODES = ("fault", "auto", "on")
 MAX_DELAY_S = 60.0
 MISUSE = 2
 
 
 def run(make_job: Callable[[int], Job]) -> int:
-    """Runs `make_job(0)` and, after failures, `make_job(1)` up to `make_job(recover.retries)`.
+    """Run `make_job(0)` and, after failures, `make_job(1)` up to `make_job(recover.retries)`.
 
-    The logs of attempt i are kept in `attempt-{i}` below the log folder once a later attempt begins.
+    The logs of attempt i are moved to `attempt-{i}` below the log folder when a later attempt
+    starts.
 
     Returns:
         The exit code of the last attempt.
@@ -44,16 +45,16 @@ def run(make_job: Callable[[int], Job]) -> int:
             code = launch(replace(job, env={RECOVER_RUN: str(min(attempt, 1)), **job.env}))
             if code in (0, MISUSE) or attempt == retries:
                 return code
-            delay_s = min(2.0**attempt, MAX_DELAY_S)  # what made it fail, a network or a full disk, may pass
-            told = f"ended with exit code {code}; starting again in {delay_s:.0f} s, {attempt + 1} of at most {retries} times"
-            print(told, file=sys.stderr, flush=True)
+            delay_s = min(2.0**attempt, MAX_DELAY_S)  # the cause may be temporary
+            message = f"ended with exit code {code}; restarting in {delay_s:.0f} s, restart {attempt + 1} of at most {retries}"
+            print(message, file=sys.stderr, flush=True)
             keep_logs(job.log_dir, attempt)
             time.sleep(delay_s)
     raise AssertionError("the last attempt returns")
 
 
 def launch(job: Job) -> int:
-    """One attempt, on the scheduler that `scheduler.type` names; the exit code of the first rank that failed.
+    """Run one attempt on the scheduler of `scheduler.type`; return its exit code (see `run_job`).
 
     Raises:
         ConfigError: that scheduler cannot be used from here, or cannot place the job.
@@ -76,7 +77,7 @@ def launch(job: Job) -> int:
 
 
 def keep_logs(log_dir: Path, attempt: int) -> None:
-    """Moves what a failed attempt has logged out of the way of the next one."""
+    """Move the logs of a failed attempt to its own folder."""
     kept = log_dir / f"attempt-{attempt}"
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)

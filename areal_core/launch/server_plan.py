@@ -1,4 +1,4 @@
-"""What each inference server of a job is started with, as plain data, so that it can be started on another machine."""
+"""The start arguments of each inference server as plain data, for use on another machine."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,15 @@ class ServerPlan:
 
 
 def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPlan]:
-    """One plan a server, each with a seed of its own.
+    """Return one plan per server, each with its own seed; none if the job needs no servers.
 
     Args:
         device: "cuda" or "cpu".
-        share_devices: True where every server sees the GPUs of all, False where each sees only its own.
+        share_devices: True where every server sees the GPUs of all, False where each sees only its
+            own.
+
+    Raises:
+        ConfigError: the config of the method has no rollout section.
     """
     config, rollout = job.config, job.allocation.rollout
     named = parse_environment("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
@@ -55,12 +59,12 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
 
 
 def adapted_modules(config: PPOConfig) -> list[str]:
-    """The modules that a server makes room for adapters in."""
+    """Return the modules whose adapters a server allocates memory for."""
     return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
 def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> SGLangServer:
-    """Starts a server on this machine, on any free port of `host`; it is not ready yet."""
+    """Start a server on this machine, on a free port of `host`, without waiting for readiness."""
     return SGLangServer(
         plan.model_path, Path(plan.log), plan.args, plan.env, host=host, ready_timeout_s=plan.ready_timeout_s
     )

@@ -1,7 +1,7 @@
 """Starts one SGLang server, on a GPU or on the CPU, and waits until it answers.
 
-On the CPU the name `sgl_kernel` must resolve to something that imports without a CUDA driver; `sgl_kernel_cpu/` beside this
-file is that, and is put on the path of the server process only.
+On the CPU the name `sgl_kernel` must resolve to something that imports without a CUDA driver;
+`sgl_kernel_cpu/` next to this file does, and is added to the path of the server process only.
 """
 
 import os
@@ -33,8 +33,8 @@ class SGLangServer:
         args: further command-line arguments (`server_args`).
         env: changes to the environment (`cpu_environment` on the CPU).
         host, port: where to listen; port 0 for any free one.
-        ready_timeout_s: most seconds until `/health` answers.
-        module: what to run instead of SGLang; it speaks SGLang's routes.
+        ready_timeout_s: maximum seconds until `/health` answers.
+        module: module to run instead of SGLang; it serves SGLang's routes.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class SGLangServer:
             self.process = start([*command, "--host", host, "--port", listen, *args], env, output)
 
     def wait_until_ready(self) -> Self:
-        """Raises `ServerFailed`, with the last log lines, when the server ends or is late; it is stopped then."""
+        """Wait until `/health` answers.
+
+        Raises `ServerFailed`, with the last log lines, and stops the server.
+        """
         try:
             wait_until_healthy([self.server], self._ready_timeout_s, self.check)
         except (ServerDied, ServerFailed) as failure:
@@ -67,13 +70,13 @@ class SGLangServer:
         return self
 
     def check(self) -> None:
-        """Raises `ServerFailed` when the process has ended."""
+        """Raise `ServerFailed` when the process has ended."""
         code = self.process.poll()
         if code is not None:
             raise ServerFailed(f"ended with exit code {code}: server {self.server.describe()}")
 
     def stop(self) -> None:
-        """Ends the server with all its workers."""
+        """End the server and all its workers."""
         end_tree(self.process)
 
     def __enter__(self) -> Self:
@@ -90,13 +93,14 @@ def server_args(
 ) -> list[str]:
     """Command-line arguments of a server on `device`, "cuda" or "cpu"."""
     if device == "cpu":
-        # An idle scheduler polls without a pause otherwise: two thirds of a core that the trainer needs.
+        # Without it an idle scheduler polls without a pause: two thirds of a core that the trainer
+        # needs.
         return ["--device", "cpu", "--sleep-on-idle", *option_args(on_cpu(options))]
     return [*option_args(options), "--tp-size", str(tensor_size), "--base-gpu-id", str(base_gpu_id)]
 
 
 def on_cpu(options: SGLangConfig) -> SGLangConfig:
-    """The options with what the CPU needs: the torch-native paths, a small share of the memory, a bounded cache."""
+    """Return the options for a CPU: torch-native kernels, little memory, a bounded cache."""
     return replace(
         options,
         attention_backend="torch_native",
@@ -109,7 +113,7 @@ def on_cpu(options: SGLangConfig) -> SGLangConfig:
 
 
 def option_args(options: SGLangConfig) -> list[str]:
-    """One flag per field. A true field becomes a bare flag; None, False and empty values are the server's defaults."""
+    """Return one flag per field: True as a bare flag; None, False and empty values are left out."""
     args: list[str] = []
     for field in fields(options):
         value = getattr(options, field.name)
@@ -136,7 +140,7 @@ def cpu_environment(num_threads: int = 1) -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on just now."""
+    """Return a port that is free at this moment."""
     with socket.socket() as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]

@@ -5,10 +5,11 @@ sbatch --wait slurm_job.sh             python -m areal_core.launch.slurm JOB.jso
 following thread:                      srun a server each; waits for its address        slurm_server.py -> SGLang -> llm_server_{i}.log
 slurm.log -> our output                in LOGS/names and for /health
 waits for sbatch                       srun the trainer, a task a machine               ranks.py -> ranks -> srun -> trainer.log
-SIGTERM, SIGINT: scancel ------------> SIGTERM: any way out ends every step
+SIGTERM, SIGINT: scancel ------------> SIGTERM: any exit ends every step
 
-Inside of an allocation (`salloc`, or a batch script of one's own) the launcher is itself the second column.
-sbatch reads SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT and its other variables from the environment.
+Inside of an allocation (`salloc`, or your own batch script) the launcher is itself the second
+column. sbatch reads SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT and its other variables from
+the environment.
 """
 
 import json
@@ -33,10 +34,11 @@ METHODS = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig, "ppo": PPOConfig}
 
 
 def launch(job: Job) -> int:
-    """Runs a job as a batch job, or in the allocation that this process is in; its exit code, as `run_job` gives it.
+    """Run a job as a batch job, or in the SLURM allocation of this process; return its exit code.
 
     Raises:
-        ConfigError: there is no SLURM here, it refused the job, or the job does not fit into the cluster.
+        ConfigError: there is no SLURM here, it refused the job, or the job does not fit into the
+            cluster.
     """
     placement = place(job)
     if shutil.which("sbatch") is None:
@@ -49,7 +51,7 @@ def launch(job: Job) -> int:
 
 
 def submit(job: Job, placement: Placement) -> int:
-    """Hands the job to sbatch, shows its output, and waits for its end; cancels it when this process is ended."""
+    """Submit the job, show its output and wait for its end; cancel it if this process is ended."""
     job.log_dir.mkdir(parents=True, exist_ok=True)
     description = job.log_dir / "slurm_job.json"
     description.write_text(json.dumps(job_to_json(job), indent=1))
@@ -63,7 +65,7 @@ def submit(job: Job, placement: Placement) -> int:
         job_id = batch.stdout.readline().decode().strip().partition(";")[0]
         if not job_id.isdigit():
             reason = job_id + " " + batch.stdout.read().decode().strip()
-            raise ConfigError(f"sbatch refused the job: {reason}; {script} is what it was given")
+            raise ConfigError(f"sbatch refused the job: {reason}; see {script}")
         try:
             print(f"SLURM job {job_id}", flush=True)
             return batch.wait()
@@ -75,7 +77,7 @@ def submit(job: Job, placement: Placement) -> int:
 
 
 def batch_script(job: Job, placement: Placement, description: Path) -> str:
-    """What sbatch runs on the first machine."""
+    """Return the script that sbatch runs on the first machine."""
     options = {
         "job-name": f"{job.config.experiment_name}_{job.config.trial_name}",
         "nodes": str(placement.num_nodes),
@@ -91,7 +93,7 @@ def batch_script(job: Job, placement: Placement, description: Path) -> str:
 
 
 def machine_options(job: Job, placement: Placement) -> dict[str, str]:
-    """What the fullest machine of the job needs, as options of sbatch."""
+    """Return the largest needs of any machine of the job, as options of sbatch."""
     options = job.config.launcher
     devices, cpus, memory_mib = [], [], []
     for node in range(placement.num_nodes):
@@ -100,16 +102,16 @@ def machine_options(job: Job, placement: Placement) -> dict[str, str]:
         devices.append(ranks + served)
         cpus.append(ranks * options.trainer_cpus_per_gpu + served * options.inference_server_cpus_per_gpu)
         memory_mib.append(ranks * options.trainer_mem_per_gpu + served * options.inference_server_mem_per_gpu)
-    asked = {
+    needed = {
         "gpus-per-node": 0 if job.config.device == "cpu" else max(devices),
         "cpus-per-task": max(cpus),
         "mem": max(memory_mib),
     }
-    return {name: str(amount) for name, amount in asked.items() if amount}
+    return {name: str(amount) for name, amount in needed.items() if amount}
 
 
 def job_to_json(job: Job) -> dict[str, object]:
-    """A job in JSON types."""
+    """Return a job as JSON types."""
     return {
         "script_argv": list(job.script_argv),
         "method": next(name for name, kind in METHODS.items() if isinstance(job.config, kind)),
@@ -122,7 +124,7 @@ def job_to_json(job: Job) -> dict[str, object]:
 
 
 def read_job(file: Path) -> Job:
-    """The inverse of `job_to_json`."""
+    """Read the file that `job_to_json` describes."""
     content = json.loads(file.read_text())
     config_class = METHODS[content["method"]]
     return Job(

@@ -1,6 +1,7 @@
-"""A SLURM step that runs one inference server and leaves its address where the batch job looks for it.
+"""A SLURM step that runs one inference server and publishes its address to the batch job.
 
-`python -m areal_core.launch.slurm_server PLAN.json HOST NAMES_FOLDER INDEX`. The port is chosen here, on the server's machine.
+`python -m areal_core.launch.slurm_server PLAN.json HOST NAMES_FOLDER INDEX`. The port is chosen
+here, on the server's machine.
 """
 
 import json
@@ -13,7 +14,7 @@ from areal_core.rollout.name_service import FolderNames
 
 
 def main(plan_file: str, host: str, names: str, index: str) -> int:
-    """Serves until the server ends; its exit code."""
+    """Serve until the server ends; return its exit code."""
     plan = ServerPlan(**json.loads(Path(plan_file).read_text()))
     with ended_on_signals():
         server = start_server(plan, host)

@@ -1,6 +1,7 @@
-"""The steps of a SLURM job: srun for each server and for the ranks, started by the process that the job runs on its first machine.
+"""The steps of a SLURM job: srun per server and for the ranks, from the first machine of the job.
 
-A server's step chooses its port on its own machine and leaves the address in LOGS/names, where this process waits for it.
+A server's step chooses its port on its own machine and writes the address to LOGS/names, where this
+process waits for it.
 """
 
 import json
@@ -29,11 +30,11 @@ from areal_core.rollout.errors import ServerDied
 from areal_core.rollout.name_service import FolderNames
 from areal_core.rollout.servers import Server, wait_until_healthy
 
-NAMES = "names"  # folder below the logs in which servers leave their addresses
+NAMES = "names"  # folder below the logs in which servers publish their addresses
 
 
 def run_steps(job: Job, placement: Placement) -> int:
-    """Runs the job's servers and ranks as steps of the allocation that this process is in."""
+    """Run the job's servers and ranks as steps of the SLURM allocation that this process is in."""
     hosts = hosts_of_allocation()
     if len(hosts) < placement.num_nodes:
         raise ConfigError(
@@ -49,7 +50,7 @@ def run_steps(job: Job, placement: Placement) -> int:
 def run_ranks(
     job: Job, placement: Placement, hosts: list[str], env: Mapping[str, str], healthy: Callable[[], bool]
 ) -> int:
-    """Runs the ranks as one step; the exit code of the first that failed on any machine."""
+    """Run the ranks as one step; return the exit code of the first that failed on any machine."""
     hosts = hosts[: placement.num_trainer_nodes]
     nodes = Nodes(len(hosts), hosts[0], free_port()) if len(hosts) > 1 else None
     options = job.config.launcher
@@ -69,7 +70,7 @@ def run_ranks(
 
 
 class StepServer:
-    """A server as the batch job sees it: a step, and an address once the step has left it."""
+    """A server as the batch job sees it: a step, and an address once the step has published it."""
 
     def __init__(self, server: Server, step: Child, step_log: Path) -> None:
         self.server = server
@@ -77,7 +78,7 @@ class StepServer:
         self._step_log = step_log
 
     def check(self) -> None:
-        """Raises `ServerFailed` when the step has ended."""
+        """Raise `ServerFailed` when the step has ended."""
         if (code := self._step.poll()) is None:
             return
         started = self.server.log is not None and self.server.log.exists()
@@ -86,7 +87,7 @@ class StepServer:
 
 
 def start_servers(job: Job, placement: Placement, hosts: list[str], stack: ExitStack) -> list[StepServer]:
-    """Starts every server as a step, then waits for all; `stack` ends them. Raises `ServerFailed`."""
+    """Start every server as a step, then wait for all; `stack` ends them. Raises `ServerFailed`."""
     shutil.rmtree(job.log_dir / NAMES, ignore_errors=True)
     plans = plan_servers(job, "cpu" if job.config.device == "cpu" else "cuda", share_devices=False)
     waiting = []
@@ -95,7 +96,7 @@ def start_servers(job: Job, placement: Placement, hosts: list[str], stack: ExitS
         step_log = job.log_dir / f"llm_server_{i}_step.log"
         step = start_server_step(job, placement, hosts, i, plan, step_log)
         stack.callback(end_tree, step)
-        # Port 0 until the step has told its own.
+        # Port 0 until the step has published its own.
         waiting.append(
             StepServer(Server(f"{hosts[placement.server_nodes[i]]}:0", Path(plan.log)), step, step_log)
         )
@@ -113,7 +114,7 @@ def start_servers(job: Job, placement: Placement, hosts: list[str], stack: ExitS
 def start_server_step(
     job: Job, placement: Placement, hosts: list[str], index: int, plan: ServerPlan, log: Path
 ) -> Child:
-    """Starts a step that runs a server; it listens to its machine only if the job has no other."""
+    """Start a step that runs a server, on the loopback interface if the job has one machine."""
     host = hosts[placement.server_nodes[index]]
     options, size = job.config.launcher, placement.devices_per_server
     step = step_command(
@@ -133,7 +134,7 @@ def start_server_step(
 
 
 def wait_for_address(names: Path, index: int, check: Callable[[], None], timeout_s: float) -> str:
-    """The address that a server's step leaves when the server has been started. Raises `ServerFailed`."""
+    """Wait for the address that a server's step publishes. Raises `ServerFailed`."""
     deadline = time.monotonic() + timeout_s
     while not (found := FolderNames(names).below("servers")) or f"servers/{index}" not in found:
         check()
@@ -152,7 +153,7 @@ def step_command(
     num_cpus: int,
     memory_mib: int,
 ) -> list[str]:
-    """srun with one task on each host, up to the command that it runs, in a container if there is an image."""
+    """Return an srun prefix with one task per host, in a container if there is an image."""
     command = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"]
     command += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--unbuffered"]
     if num_gpus:  # exact: two steps on one machine never see the same GPU
@@ -167,7 +168,7 @@ def step_command(
 
 
 def hosts_of_allocation() -> list[str]:
-    """The machines of the allocation that this process is in."""
+    """Return the machines of the SLURM allocation that this process is in."""
     done = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
         check=True,

@@ -1,6 +1,7 @@
-"""Runs a command to its end, then ends what it has left behind on this machine: `python -m areal_core.launch.task COMMAND...`.
+"""Run a command, then end what it leaves running: `python -m areal_core.launch.task COMMAND...`.
 
-srun waits for everybody who still holds the output of a task. One forgotten reward worker would keep the step, and so the run, alive.
+srun waits for every process that has the output of a task open. One remaining reward worker would
+keep the step, and so the run, alive.
 """
 
 import sys
@@ -10,7 +11,7 @@ from areal_core.launch.torchrun import ended_on_signals, shell_code
 
 
 def main(command: list[str]) -> int:
-    """The command's exit code, as a shell would show it."""
+    """Return the command's exit code, as a shell would show it."""
     with ended_on_signals():
         child = start(command, {}, sys.stdout.fileno())
         try:

@@ -1,9 +1,10 @@
-"""Runs a script on ranks of this machine under torchrun. Imports no torch itself: a replay starts faster for it.
+"""Run a script on ranks of this machine under torchrun, without importing torch, to start faster.
 
 this thread                                  torchrun -> ranks
 every 0.2 s: ended?  still healthy?          output -> pipe
 copying thread: pipe -> log (and our output)
-any way out (end, error, SIGTERM, SIGINT): every child is ended, by SIGKILL after a grace or after a second signal
+any exit (end, error, SIGTERM, SIGINT): every child is ended, by SIGKILL after a grace period or a
+second signal
 """
 
 import os
@@ -30,7 +31,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines that ranks run on: how many, and where the first one listens for the others."""
+    """The machines that ranks run on: their number, and the address and port of the first one."""
 
     count: int
     address: str
@@ -45,9 +46,10 @@ def run_ranks(
     healthy: Callable[[], bool] = lambda: True,
     echo: bool = True,
 ) -> int:
-    """Runs a script (or `-m module`), under torchrun if on several ranks; its output goes to `log_dir/trainer.log`, and to ours if `echo`.
+    """Run a script (or `-m module`), under torchrun if on several ranks.
 
-    `healthy` is asked now and then; the ranks are ended `GRACE_S` after it says no.
+    Its output goes to `log_dir/trainer.log` and, if `echo`, to standard output. `healthy` is called
+    periodically; the ranks are ended `GRACE_S` after it returns False.
 
     Returns:
         The exit code of the first rank that failed, 0 when none did.
@@ -62,13 +64,13 @@ def run_ranks(
 
 
 def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes | None = None) -> list[str]:
-    """The command that runs a script on the ranks of one node: of this machine alone or, with `nodes`, of one of several.
+    """Return the command that runs a script on the ranks of one node.
 
-    Which of several it is stands in PET_NODE_RANK or SLURM_PROCID.
+    It is the only node or, with `nodes`, one of several, whose index is
+    PET_NODE_RANK or SLURM_PROCID.
     """
-    if (
-        nodes is None and ranks_per_node == 1
-    ):  # a rank alone needs no agent, whose start takes as long as its own
+    # A single rank needs no agent, whose start takes as long as its own.
+    if nodes is None and ranks_per_node == 1:
         return [sys.executable, *script_argv]
     where = ["--standalone", "--local-addr", "127.0.0.1"]
     if nodes is not None:
@@ -85,7 +87,7 @@ def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes |
 
 
 def rank_environment(env: Mapping[str, str], log_dir: Path) -> dict[str, str]:
-    """The environment of `rank_command`, changed by `env`; removes what ranks have logged before."""
+    """Return the environment of `rank_command`, changed by `env`; remove earlier rank logs."""
     rank_logs = log_dir / "ranks"
     shutil.rmtree(rank_logs, ignore_errors=True)
     return {**thread_limits(1), **terminal_environment(), RANK_LOGS: str(rank_logs), **env}
@@ -98,7 +100,7 @@ def run_command(
     healthy: Callable[[], bool] = lambda: True,
     echo: bool = True,
 ) -> int:
-    """Runs a command to its end, its output to a log file, and to ours if `echo`; `healthy` as in `run_ranks`.
+    """Run a command to its end; `log`, `echo` and `healthy` as in `run_ranks`.
 
     Returns:
         The exit code as a shell would show it: 128 and the number for a signal.
@@ -118,7 +120,10 @@ def run_command(
 
 
 def wait_for(poll: Callable[[], int | None], healthy: Callable[[], bool]) -> int:
-    """What `poll` says at last, which waits for a moment and gives an exit code or None; 1 if `healthy` said no `GRACE_S` ago."""
+    """Call `poll` until it returns an exit code; return 1 `GRACE_S` after `healthy` returned False.
+
+    `poll` waits for a moment and returns None while the process runs.
+    """
     deadline = None
     while True:
         if (code := poll()) is not None:
@@ -130,7 +135,7 @@ def wait_for(poll: Callable[[], int | None], healthy: Callable[[], bool]) -> int
 
 
 def poll(process: subprocess.Popen[bytes]) -> int | None:
-    """Waits a moment for the end of a process; its exit code, if it has ended."""
+    """Wait a moment for the end of a process; return its exit code, or None while it runs."""
     try:
         return shell_code(process.wait(POLL_S))
     except subprocess.TimeoutExpired:
@@ -138,7 +143,7 @@ def poll(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def shell_code(code: int) -> int:
-    """An exit code as a shell shows it. Says by which signal a process was killed, since it could not do so itself."""
+    """Return an exit code as a shell shows it; print the signal by which a process was killed."""
     if code >= 0:
         return code
     print(f"killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
@@ -146,7 +151,7 @@ def shell_code(code: int) -> int:
 
 
 def copy_output(source: BinaryIO, log: BinaryIO, echo: bool) -> None:
-    """Copies bytes as they come, to the log and, if `echo`, to our standard output."""
+    """Copy bytes as they arrive, to the log and, if `echo`, to standard output."""
     while chunk := os.read(source.fileno(), 65536):
         log.write(chunk)
         log.flush()
@@ -154,12 +159,12 @@ def copy_output(source: BinaryIO, log: BinaryIO, echo: bool) -> None:
             try:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
-            except BrokenPipeError:  # whoever read us has left; the ranks must not notice
+            except BrokenPipeError:  # the reader of our output is gone; the ranks continue
                 echo = False
 
 
 def terminal_environment() -> dict[str, str]:
-    """Tells the ranks, which write to a pipe, of the terminal that we copy to."""
+    """Return variables that describe the terminal to the ranks, which write to a pipe."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return {}
     return {"FORCE_COLOR": "1", "COLUMNS": str(os.get_terminal_size(sys.stdout.fileno()).columns)}
@@ -170,9 +175,10 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextmanager
 def ended_on_signals() -> Iterator[None]:
-    """Turns signals that end us into `SystemExit(128 + number)`, so that `finally` ends the children; a second one leaves them no grace.
+    """Turn signals that end this process into `SystemExit(128 + number)`, for `finally` to run.
 
-    A signal that was ignored (SIGHUP under nohup) stays so. Inside of another such context it does nothing.
+    A second signal ends them without a grace period. A signal that was ignored (SIGHUP under nohup)
+    stays ignored. Inside of another such context it does nothing.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -189,7 +195,7 @@ def ended_on_signals() -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        if _received:  # Ray makes a 1 of the code when the signal comes while it waits
+        if _received:  # Ray turns the code into 1 when the signal arrives while it waits
             raise SystemExit(128 + _received[0]) from None
         raise
     finally:

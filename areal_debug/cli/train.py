@@ -106,10 +106,9 @@ def check_allocation(config: "PPOConfig") -> "Allocation":
     """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError
     or ReplayError.
     """
-    from areal_core.allocation import resolve_allocation
     from areal_debug.script_options import check_record
 
-    allocation = resolve_allocation(config)
+    allocation = config.allocation
     if allocation.train is not None:
         check_record(config)
     elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:

@@ -234,7 +234,7 @@ def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker
         (0.25, False),
         (1.0, True),
     ]
-    assert caplog.text.count("asks for temperature 0.25, and gconfig.temperature is 0.75") == 1
+    assert caplog.text.count("requests temperature 0.25, and gconfig.temperature is 0.75") == 1
 
 
 @pytest.mark.parametrize(
@@ -247,13 +247,13 @@ def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker
         ({"max_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
         (
             {"extra_body": {"chat_template_kwargs": {"tokenize": False}}},
-            "sets tokenize, which the proxy decides",
+            "has tokenize, which the proxy sets",
         ),
         ({"tool_choice": "required"}, "tool_choice is 'required', which is not available"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "only text is served",
+            "only text is supported",
         ),
     ],
 )

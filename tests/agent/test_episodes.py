@@ -142,7 +142,10 @@ def test_concat_export_has_a_row_for_each_branch(episode, speaker, tokenizer):
         ("good", r"returned 'good' \(str\); expected a number for the last completion"),
         (float("nan"), "returned nan, which is not finite"),
         (None, r"returned 'None' \(NoneType\)"),
-        ({"chatcmpl-1": 1.0}, "rewarded 'chatcmpl-1', which is no completion of this run; it has chatcmpl-"),
+        (
+            {"chatcmpl-1": 1.0},
+            "rewarded 'chatcmpl-1', which is not a completion of this run; it has chatcmpl-",
+        ),
         ({}, "returned an empty dict"),
     ],
 )
@@ -187,7 +190,7 @@ class NeedsName:
         ),
         ("no_such_module:Agent", "no_such_module cannot be imported"),
         ("json:Agent", "json has no Agent; its classes are "),
-        ("agent", "'agent' is no name; expected package.module:Class or file.py:Class"),
+        ("agent", "'agent' is not an import path; expected package.module:Class or file.py:Class"),
         ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
     ],
 )
@@ -266,13 +269,13 @@ def test_one_session_can_neither_reward_nor_read_another(make_workflow, speaker,
     first = asyncio.run(workflow.arun_episode(engine, {"hand_over": others}))
     meddling = workflow.arun_episode(engine, {"others": others, "seen": seen, "reward_other": reward_other})
     if reward_other:
-        with pytest.raises(WrongReward, match="which is no completion of this run"):
+        with pytest.raises(WrongReward, match="which is not a completion of this run"):
             asyncio.run(meddling)
     else:
         assert asyncio.run(meddling)["rewards"].tolist() == [0.5]
     assert first["rewards"].tolist() == [0.25]
     assert [status for status, _ in seen] == [404, 404, 401, 401, 401, 401]
-    assert "is no completion of this session" in seen[0][1]
+    assert "is not a completion of this session" in seen[0][1]
     assert seen[-1][1].startswith("the session key is wrong, or its session has ended")
 
 

@@ -150,7 +150,7 @@ def test_all_disagreements_are_told_at_once():
         ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
         (
             {"actor.enable_tree_training": True},
-            "actor.enable_tree_training is True, which is not available: tree training is not built",
+            "actor.enable_tree_training is True, which is not available: tree training is not supported",
         ),
         ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
         ({"gconfig.use_beam_search": True}, "gconfig.use_beam_search is True"),

@@ -45,7 +45,7 @@ def test_moving_to_host_memory_where_there_is_no_other_is_only_noted():
         "actor.fsdp.per_layer_optim_step",
         "actor.optimizer.offload",
     ]
-    assert notes[0].endswith("and device is 'cpu': everything is in host memory as it is")
+    assert notes[0].endswith("and device is 'cpu': everything is in host memory already")
 
 
 def test_enable_offload_speaks_for_every_model():

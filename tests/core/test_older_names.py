@@ -89,7 +89,7 @@ def test_what_is_gone_and_asked_for_nothing_is_left_out_and_rows_are_those_of_th
     tree = {"server_only": False, "actor": {"fsdp": {"ulysses_sp_size": 1}}, "train_dataset": {"path": "x"}}
     told = translate_older_names(tree, GRPOConfig)
     assert tree == {"actor": {"fsdp": {}}, "train_dataset": {"path": "x", "type": "rl"}}
-    assert told == ["train_dataset.type is taken to be rl, the rows of this method"]
+    assert told == ["train_dataset.type is assumed to be rl, the rows of this method"]
     tree = {"server_only": True}
     translate_older_names(tree, GRPOConfig)
     assert tree == {"server_only": True}  # which is then refused, with where it went
@@ -99,7 +99,7 @@ def test_what_is_gone_and_asked_for_nothing_is_left_out_and_rows_are_those_of_th
     ("tree", "said"),
     [
         ({"rollout": {"openai": {}, "agent": {}}}, "rollout.openai is an older name of rollout.agent, and both"),
-        ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep the last"),
+        ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep only the latter"),
         ({"actor": {"behave_imp_weight_mode": "rows"}}, "actor.behave_imp_weight_mode is 'rows'; expected one of"),
     ],
 )  # fmt: skip

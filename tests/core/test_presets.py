@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.config import GRPOConfig, NormConfig, PPOActorConfig, SFTConfig, load_expr_config
 from areal_core.config.checks import flat_values
-from areal_core.config.presets import MODELS, PRESETS, PUT_BACK, shown
+from areal_core.config.presets import MODELS, PRESETS, RESET, shown
 from areal_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_nothing_is_left_over_from_the_algorithm_that_a_file_was_written_for(tmp
     assert "actor.use_sapo_loss=false" in caplog.text
     actor = PPOActorConfig(reward_norm=NormConfig(), adv_norm=NormConfig())
     defaults = flat_values(GRPOConfig(actor=actor))
-    assert {option: defaults[option] for option in PUT_BACK} == PUT_BACK
+    assert {option: defaults[option] for option in RESET} == RESET
 
 
 def test_a_critic_stays_with_the_algorithm_that_has_one(tmp_path, caplog):

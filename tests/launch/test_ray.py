@@ -143,7 +143,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_line(cluster, stop_fil
 
 
 def test_a_run_without_room_is_told_what_it_asked_for_and_what_there_is(cluster, tmp_path):
-    with pytest.raises(ConfigError, match=r"Ray had no room for 8 CPU within 1 s .* it has 2 CPU, .* in all"):
+    with pytest.raises(ConfigError, match=r"Ray did not provide 8 CPU within 1 s .* it has 2 CPU, .* in all"):
         launch(job(tmp_path, "", cpus=4))
 
 

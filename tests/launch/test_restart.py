@@ -111,10 +111,10 @@ def assert_killed_and_undisturbed_runs_agree(
 ) -> None:
     killed = train(model, tmp_path / "killed", "recover.mode=auto", *options, KILL_IN_STEP="2", **environment)
     assert killed.returncode == 0, killed.stdout + killed.stderr
-    assert "ended with exit code 137; starting again in 1 s, 1 of at most 3 times" in killed.stderr
+    assert "ended with exit code 137; restarting in 1 s, restart 1 of at most 3" in killed.stderr
     undisturbed = train(model, tmp_path / "whole", "recover.mode=fault", *options)
     assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
-    assert "starting again" not in undisturbed.stderr
+    assert "restarting" not in undisturbed.stderr
     facts, stats = facts_of_run(tmp_path / "killed")
     expected_facts, expected_stats = facts_of_run(tmp_path / "whole")
     assert facts == expected_facts  # weights, optimizer, schedule, random states, position in the data
@@ -140,7 +140,7 @@ def test_a_run_that_is_recorded_and_killed_leaves_one_whole_record_that_replays(
     recording = ("recover.mode=auto", "debug.dump_rollout_data=true", f"debug.path={record}")
     done = train(tiny_model, tmp_path, *recording, KILL_IN_STEP=step)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "starting again" in done.stderr
+    assert "restarting" in done.stderr
     assert list(open_record(record).steps) == [0, 1, 2, 3]
     replayed = subprocess.run([COMMAND[0], "replay", record], capture_output=True, text=True, timeout=240)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

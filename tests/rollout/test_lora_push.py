@@ -222,7 +222,7 @@ def test_an_embedded_server_samples_with_each_adapter_and_keeps_the_base_model(
     assert worst_difference(base, generate([server])) < 1e-5
     for version in (1, 2):
         assert_served_once_updated(update, server, adapted, base, version)
-    with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server holds tiny-v2"):
+    with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server has tiny-v2"):
         call(server, "POST", "/generate", {"input_ids": [10], "lora_path": "tiny-v1"})
 
 

@@ -1,1 +1,1 @@
-"""Agents: any object with `async def run(self, data, **extra_kwargs)`, run against a proxy that OpenAI and Anthropic clients speak to."""
+"""Agents: objects with `async def run(self, data, **extra_kwargs)`, which call a proxy."""

@@ -1,4 +1,4 @@
-"""An agent is any object with `async def run(self, data, **extra_kwargs)`: how one is found, and checked before it is needed."""
+"""Loading and checking of agents: objects with `async def run(self, data, **extra_kwargs)`."""
 
 import importlib
 import importlib.util
@@ -14,14 +14,16 @@ EXPECTED = "an agent has `async def run(self, data, **extra_kwargs)`"
 
 
 def load_agent(agent: Any, arguments: Mapping[str, Any] | None = None) -> Any:
-    """An agent from an instance, a class, or the path of either: 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'.
+    """Return an agent from an instance, a class, or the path of either.
+
+    A path is 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'.
 
     Raises:
-        NotAnAgent: there is nothing of that name, or it has no asynchronous `run`.
+        NotAnAgent: the path names nothing, or it has no asynchronous `run`.
     """
     found = import_object(agent) if isinstance(agent, str) else agent
     name = name_of(agent)
-    # Before it is constructed: the class tells as much, and costs nothing.
+    # Check the class before it is constructed, which may be expensive.
     check_run(found, name)
     if not isinstance(found, type):
         return found
@@ -32,13 +34,13 @@ def load_agent(agent: Any, arguments: Mapping[str, Any] | None = None) -> Any:
 
 
 def is_agent(workflow: Any) -> bool:
-    """Whether an object or a class is run as an agent: it has a `run`, and does not run episodes itself."""
+    """Return whether an object or a class has `run`, as agents do, and not `arun_episode`."""
     members = {name for name in ("run", "arun_episode") if callable(getattr(workflow, name, None))}
     return members == {"run"}
 
 
 def check_run(agent: Any, name: str) -> None:
-    """Raises NotAnAgent unless `agent` (an instance or a class) has an asynchronous `run`."""
+    """Raise NotAnAgent unless `agent` (an instance or a class) has an asynchronous `run`."""
     run = inspect.getattr_static(agent, "run", None)
     if run is None:
         raise NotAnAgent(f"{name} has no run: {EXPECTED}")
@@ -47,7 +49,7 @@ def check_run(agent: Any, name: str) -> None:
 
 
 def name_of(agent: Any) -> str:
-    """What messages call it."""
+    """Return the name of an agent in messages."""
     if isinstance(agent, str):
         return agent
     kind = agent if isinstance(agent, type) else type(agent)
@@ -55,10 +57,12 @@ def name_of(agent: Any) -> str:
 
 
 def import_object(path: str) -> Any:
-    """What stands at 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'. Raises NotAnAgent."""
+    """Import the object at 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'. Raises NotAnAgent."""
     place, separator, name = path.rpartition(":" if ":" in path else ".")
     if not separator or not place or not name:
-        raise NotAnAgent(f"agent {path!r} is no name; expected package.module:Class or file.py:Class")
+        raise NotAnAgent(
+            f"agent {path!r} is not an import path; expected package.module:Class or file.py:Class"
+        )
     try:
         module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
@@ -72,7 +76,10 @@ def import_object(path: str) -> Any:
 
 
 def import_file(path: Path) -> Any:
-    """A module from a file outside of packages, once. Raises NotAnAgent if there is none."""
+    """Import a module from a file outside of packages, once.
+
+    Raises NotAnAgent if it does not exist.
+    """
     if not path.is_file():
         raise NotAnAgent(f"there is no file {path}")
     name = f"agent_file_{path.stem}"
@@ -82,7 +89,7 @@ def import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses of the file look themselves up
+    sys.modules[name] = module  # before it runs: dataclasses of the file look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Anthropic's messages on the wire: blocks of content to a `Call`, and an answered call to a message or its events."""
+"""Anthropic's messages API: parse requests, render answered calls as messages or events."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ ERROR_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "reques
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
-    """Raises BadRequest."""
+    """Parse a request of the messages API. Raises BadRequest."""
     choice = take(body, "tool_choice", dict, {})
     refuse(choice, "type", ("auto", "none"), NOT_ENFORCED)
     system = text_of(body.get("system"), "system")
@@ -46,7 +46,10 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
 
 
 def parse_message(message: dict[str, Any]) -> list[Message]:
-    """A user's message is one message a tool result, and one for the text; an assistant's is always one. Raises BadRequest."""
+    """Parse one message: a user's to one per tool result and one for text, an assistant's to one.
+
+    Raises BadRequest.
+    """
     role = take(message, "role", str)
     content = message.get("content")
     blocks = (
@@ -67,20 +70,22 @@ def parse_message(message: dict[str, Any]) -> list[Message]:
                 output = text_of(block.get("content"), "the content of a tool result")
                 results.append(Message("tool", output, tool_call_id=id))
             case _:
-                raise BadRequest(f"a {role} message holds {shown(block)}; only text and tools are served")
+                raise BadRequest(
+                    f"a {role} message contains {shown(block)}; only text and tools are supported"
+                )
     text = "".join(texts)
-    said = Message(role, text, tuple(calls), reasoning="".join(reasoning) or None)
-    return [*results, said] if text or calls or not results else results
+    spoken = Message(role, text, tuple(calls), reasoning="".join(reasoning) or None)
+    return [*results, spoken] if text or calls or not results else results
 
 
 def tool_of_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's form of a tool as that of templates. Raises BadRequest."""
+    """Convert Anthropic's form of a tool to that of chat templates. Raises BadRequest."""
     function = {"name": take(tool, "name", str), "parameters": take(tool, "input_schema", dict)}
     return {"type": "function", "function": function | {"description": take(tool, "description", str, "")}}
 
 
 def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A `message` object."""
+    """Return a `message` object."""
     return {
         "id": interaction.id,
         "type": "message",
@@ -97,6 +102,7 @@ def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -
 
 
 def content_blocks(message: Message) -> list[dict[str, Any]]:
+    """Return the content of a message as blocks: thinking, text, tool uses."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
@@ -109,20 +115,21 @@ def content_blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def stop_reason(interaction: Interaction) -> str:
+    """Return the stop reason by Anthropic's names."""
     if interaction.response.stop_reason != "stop":
         return "max_tokens"
     return "tool_use" if interaction.message.tool_calls else "end_turn"
 
 
 def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
-    """The events of a message."""
+    """Yield the server-sent events of a message."""
     reply = render_reply(interaction, tokenizer)
 
     def event(kind: str, **facts: Any) -> bytes:
         return sse({"type": kind, **facts}, kind)
 
-    begun = reply | {"content": [], "stop_reason": None, "usage": reply["usage"] | {"output_tokens": 0}}
-    yield event("message_start", message=begun)
+    started = reply | {"content": [], "stop_reason": None, "usage": reply["usage"] | {"output_tokens": 0}}
+    yield event("message_start", message=started)
     for index, block in enumerate(reply["content"]):
         empty, delta = opening_and_delta(block)
         yield event("content_block_start", index=index, content_block=empty)
@@ -135,7 +142,7 @@ def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) 
 
 
 def opening_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block without its content, and that content as a delta."""
+    """Return a block without its content, and that content as a delta."""
     match block["type"]:
         case "tool_use":
             delta = {"type": "input_json_delta", "partial_json": dump(block["input"])}
@@ -145,6 +152,6 @@ def opening_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def render_error(status: int, code: str, message: str) -> dict[str, Any]:
-    """Anthropic's form of a refusal."""
+    """Return an error in Anthropic's form."""
     kind = ERROR_KINDS.get(status, "api_error" if status >= 500 else code)
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,8 +1,9 @@
-"""From messages to prompt tokens, by the tokenizer's own chat template.
+"""Prompt tokens of messages, by the tokenizer's chat template.
 
-`hf` renders the whole conversation for each call. A template may render an earlier turn otherwise than the model wrote it (it drops
-reasoning, spells a tool call anew, and tokenises text in its own way), and then the prompt does not begin with the tokens that were
-sampled. `concat` never renders a sampled turn: its prompt is the parent call's exact tokens and the template's continuation after them.
+`hf` renders the complete conversation for each call. A template may render an earlier turn
+differently from what the model sampled (it drops reasoning, reformats a tool call, and tokenises
+text in its own way); the prompt does not start with the sampled tokens then. `concat` never renders
+a sampled turn: its prompt is the parent call's exact tokens and the template's continuation.
 """
 
 import logging
@@ -22,11 +23,11 @@ TURN_END = "<<the assistant's turn ends here>>"
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, call: Call, earlier: Sequence[Interaction], style: str
 ) -> list[int]:
-    """Token ids of a call's prompt.
+    """Return the token ids of a call's prompt.
 
     Args:
         earlier: the session's answered calls; `concat` looks for the parent among them.
-        style: "hf" or "concat". A call without a parent is rendered whole by both.
+        style: "hf" or "concat". Both render a call without a parent completely.
 
     Raises:
         BadRequest: the template refuses the messages.
@@ -44,13 +45,13 @@ def prompt_tokens(
 
 
 def render(tokenizer: PreTrainedTokenizerBase, call: Call) -> list[int]:
-    """The whole conversation. An assistant's message at its end is gone on with."""
-    goes_on = call.messages[-1].role == "assistant"
+    """Render the complete conversation. A final message of the assistant is continued."""
+    continues = call.messages[-1].role == "assistant"
     tokens: Any = tokenizer.apply_chat_template(
         [message.for_template() for message in call.messages],
         tools=list(call.tools) or None,
-        add_generation_prompt=not goes_on,
-        continue_final_message=goes_on,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
         return_dict=False,
         **call.template_kwargs,
     )
@@ -63,14 +64,15 @@ def continuation_tokens(
     last_token: int,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """What stands between a sampled turn, whose last token is `last_token`, and the next one: its end, `messages`, the next opening.
+    """Return the tokens from a sampled turn to the next one: its end, `messages`, the next opening.
 
-    The template is run on a stand-in turn, so no sampled token is ever decoded and tokenised again. The end of the turn is left out
-    if the model has sampled it itself; a turn that was cut by its length gets it here, outside the loss.
+    The template renders a placeholder turn, so no sampled token is ever decoded and tokenised
+    again. The end of the turn is left out if the model has sampled it as `last_token`; a turn that
+    was truncated by its length gets it here, outside of the loss mask.
     """
-    stand_in = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_END}]
+    placeholder = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_END}]
     text: Any = tokenizer.apply_chat_template(
-        [*stand_in, *map(dict, messages)],
+        [*placeholder, *map(dict, messages)],
         add_generation_prompt=True,
         tokenize=False,
         **(template_kwargs or {}),
@@ -80,12 +82,16 @@ def continuation_tokens(
 
 
 def find_parent(call: Call, earlier: Sequence[Interaction]) -> Interaction | None:
-    """The longest earlier conversation that this call continues with at least one message of others."""
+    """Return the longest earlier conversation that `call` continues; None without one.
+
+    The continuation has at least one message, and does not end with one of the assistant.
+    """
 
     def is_continued(candidate: Interaction) -> bool:
-        said: tuple[Message, ...] = (*candidate.call.messages, candidate.message)
-        rest = call.messages[len(said) :]
-        return call.messages[: len(said)] == said and bool(rest) and rest[-1].role != "assistant"
+        earlier_messages: tuple[Message, ...] = (*candidate.call.messages, candidate.message)
+        rest = call.messages[len(earlier_messages) :]
+        is_prefix = call.messages[: len(earlier_messages)] == earlier_messages
+        return is_prefix and bool(rest) and rest[-1].role != "assistant"
 
     continued = [candidate for candidate in earlier if is_continued(candidate)]
     return max(continued, key=lambda candidate: len(candidate.call.messages), default=None)

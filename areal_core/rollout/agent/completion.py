@@ -1,4 +1,4 @@
-"""One call of the model: messages to tokens, tokens to the engine, and its tokens, untouched, to a message."""
+"""One call of the model: messages to tokens, tokens to the engine, sampled tokens to a message."""
 
 import logging
 import time
@@ -25,15 +25,16 @@ from areal_core.rollout.errors import PromptTooLong, RequestRefused, Unsupported
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 
 logger = logging.getLogger(__name__)
-# What logprobs mean depends on these: a value other than the run's is told, once each.
+# Logprobs depend on these: a value other than the run's is reported, once each.
 SAMPLING_LAW = ("greedy", "temperature", "top_p", "top_k", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """How messages become tokens, and tokens a message.
+    """Conversion of messages to tokens, and of tokens to a message.
 
-    `tool_call_parser` is a name of `TOOL_FORMATS`, or "template" for the tokenizer's own `response_template`.
+    `tool_call_parser` is a name of `TOOL_FORMATS`, or "template" for the tokenizer's own
+    `response_template`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,12 +45,12 @@ class Dialogue:
 
 
 async def complete(session: Session, call: Call, dialogue: Dialogue, id_prefix: str) -> Interaction:
-    """Samples the answer and keeps it in the session.
+    """Sample the answer to a call and add it to the session.
 
     Raises:
-        BadRequest: messages or sampling options that cannot be honoured.
+        BadRequest: unsupported messages or sampling options.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     turn, session.num_calls = session.num_calls, session.num_calls + 1
     request = ModelRequest(
         input_ids=prompt_tokens(dialogue.tokenizer, call, session.in_order(), dialogue.chat_template_type),
@@ -69,14 +70,14 @@ async def complete(session: Session, call: Call, dialogue: Dialogue, id_prefix: 
         response=response,
         message=read_message(response, call, dialogue),
         created=int(time.time()),
-        latency_s=time.monotonic() - began,
+        latency_s=time.monotonic() - started,
     )
     session.interactions.append(interaction)
     return interaction
 
 
 def sampling_of(call: Call, ours: Sampling) -> Sampling:
-    """The run's sampling with what the client set; it cannot sample more tokens than the run allows."""
+    """Return the run's sampling with the client's changes, within the run's max_new_tokens."""
     changes: dict[str, Any] = dict(call.sampling)
     if "max_new_tokens" in changes:
         changes["max_new_tokens"] = min(changes["max_new_tokens"], ours.max_new_tokens)
@@ -84,20 +85,23 @@ def sampling_of(call: Call, ours: Sampling) -> Sampling:
         changes = changes | {"temperature": 1.0, "greedy": True}
     for name in SAMPLING_LAW:
         if name in changes and changes[name] != getattr(ours, name):
-            tell_once(
-                f"the agent asks for {name} {changes[name]}, and gconfig.{name} is {getattr(ours, name)}"
+            warn_once(
+                f"the agent requests {name} {changes[name]}, and gconfig.{name} is {getattr(ours, name)}"
             )
     return replace(ours, **changes)
 
 
 @cache
-def tell_once(difference: str) -> None:
-    """A warning, the first time that this is found: it holds for every call of a run."""
-    logger.warning("%s: the trainer's logprobs follow gconfig; let the agent not set it", difference)
+def warn_once(difference: str) -> None:
+    """Log a warning the first time that this difference occurs, since it recurs with every call."""
+    logger.warning("%s: the trainer's logprobs follow gconfig; do not set it in the agent", difference)
 
 
 def read_message(response: ModelResponse, call: Call, dialogue: Dialogue) -> Message:
-    """The sampled tokens as a message. Nothing of it goes back into the batch: that takes the tokens themselves."""
+    """Return the sampled tokens as a message.
+
+    The batch never uses it: it keeps the tokens themselves.
+    """
     tokens = response.output_tokens
     if response.stop_reason == "stop" and tokens and tokens[-1] in dialogue.sampling.stop_token_ids:
         tokens = tokens[:-1]
@@ -114,7 +118,10 @@ def read_message(response: ModelResponse, call: Call, dialogue: Dialogue) -> Mes
 def message_by_template(
     tokenizer: PreTrainedTokenizerBase, prompt: list[int], tokens: list[int], call: Call
 ) -> Message:
-    """As the tokenizer's own `response_template` reads it; what that cannot read is content. Raises BadRequest if it has none."""
+    """Parse tokens by the tokenizer's own `response_template`; what it cannot parse is content.
+
+    Raises BadRequest if the tokenizer has none.
+    """
     try:
         parsed = tokenizer.parse_response(tokens, prefix=prompt, tools=list(call.tools))
     except AttributeError as error:

@@ -1,4 +1,4 @@
-"""What an agent says and hears, in one form for every dialect: messages, calls of the model, and what came of them."""
+"""Messages, calls of the model and answered calls, in one form for every API dialect."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from areal_core.rollout.types import ModelResponse
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the model wants called; `arguments` is JSON text."""
+    """A function call that the model requests; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -19,7 +19,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation. Two that differ only in their reasoning are equal: clients drop it."""
+    """One message of a conversation.
+
+    Messages that differ only in reasoning are equal, since clients drop it.
+    """
 
     role: str
     content: str
@@ -29,7 +32,7 @@ class Message:
     reasoning: str | None = field(default=None, compare=False)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: arguments of tool calls are objects."""
+        """Return the message in the form of chat templates: arguments of tool calls are objects."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             shown["tool_calls"] = [
@@ -46,23 +49,22 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the model as a client asked for it."""
+    """One call of the model as a client requested it."""
 
     messages: tuple[Message, ...]
-    tools: tuple[
-        dict[str, Any], ...
-    ] = ()  # {"type": "function", "function": {name, description, parameters}}
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling` that the client set
+    # {"type": "function", "function": {name, description, parameters}}
+    tools: tuple[dict[str, Any], ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # `Sampling` fields of the client
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     stream: bool = False
-    stream_usage: bool = False  # a last chunk without choices, for clients that ask for it
+    stream_usage: bool = False  # a last chunk without choices, for clients that request it
     logprobs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interaction:
-    """One answered call: the tokens as they were sampled, and the message that the client was given."""
+    """One answered call: the tokens as sampled, and the message that the client received."""
 
     id: str
     turn: int  # number of the call within its session, from 0
@@ -74,5 +76,5 @@ class Interaction:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and completion: what a following turn has to begin with to continue this one."""
+        """Prompt and completion: the prefix of any turn that continues this one."""
         return self.response.input_tokens + self.response.output_tokens

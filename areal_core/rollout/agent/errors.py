@@ -1,14 +1,14 @@
-"""What can go wrong between an agent and the proxy that it talks to.
+"""Errors between an agent and the proxy that it calls.
 
 ValueError
   AgentError
     NotAnAgent       an object without `async def run(self, data, **extra_kwargs)`
-    WrongReward      a run returned something that is no reward: text, NaN, the id of no completion
+    WrongReward      a run returned an invalid reward: text, NaN, an unknown completion id
     NoCompletion     a run ended without one call to the model
     AgentStalled     a run made no call for longer than its session may be idle
-    UnsafeProxy      the proxy would listen to other machines with a key that anybody can guess
-    UnreachableProxy the proxy cannot listen where it should
-  BadRequest         what a client sent; carries the HTTP status
+    UnsafeProxy      the proxy would listen to other machines with a guessable key
+    UnreachableProxy the proxy cannot listen on its host and port
+  BadRequest         an invalid request of a client, with the HTTP status
 """
 
 
@@ -21,7 +21,7 @@ class NotAnAgent(AgentError):
 
 
 class WrongReward(AgentError):
-    """A run returned something that is no reward."""
+    """A run returned an invalid reward."""
 
 
 class NoCompletion(AgentError):
@@ -33,15 +33,15 @@ class AgentStalled(AgentError):
 
 
 class UnsafeProxy(AgentError):
-    """The proxy would listen to other machines with a key that anybody can guess."""
+    """The proxy would listen to other machines with a guessable key."""
 
 
 class UnreachableProxy(AgentError):
-    """The proxy cannot listen where it should."""
+    """The proxy cannot listen on its host and port."""
 
 
 class BadRequest(ValueError):
-    """What a client sent cannot be answered; `status` is the HTTP status of the refusal."""
+    """A request of a client cannot be answered; `status` is the HTTP status of the error."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error") -> None:
         super().__init__(message)

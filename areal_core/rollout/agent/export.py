@@ -1,7 +1,8 @@
-"""From the interactions of a session to rows of a batch, token by token as they were sampled.
+"""Rows of a batch from the interactions of a session, with the exact sampled tokens.
 
-`individual`: a row a call. `concat`: a row a conversation, as far as the prompt of each turn begins with the exact tokens of the one
-before; where it does not (a template that spells a turn anew), a new row begins, so a row never holds a token that was not seen.
+`individual`: a row per call. `concat`: a row per conversation, while the prompt of each turn starts
+with the exact tokens of the previous one; where it does not (a template that renders a turn
+differently), a new row starts, so a row never contains a token that the model did not see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,14 @@ from areal_core.rollout.types import ModelResponse
 def export_rows(
     interactions: Sequence[Interaction], rewards: Mapping[str, float], turn_discount: float, style: str
 ) -> dict[str, Tensor]:
-    """The rows of one episode.
+    """Return the rows of one episode.
 
     Args:
         interactions: the answered calls, in order; at least one.
-        rewards: by interaction id; none is 0.
+        rewards: by interaction id; a missing one is 0.
         turn_discount: see `rewards.discounted`.
-        style: "individual" rewards a call with its return over all later calls; "concat" a row with the return of its first turn over
-            the row's own turns.
+        style: "individual" rewards a call with its return over all later calls; "concat" rewards a
+            row with the return of its first turn over the turns of the row.
 
     Returns:
         Keys and dtypes of ARCHITECTURE.md, "The batch", `[n, T]` and `[n]`.
@@ -46,7 +47,10 @@ def export_rows(
 
 
 def conversations(interactions: Sequence[Interaction]) -> list[list[Interaction]]:
-    """The paths from root to leaf of the tree in which a call's parent is the longest earlier one that its prompt begins with."""
+    """Return the root-to-leaf paths of the tree of calls.
+
+    The parent of a call is the longest earlier call whose tokens are a prefix of its prompt.
+    """
     chains: dict[int, list[Interaction]] = {}
     leaves: set[int] = set()
     for index, interaction in enumerate(interactions):
@@ -59,9 +63,10 @@ def conversations(interactions: Sequence[Interaction]) -> list[list[Interaction]
 
 
 def conversation_row(turns: Sequence[ModelResponse], reward: float) -> dict[str, Tensor]:
-    """One row, `[1, T]` per token and `[1]` per row, of turns whose prompts each begin with all tokens before.
+    """Return one row, `[1, T]` per token and `[1]` per row, of turns that each continue the last.
 
-    What a turn's prompt adds (a tool's output, a user's answer) is not trained: mask 0, logprob 0, version -1.
+    The tokens that a prompt adds (a tool's output, a user's answer) are outside of the loss mask:
+    mask 0, logprob 0, version -1.
     """
     tokens: list[int] = []
     mask: list[int] = []

@@ -1,4 +1,4 @@
-"""JSON from a client, read field by field: a value of the expected kind, or a refusal that names the field and the value."""
+"""JSON of a client, parsed by field: a typed value, or an error with the field and its value."""
 
 import inspect
 import json
@@ -10,7 +10,7 @@ from areal_core.rollout.agent.errors import BadRequest
 
 T = TypeVar("T")
 REQUIRED: Any = object()
-# Arguments of `apply_chat_template` that are no variables of a template.
+# Arguments of `apply_chat_template` that are not variables of a template.
 OURS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 KINDS = {
     str: "a text",
@@ -23,18 +23,18 @@ KINDS = {
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. Raises BadRequest."""
+    """Parse the body as a JSON object. Raises BadRequest."""
     try:
         parsed = json.loads(body)
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise BadRequest(f"the body is {shown(parsed)}; expected a JSON object")
     return parsed
 
 
 def take(fields: dict[str, Any], name: str, kind: type[T], default: Any = REQUIRED) -> Any:
-    """The value of one field; the default where it is absent or null. Raises BadRequest."""
+    """Return the value of a field, the default if it is absent or null. Raises BadRequest."""
     value = fields.get(name)
     if value is None:
         if default is REQUIRED:
@@ -47,16 +47,19 @@ def take(fields: dict[str, Any], name: str, kind: type[T], default: Any = REQUIR
 
 
 def take_objects(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """A list of objects; empty where the field is absent. Raises BadRequest."""
+    """Return a list of objects, empty if the field is absent. Raises BadRequest."""
     items = take(fields, name, list, [])
     for item in items:
         if not isinstance(item, dict):
-            raise BadRequest(f"{name} holds {shown(item)}; expected objects")
+            raise BadRequest(f"{name} contains {shown(item)}; expected objects")
     return items
 
 
 def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of a message's content: itself, or its parts of these kinds together. Raises BadRequest for images and the like."""
+    """Return the text of a message's content, joining its parts of these kinds.
+
+    Raises BadRequest for other content, such as images.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -69,23 +72,26 @@ def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str
             case {"type": kind, "text": str(text)} if kind in kinds:
                 texts.append(text)
             case _:
-                raise BadRequest(f"{where} holds {shown(part)}; only text is served")
+                raise BadRequest(f"{where} contains {shown(part)}; only text is supported")
     return "".join(texts)
 
 
 def shown(value: Any) -> str:
-    """A value for a message: not more of it than a line holds."""
+    """Return a value for a message, at most 80 characters of it."""
     return repr(value)[:80]
 
 
 def refuse(fields: dict[str, Any], name: str, harmless: tuple[Any, ...], why: str) -> None:
-    """Raises BadRequest if a field has a value that would be ignored."""
+    """Raise BadRequest if a field has a value that would be ignored."""
     if name in fields and fields[name] is not None and fields[name] not in harmless:
         raise BadRequest(f"{name} is {shown(fields[name])}, which is not available: {why}")
 
 
 def sampling_fields(fields: dict[str, Any], *length_names: str) -> dict[str, Any]:
-    """What a client sets of the sampling, by the names of `Sampling`. The first length that is given counts. Raises BadRequest."""
+    """Return the client's sampling options by the names of `Sampling`. Raises BadRequest.
+
+    The first of `length_names` that is given sets the length.
+    """
     kinds = {"temperature": float, "top_p": float, "top_k": int, "frequency_penalty": float}
     found = {name: take(fields, name, kind, None) for name, kind in kinds.items()}
     lengths = (take(fields, name, int, None) for name in length_names)
@@ -98,14 +104,17 @@ def sampling_fields(fields: dict[str, Any], *length_names: str) -> dict[str, Any
 
 
 def template_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs`: what the model's template is told besides, `enable_thinking` say. Raises BadRequest."""
+    """Return `chat_template_kwargs`: variables of the template, such as `enable_thinking`.
+
+    Raises BadRequest.
+    """
     options = take(fields, "chat_template_kwargs", dict, {})
     if not_of_template := sorted(options.keys() & OURS):
-        raise BadRequest(f"chat_template_kwargs sets {', '.join(not_of_template)}, which the proxy decides")
+        raise BadRequest(f"chat_template_kwargs has {', '.join(not_of_template)}, which the proxy sets")
     return options
 
 
 def sse(event: dict[str, Any] | str, name: str = "") -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
     return f"{f'event: {name}' + chr(10) if name else ''}data: {data}\n\n".encode()

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions on the wire: a request's JSON to a `Call`, and an answered call to JSON or a stream of chunks."""
+"""OpenAI's chat completions API: parse requests, render answered calls as JSON or chunks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from areal_core.rollout.agent.json_fields import (
 from areal_core.rollout.agent.output_parsers import dump, json_value
 
 ID_PREFIX = "chatcmpl-"
-NOT_ENFORCED = "the model samples freely; ask for it in the prompt"
+NOT_ENFORCED = "sampling is unconstrained; request it in the prompt"
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
-    """Raises BadRequest."""
+    """Parse a request of the chat completions API. Raises BadRequest."""
     refuse(body, "n", (1,), "send n requests")
     refuse(body, "logit_bias", ({},), "behaviour logprobs would no longer be those of the model")
     refuse(body, "presence_penalty", (0,), "behaviour logprobs would no longer be those of the model")
@@ -46,7 +46,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
 
 
 def offered_tools(body: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """The tools that the template shows; none with tool_choice "none". Raises BadRequest."""
+    """Return the tools for the template; none with tool_choice "none". Raises BadRequest."""
     refuse(body, "tool_choice", ("auto", "none"), NOT_ENFORCED)
     for tool in tools:
         take(take(tool, "function", dict), "name", str)
@@ -54,6 +54,7 @@ def offered_tools(body: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> tu
 
 
 def parse_message(message: dict[str, Any]) -> Message:
+    """Parse one message. Raises BadRequest."""
     role = take(message, "role", str)
     return Message(
         role="system" if role == "developer" else role,
@@ -66,6 +67,7 @@ def parse_message(message: dict[str, Any]) -> Message:
 
 
 def parse_tool_call(call: dict[str, Any]) -> ToolCall:
+    """Parse one tool call of an earlier turn. Raises BadRequest."""
     function = take(call, "function", dict)
     arguments = json_value(take(function, "arguments", str, "{}") or "{}")
     if not isinstance(arguments, dict):
@@ -74,7 +76,7 @@ def parse_tool_call(call: dict[str, Any]) -> ToolCall:
 
 
 def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A `chat.completion` object."""
+    """Return a `chat.completion` object."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": {
@@ -91,7 +93,7 @@ def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -
 
 
 def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
-    """The same as chunks. All come when sampling has ended: tool calls are known no earlier."""
+    """Yield the completion as chunks, all after sampling has ended, when tool calls are known."""
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}
@@ -113,6 +115,7 @@ def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) 
 
 
 def extras(interaction: Interaction) -> dict[str, Any]:
+    """Return the reasoning and the tool calls of a message, if any."""
     message = interaction.message
     found: dict[str, Any] = {"reasoning_content": message.reasoning} if message.reasoning else {}
     if message.tool_calls:
@@ -121,6 +124,7 @@ def extras(interaction: Interaction) -> dict[str, Any]:
 
 
 def envelope(interaction: Interaction, kind: str) -> dict[str, Any]:
+    """Return the fields that completions and chunks have in common."""
     return {
         "id": interaction.id,
         "object": kind,
@@ -130,6 +134,7 @@ def envelope(interaction: Interaction, kind: str) -> dict[str, Any]:
 
 
 def tool_call_json(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form."""
     return {
         "id": call.id,
         "type": "function",
@@ -138,13 +143,14 @@ def tool_call_json(call: ToolCall) -> dict[str, Any]:
 
 
 def finish_reason(interaction: Interaction) -> str:
+    """Return the finish reason by OpenAI's names."""
     if interaction.response.stop_reason == "stop" and interaction.message.tool_calls:
         return "tool_calls"
     return "stop" if interaction.response.stop_reason == "stop" else "length"
 
 
 def token_logprobs(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One entry a sampled token, with its behaviour logprob."""
+    """Return one entry per sampled token, with its behaviour logprob."""
     response = interaction.response
     return [
         {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -153,6 +159,7 @@ def token_logprobs(interaction: Interaction, tokenizer: PreTrainedTokenizerBase)
 
 
 def usage(interaction: Interaction) -> dict[str, int]:
+    """Return the token counts of a call."""
     num_prompt, num_output = len(interaction.response.input_tokens), len(interaction.response.output_tokens)
     return {
         "prompt_tokens": num_prompt,
@@ -162,6 +169,6 @@ def usage(interaction: Interaction) -> dict[str, int]:
 
 
 def render_error(status: int, code: str, message: str) -> dict[str, Any]:
-    """OpenAI's form of a refusal; the responses API has the same."""
+    """Return an error in OpenAI's form, which the responses API shares."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}

@@ -1,4 +1,4 @@
-"""OpenAI's responses API on the wire: input items to a `Call`, and an answered call to a `response` object or its events."""
+"""OpenAI's responses API: parse requests, render answered calls as a `response` or events."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
-    """Raises BadRequest."""
+    """Parse a request of the responses API. Raises BadRequest."""
     refuse(body, "text", ({}, {"format": {"type": "text"}}), NOT_ENFORCED)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else take_objects(body, "input")
@@ -46,7 +46,7 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
 
 
 def parse_item(item: dict[str, Any]) -> Message:
-    """One input item as a message. Raises BadRequest for a kind that is not served."""
+    """Parse one input item as a message. Raises BadRequest for an unsupported kind."""
     kind = take(item, "type", str, "message")
     if kind == "message":
         return parse_message(
@@ -65,7 +65,7 @@ def parse_item(item: dict[str, Any]) -> Message:
 
 
 def join_tool_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Text and function calls of one turn come as items of their own: one message again."""
+    """Join the text and function calls of one turn, which are separate items, to one message."""
     joined: list[Message] = []
     for message in messages:
         if message.tool_calls and joined and joined[-1].role == "assistant":
@@ -76,26 +76,29 @@ def join_tool_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def previous_messages(response_id: str | None, earlier: Sequence[Interaction]) -> tuple[Message, ...]:
-    """The conversation that a previous response of this session ended, without its instructions. Raises BadRequest."""
+    """Return the conversation up to a previous response of this session, without its instructions.
+
+    Raises BadRequest.
+    """
     if response_id is None:
         return ()
     for interaction in earlier:
         if interaction.id == response_id:
-            said = (*interaction.call.messages, interaction.message)
-            return tuple(message for message in said if message.role != "system")
+            conversation = (*interaction.call.messages, interaction.message)
+            return tuple(message for message in conversation if message.role != "system")
     raise BadRequest(
-        f"previous_response_id {response_id!r} names no response of this session", 404, "not_found"
+        f"previous_response_id {response_id!r} is not a response of this session", 404, "not_found"
     )
 
 
 def tool_of_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """The flat form of a tool as the nested one of templates. Raises BadRequest."""
+    """Convert the flat form of a tool to the nested one of templates. Raises BadRequest."""
     refuse(tool, "type", ("function",), "only functions can be offered")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
 def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A `response` object."""
+    """Return a `response` object."""
     cut = interaction.response.stop_reason != "stop"
     num_prompt, num_output = len(interaction.response.input_tokens), len(interaction.response.output_tokens)
     return {
@@ -121,6 +124,7 @@ def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -
 
 
 def output_items(interaction: Interaction) -> list[dict[str, Any]]:
+    """Return the output of a response: reasoning, message, function calls."""
     message, suffix = interaction.message, interaction.id.removeprefix(ID_PREFIX)
     items: list[dict[str, Any]] = []
     if message.reasoning:
@@ -152,10 +156,10 @@ def output_items(interaction: Interaction) -> list[dict[str, Any]]:
 
 
 def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
-    """The events of a response, numbered."""
+    """Yield the numbered server-sent events of a response."""
     reply = render_reply(interaction, tokenizer)
-    begun = reply | {"status": "in_progress", "output": [], "usage": None}
-    events = [{"type": "response.created", "response": begun}]
+    started = reply | {"status": "in_progress", "output": [], "usage": None}
+    events = [{"type": "response.created", "response": started}]
     for index, item in enumerate(reply["output"]):
         events += item_events(index, item)
     events.append({"type": f"response.{reply['status']}", "response": reply})
@@ -164,7 +168,7 @@ def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) 
 
 
 def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a client hears of one output item: added, its text or arguments, done."""
+    """Return the events of one output item: added, its text or arguments, done."""
     place = {"item_id": item["id"], "output_index": index}
     middle: list[dict[str, Any]] = []
     empty = dict(item)

@@ -1,7 +1,7 @@
-"""From the text that a model sampled to what a client is given: content, reasoning and tool calls.
+"""Parsers of sampled text: content, reasoning and tool calls.
 
-Each tool-call format is one function `text, tools -> (content, calls)`. What does not parse stays in the content, where both the
-agent and the model's next turn can see it.
+Each tool-call format is one function `text, tools -> (content, calls)`. Text that does not parse
+stays in the content, where both the agent and the model's next turn can see it.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 from areal_core.rollout.agent.conversation import ToolCall
 
 Tools = Sequence[dict[str, Any]]
-Found = tuple[str, list[tuple[str, dict[str, Any]]]]  # the rest of the text; (name, arguments) of each call
+Found = tuple[str, list[tuple[str, dict[str, Any]]]]  # remaining text; (name, arguments) per call
 
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 XML_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
@@ -24,17 +24,17 @@ XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.D
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls. `special` formats are marked by tokens that decoding would leave out."""
+    """The tool-call format of a model family; `special`: marked by special tokens."""
 
     parse: Callable[[str, Tools], Found]
     special: bool = False
 
 
 def split_reasoning(text: str, parser: str) -> tuple[str | None, str]:
-    """Reasoning (None without any) and the rest of the text.
+    """Return the reasoning (None without any) and the rest of the text.
 
-    `qwen3` reasons if the text opens `<think>`, or closes what the prompt has opened; `deepseek-r1` always begins inside, so that an
-    answer cut before `</think>` is reasoning throughout.
+    For `qwen3` the text opens `<think>`, or closes one that the prompt has opened; `deepseek-r1`
+    always starts inside, so that an answer that is truncated before `</think>` is all reasoning.
     """
     if parser == "none":
         return None, text
@@ -46,7 +46,10 @@ def split_reasoning(text: str, parser: str) -> tuple[str | None, str]:
 
 
 def parse_tool_calls(text: str, parser: str, tools: Tools) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text without its tool calls, and the calls, with fresh ids. A call of a tool that was not offered is a call too."""
+    """Return the text without its tool calls, and the calls, with new ids.
+
+    A call of a tool that was not offered counts as a call, too.
+    """
     content, found = TOOL_FORMATS[parser].parse(text, tools)
     if not found:
         return text, ()
@@ -54,14 +57,14 @@ def parse_tool_calls(text: str, parser: str, tools: Tools) -> tuple[str, tuple[T
 
 
 def with_ids(found: Iterable[tuple[str, dict[str, Any]]]) -> tuple[ToolCall, ...]:
-    """Names and arguments as calls with ids that no other call has."""
+    """Return names and arguments as calls with unique ids."""
     return tuple(
         ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, dump(arguments)) for name, arguments in found
     )
 
 
 def dump(arguments: Any) -> str:
-    """Arguments as JSON text, spelled in one way, so that an echo of them compares equal."""
+    """Return arguments as canonical JSON text, so that a client's echo of them compares equal."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
@@ -83,7 +86,7 @@ def tagged_xml(text: str, tools: Tools) -> Found:
 
 
 def bare_json(text: str, tools: Tools) -> Found:
-    """`{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`, several parted by `;` (Llama 3)."""
+    """`{"name": ..., "parameters": {...}}`, optional `<|python_tag|>`, split by `;` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls = [named_call(part) for part in re.split(r"(?<=\})\s*;\s*(?=\{)", body)]
     return ("", [call for call in calls if call]) if all(calls) else (text, [])
@@ -98,7 +101,7 @@ def marked_list(text: str, tools: Tools) -> Found:
 
 
 def python_list(text: str, tools: Tools) -> Found:
-    """`[f(x=1), g(y="a")]`, and nothing else (Llama 4 and others called pythonic)."""
+    """`[f(x=1), g(y="a")]`, and nothing else (Llama 4 and others; "pythonic")."""
     try:
         listed = ast.parse(text.strip(), mode="eval").body
         assert isinstance(listed, ast.List)
@@ -117,7 +120,7 @@ def take_out(
     text: str,
     calls_in: Callable[[str], Sequence[tuple[str, dict[str, Any]] | None]],
 ) -> Found:
-    """The text without the blocks whose calls all parse, and those calls."""
+    """Return the text without the blocks whose calls parse, and those calls."""
     rest, found, end = [], [], 0
     for match in pattern.finditer(text):
         calls = [call for call in calls_in(match.group(1)) if call]
@@ -128,7 +131,7 @@ def take_out(
 
 
 def named_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of a JSON object that holds them (Llama calls them parameters); None of any other text."""
+    """Return name and arguments of a JSON call (Llama: "parameters"); None for other text."""
     match json_value(text):
         case {"name": str(name), "arguments": dict(arguments)} | {
             "name": str(name),
@@ -141,7 +144,7 @@ def named_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def json_value(text: str) -> Any:
-    """The value; None for what is no JSON."""
+    """Return the JSON value; None for text that is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -149,14 +152,17 @@ def json_value(text: str) -> Any:
 
 
 def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """`f(x=1)` as a name and literal keyword arguments. Raises ValueError or AssertionError for anything else."""
+    """Return `f(x=1)` as a name and literal arguments.
+
+    Raises ValueError or AssertionError otherwise.
+    """
     assert isinstance(node, ast.Call)
     assert not node.args
     return ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords if k.arg}
 
 
 def typed(value: str, function: str, parameter: str, tools: Tools) -> Any:
-    """The text of an XML parameter: a string where the tool's schema says so, else JSON if it is JSON."""
+    """Return an XML parameter: a string by the tool's schema, else JSON if it parses."""
     for tool in tools:
         match tool["function"]:
             case {"name": name, "parameters": {"properties": dict(properties)}} if name == function:

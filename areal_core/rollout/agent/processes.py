@@ -1,10 +1,11 @@
-"""Agents in processes of their own (mode "subproc"): for frameworks that block, or read their server from the environment.
+"""Agents in worker processes (mode "subproc"), for frameworks that block or read os.environ.
 
     run() --> idle workers --> one line of JSON to the worker's stdin --> asyncio.run(agent.run(...)) --> one line back
               waits for one    (areal_core.rollout.agent.worker)          calls the proxy over its port
 
-Each worker runs one episode at a time, so `subproc_max_workers` is the number of concurrent episodes. A worker that dies fails its
-episode; a cancelled episode takes its worker with it, and the next one starts a new one.
+Each worker runs one episode at a time, so `subproc_max_workers` is the number of concurrent
+episodes. A worker that dies fails its episode; a cancelled episode ends its worker, and the next
+episode starts a new one.
 """
 
 import asyncio
@@ -22,21 +23,21 @@ LONGEST_LINE_BYTES = 64 << 20
 
 
 class AgentProcesses:
-    """Workers, started as they are needed. All methods run on one event loop."""
+    """Worker processes, started on demand. All methods run on one event loop."""
 
     def __init__(self, agent: Any, arguments: Mapping[str, Any], max_workers: int) -> None:
         self._agent = agent
         self._arguments = arguments
-        self._room = asyncio.Semaphore(max_workers)
+        self._slots = asyncio.Semaphore(max_workers)
         self._idle: list[Process] = []
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """What the agent returned. Raises AgentError with what it raised."""
+        """Return the result of the agent. Raises AgentError with what the agent raised."""
         job = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
-        async with self._room:
+        async with self._slots:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
-                reply = await ask(worker, job)
+                reply = await request(worker, job)
             except BaseException:
                 await end(worker)
                 raise
@@ -46,7 +47,7 @@ class AgentProcesses:
         return reply["returned"]
 
     async def close(self) -> None:
-        """Ends the workers."""
+        """End the idle workers."""
         while self._idle:
             await end(self._idle.pop())
 
@@ -68,8 +69,8 @@ class AgentProcesses:
         )
 
 
-async def ask(worker: Process, job: str) -> dict[str, Any]:
-    """The reply to one job. Raises AgentError if the process ended."""
+async def request(worker: Process, job: str) -> dict[str, Any]:
+    """Send one job to a worker and return its reply. Raises AgentError if the process ended."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(f"{job}\n".encode())
@@ -83,7 +84,7 @@ async def ask(worker: Process, job: str) -> dict[str, Any]:
 
 
 async def end(worker: Process) -> None:
-    """Kills the process, if it still runs, and waits for it."""
+    """Kill the process, if it still runs, and wait for it."""
     if worker.returncode is None:
         worker.kill()
     await worker.wait()

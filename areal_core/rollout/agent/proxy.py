@@ -1,11 +1,11 @@
-"""What the proxy answers, whoever carries the bytes: a socket or a call in this process (both in `server.py`).
+"""Requests and replies of the proxy, over a socket or in this process (both in `server.py`).
 
     agent --(OpenAI or Anthropic client)--> answer() --> dialect.parse_call --> complete() --> the session's engine
                                                ^                                                    | tokens, logprobs, versions
                                                +---------- dialect.render_reply <--- Interaction <--+ kept in the session
 
-A session key opens its own session. The admin key opens what is for the run's owner: it starts the sessions that episodes offer (mode
-"online") and reads sessions.
+A session key opens its own session. The admin key is for the owner of the run: it starts the
+sessions that episodes offer (mode "online") and reads sessions.
 """
 
 import hmac
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one API spells calls, answers and refusals."""
+    """The form of calls, replies and errors in one API."""
 
     id_prefix: str
     parse_call: Callable[[dict[str, Any], Sequence[Interaction]], Call]
@@ -76,7 +76,7 @@ DIALECTS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MES
 
 @dataclass
 class AgentProxy:
-    """The answers of one proxy. `offers` are the sessions of episodes that wait for somebody outside to run them."""
+    """The routes of one proxy; `offers` are sessions that wait for an external client."""
 
     dialogue: Dialogue
     admin_key: str
@@ -84,7 +84,10 @@ class AgentProxy:
     offers: deque[tuple[Session, dict[str, Any]]] = field(default_factory=deque)
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        """The reply to one request. What a client did wrong becomes a refusal in the words of its API."""
+        """Return the reply to one request.
+
+        An error of the client is reported in the form of its API.
+        """
         path = path.removeprefix("/v1")
         dialect = DIALECTS.get(path, CHAT)
         try:
@@ -94,9 +97,9 @@ class AgentProxy:
         except BadRequest as error:
             refusal = dialect.render_error(error.status, error.code, str(error))
             return json_reply(refusal, error.status)
-        except Exception as error:  # the boundary of a server: the thread that answers must go on
+        except Exception as error:  # the boundary of a server: its thread must continue
             logger.debug("a call of the model failed", exc_info=True)
-            reason = f"the model could not be asked: {type(error).__name__}: {error}"
+            reason = f"the model could not be called: {type(error).__name__}: {error}"
             return json_reply(dialect.render_error(500, "engine_error", reason), 500)
 
     async def _call(self, dialect: Dialect, key: str, body: bytes) -> Reply:
@@ -106,9 +109,7 @@ class AgentProxy:
             interaction = await complete(session, call, self.dialogue, dialect.id_prefix)
         except BadRequest:
             raise
-        except (
-            Exception
-        ) as error:  # the boundary: the client gets a status, and the episode raises the error itself
+        except Exception as error:  # the boundary: the episode raises the error
             session.failure = error
             raise
         if call.stream:
@@ -133,7 +134,7 @@ class AgentProxy:
                 self._require_admin(key)
                 session = self.sessions.with_id(take(parse_object(body), "session_id", str))
                 return {"session_id": session.id, "interactions": facts_of(session)}
-        raise BadRequest(f"there is nothing at {method} {path}", 404, "not_found")
+        raise BadRequest(f"there is no route {method} {path}", 404, "not_found")
 
     def _start_offered(self) -> dict[str, Any]:
         if not self.offers:
@@ -157,10 +158,11 @@ class AgentProxy:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """The key of a request: `Authorization: Bearer KEY`, or `x-api-key: KEY`; empty without one."""
+    """Return the key of `x-api-key: KEY` or `Authorization: Bearer KEY`; "" without one."""
     bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
     return headers.get("x-api-key", "") or bearer
 
 
 def json_reply(facts: dict[str, Any], status: int = 200) -> Reply:
+    """Return a reply with a JSON body."""
     return Reply(status, json.dumps(facts, ensure_ascii=False).encode())

@@ -1,4 +1,4 @@
-"""From what an agent's `run` returned to one reward a completion."""
+"""One reward per completion, from the result of an agent's `run`."""
 
 import math
 import numbers
@@ -14,12 +14,13 @@ EXPECTED = "expected a number for the last completion, or a dict of completion i
 def rewards_by_id(
     returned: Any, interactions: Sequence[Interaction], set_by_agent: Mapping[str, float], agent: str
 ) -> dict[str, float]:
-    """The rewards that a run gave, by the id of the interaction.
+    """Return the rewards of a run, by the id of the interaction.
 
     Args:
-        returned: a number for the last completion, a dict by completion id, or None where `set_by_agent` holds all.
+        returned: a number for the last completion, a dict by completion id, or None if
+            `set_by_agent` has all.
         interactions: the answered calls, in order.
-        set_by_agent: rewards that came by `/rl/set_reward`.
+        set_by_agent: rewards set through `/rl/set_reward`.
         agent: its name, for the message.
 
     Raises:
@@ -40,7 +41,7 @@ def rewards_by_id(
     for id, reward in given.items():
         if id not in known:
             raise WrongReward(
-                f"{agent} rewarded {id!r}, which is no completion of this run; it has {', '.join(known)}"
+                f"{agent} rewarded {id!r}, which is not a completion of this run; it has {', '.join(known)}"
             )
         if not isinstance(reward, numbers.Real):
             raise WrongReward(f"{agent} returned {str(reward)[:80]!r} ({type(reward).__name__}); {EXPECTED}")
@@ -50,7 +51,7 @@ def rewards_by_id(
 
 
 def discounted(own: Sequence[float], turn_discount: float) -> list[float]:
-    """Each turn's return: its own reward and `turn_discount` times the return of the next turn."""
+    """Return the return of each turn: its reward plus `turn_discount` times the next return."""
     returns: list[float] = []
     for reward in reversed(own):
         returns.append(reward + turn_discount * (returns[-1] if returns else 0.0))

@@ -1,9 +1,10 @@
-"""The proxy where agents reach it: on a port of the loopback interface, and, for agents of this process, without a socket.
+"""The transports of the proxy: a port and, for agents of this process, direct calls.
 
     agent of this process -- InProcessTransport --> answer() in the agent's own thread --+
     any process ------------ aiohttp (port) ------> answer() in the proxy's thread ------+--> rollout thread: engine
 
-An agent that blocks its thread stops the agents beside it, and neither the engine nor those that come by the port.
+An agent that blocks its thread stops the other agents of that thread, but neither the engine nor
+agents that use the port.
 """
 
 import ipaddress
@@ -17,22 +18,22 @@ from areal_core.rollout.loop_thread import FewPerTurn, LoopThread
 
 DEFAULT_ADMIN_KEY = "areal-admin-key"
 SHORTEST_ADMIN_KEY = 16
-# An engine that failed has been asked again already, by its client; a second asking is the agent's own choice.
+# The engine's client has retried a failed request already; another retry is the agent's own choice.
 NO_RETRY = {"x-should-retry": "false"}
 
 
 class ProxyServer:
-    """A proxy that listens, in a thread of its own, until it is closed.
+    """A proxy that listens in its own thread until it is closed.
 
     Args:
-        proxy: what it answers.
-        host: address of the interface; others than loopback want a key of your own.
+        proxy: its routes.
+        host: address of the interface; any other than loopback requires your own key.
         port: 0 for a free one.
         max_body_bytes: a larger request is refused with 413.
 
     Raises:
         UnsafeProxy: other machines could reach it with a default or short admin key.
-        UnreachableProxy: the port is taken, or the interface not of this machine.
+        UnreachableProxy: the port is in use, or the interface is not of this machine.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ProxyServer:
         self.base_url = f"http://{reached_at}:{self.port}"
 
     def close(self) -> None:
-        """Stops listening and ends the calls in flight."""
+        """Stop listening and end the calls in flight."""
         self.thread.run(self._runner.cleanup())
         self.thread.close()
 
@@ -83,9 +84,9 @@ class ProxyServer:
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
-    """Carries an httpx client's requests to a proxy of this process, and others to the network.
+    """Transport of requests to a proxy of this process, and of other requests to the network.
 
-    Two thousand episodes would hold four thousand sockets, and half of their time would go into HTTP.
+    Without it, 2,000 episodes would need 4,000 sockets and spend half of their time in HTTP.
     """
 
     def __init__(self, server: ProxyServer, few_per_turn: FewPerTurn) -> None:
@@ -111,13 +112,13 @@ class InProcessTransport(httpx.AsyncBaseTransport):
 
 
 def too_large(max_body_bytes: int) -> Reply:
-    """The refusal of a body that is larger than the proxy reads."""
+    """Return the error for a body that is larger than the limit."""
     message = f"the request is larger than rollout.agent.max_body_bytes, {max_body_bytes}"
     return Reply(413, f'{{"error": {{"message": "{message}", "type": "invalid_request_error"}}}}'.encode())
 
 
 def check_exposure(host: str, admin_key: str) -> None:
-    """Raises UnsafeProxy where other machines could reach a proxy with a key that anybody can guess."""
+    """Raise UnsafeProxy if other machines could reach a proxy with a guessable key."""
     if is_loopback(host):
         return
     if admin_key == DEFAULT_ADMIN_KEY or len(admin_key) < SHORTEST_ADMIN_KEY:
@@ -129,7 +130,7 @@ def check_exposure(host: str, admin_key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return whether only this machine can reach `host`."""
     if host == "localhost":
         return True
     try:

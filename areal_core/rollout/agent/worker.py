@@ -1,4 +1,4 @@
-"""One worker of mode "subproc": reads episodes from stdin, runs the agent, writes what it returned. Started by processes.py.
+"""A worker of mode "subproc": read episodes from stdin, run the agent, write its results.
 
 Usage: python -m areal_core.rollout.agent.worker AGENT ARGUMENTS_JSON
 """
@@ -16,7 +16,8 @@ from areal_core.rollout.agent.agents import load_agent
 
 
 def main(path: str, arguments: str) -> None:
-    # What an agent prints goes to stderr, not among the replies.
+    """Run the episodes of stdin with one agent, one after the other."""
+    # The output of an agent goes to stderr, so that it does not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     agent = load_agent(path, json.loads(arguments))
@@ -32,20 +33,23 @@ def main(path: str, arguments: str) -> None:
 
 
 async def run(agent: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What the agent returned, or the error that it raised."""
+    """Return the result of the agent, or the error that it raised."""
     try:
         async with httpx.AsyncClient(timeout=None) as http_client:
             returned = await agent.run(
                 job["data"], base_url=job["base_url"], api_key=job["api_key"], http_client=http_client
             )
-    except Exception as error:  # the boundary: whatever an agent raises is raised again in the trainer
+    except Exception as error:  # the boundary: the trainer raises it again
         described = "".join(traceback.format_exception(error))
         return {"returned": None, "error": f"{type(error).__name__}: {error}", "traceback": described}
     return {"returned": returned, "error": "", "traceback": ""}
 
 
 def send(replies: TextIO, reply: dict[str, Any]) -> None:
-    """One line. What is no JSON becomes its text, which the trainer refuses as a reward."""
+    """Write a reply as one line.
+
+    Values that are not JSON become text, which the trainer refuses as a reward.
+    """
     replies.write(json.dumps(reply, default=repr) + "\n")
     replies.flush()
 

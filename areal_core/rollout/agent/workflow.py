@@ -1,4 +1,4 @@
-"""An agent as a workflow: it runs in a loop of its own, talks to the proxy as to any server, and leaves rows of exact tokens.
+"""An agent as a workflow: it runs in its own event loop, calls the proxy, and leaves exact tokens.
 
     rollout thread           agents' thread                                        rollout thread
     arun_episode
@@ -7,8 +7,9 @@
                                waits        <-- renders                   <------  tokens
       rewards, rows  <-----  returns the reward
 
-An agent that blocks (a synchronous client, `time.sleep`) stops the agents beside it and never the engine, so it cannot deadlock;
-`areal-debug agent stress` names it. One that makes no call for `session_timeout_seconds` is ended with an error.
+An agent that blocks (a synchronous client, `time.sleep`) stops the other agents but never the
+engine, so it cannot deadlock; `areal-debug agent stress` names it. One that makes no call for
+`session_timeout_seconds` is ended with an error.
 """
 
 import asyncio
@@ -42,16 +43,17 @@ from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run
 from areal_core.rollout.types import sampling_from
 
 logger = logging.getLogger(__name__)
-LOOK_EVERY_S = 10.0  # for sessions that are idle for too long
+IDLE_CHECK_S = 10.0  # period of the check for idle sessions
 
 
 class AgentWorkflow:
     """A `RolloutWorkflow` around an agent.
 
     Args:
-        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path; in mode "subproc" a path. `run`
-            gets the row, `base_url`, `api_key` and `http_client` (httpx), and returns a number or a dict by completion id.
-        gconfig: anything with the attributes of `Sampling`: what a call that sets nothing samples with.
+        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path;
+            in mode "subproc" a class or path. `run` gets the row, `base_url`, `api_key` and
+            `http_client` (httpx), and returns a number or a dict by completion id.
+        gconfig: an object with the attributes of `Sampling`: the defaults of a call.
         tokenizer: with a chat template.
         options: the `rollout.agent` section.
         agent_kwargs: for the agent's class.
@@ -79,11 +81,14 @@ class AgentWorkflow:
         self.few_per_turn = FewPerTurn()
         transport = InProcessTransport(self.server, self.few_per_turn)
         self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells each of a million calls
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
-        """One run of the agent, as rows. Raises the agent's own exception, or the engine's if that was the cause."""
+        """Run the agent once and return its rows.
+
+        Raises the agent's exception, or the engine's if that caused it.
+        """
         session = self.server.proxy.sessions.open(engine.agenerate, asyncio.get_running_loop())
         try:
             rewards = await self.run_in(session, data)
@@ -93,7 +98,7 @@ class AgentWorkflow:
         return export_rows(session.in_order(), rewards, self.options.turn_discount, self.options.export_style)
 
     async def run_in(self, session: Session, data: dict[str, Any]) -> dict[str, float]:
-        """Runs the agent in an open session; the rewards it gave, by completion id."""
+        """Run the agent in an open session; return its rewards by completion id."""
         run = {"inline": self._inline, "subproc": self._in_process, "online": self._online}[self.options.mode]
         try:
             returned = await self._unless_stalled(run(session, data), session)
@@ -104,7 +109,7 @@ class AgentWorkflow:
         return rewards_by_id(returned, session.in_order(), session.rewards, self.name)
 
     def close(self) -> None:
-        """Ends runs, connections and threads. An agent that blocks its loop is left behind in its thread."""
+        """End runs, connections and threads. An agent that blocks its loop keeps its thread."""
         ending = self.agents.submit(self._close_agents())
         with contextlib.suppress(TimeoutError):
             ending.result(UNWIND_S)
@@ -134,7 +139,7 @@ class AgentWorkflow:
         return await run_on(self.agents.loop, run)
 
     async def _online(self, session: Session, data: dict[str, Any]) -> None:
-        """Offers the session to whoever asks `/rl/start_session`, and waits until `/rl/end_session`."""
+        """Offer the session to clients of `/rl/start_session`, and wait until `/rl/end_session`."""
         offers = self.server.proxy.offers
         session.last_used = math.inf  # a session that nobody has started is not idle
         offers.append((session, data))
@@ -148,7 +153,10 @@ class AgentWorkflow:
                 offers.remove((session, data))
 
     async def _unless_stalled(self, run: Awaitable[Any], session: Session) -> Any:
-        """What the run returns. Raises AgentStalled once the session has been idle for too long."""
+        """Return the result of the run.
+
+        Raises AgentStalled when the session has been idle for too long.
+        """
         limit_s = self.options.session_timeout_seconds
         task = asyncio.ensure_future(run)
         try:
@@ -159,7 +167,7 @@ class AgentWorkflow:
                         f"{self.name} has made no call for {limit_s} s (rollout.agent.session_timeout_seconds) after "
                         f"{len(session.interactions)} answered calls, and has not returned"
                     )
-                await asyncio.wait({task}, timeout=min(max(left_s, 0.1), LOOK_EVERY_S))
+                await asyncio.wait({task}, timeout=min(max(left_s, 0.1), IDLE_CHECK_S))
             return task.result()
         finally:
             task.cancel()
@@ -168,16 +176,20 @@ class AgentWorkflow:
 
 @cache
 def keep_libraries_out_of_collection() -> None:
-    """Once, when the first run has ended and loaded what it needs.
+    """Exclude the objects of libraries from garbage collection, once, after the first run.
 
-    The half million objects of torch, Transformers and openai stay anyway. Looked through by every full collection, with the objects
-    of 2,048 episodes, they stop all threads for a second each time (measured: p99 lag of the loops 0.9 s, 0.1 s without them).
+    The half million objects of torch, Transformers and openai are never freed. Traversed by every
+    full collection, with the objects of 2,048 episodes, they stop all threads for a second each
+    time (measured p99 of the event-loop lag: 0.9 s, 0.1 s without them).
     """
     gc.freeze()
 
 
 def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: AgentConfig) -> Dialogue:
-    """How this run's messages become tokens and back. Raises ConfigError for a parser that is not known."""
+    """Return the conversion of messages to tokens and back.
+
+    Raises ConfigError for an unknown parser.
+    """
     tool_formats, reasoning = (*TOOL_FORMATS, "template"), REASONING_PARSERS
     for name, value, known in (
         ("tool_call_parser", options.tool_call_parser, tool_formats),

@@ -1,7 +1,8 @@
-"""Stands in for `sgl_kernel`, whose wheel needs a CUDA driver to import, in SGLang servers on the CPU.
+"""Replacement of `sgl_kernel`, whose wheel needs a CUDA driver, in SGLang servers on the CPU.
 
-Dense models on the torch-native path import its names but call none. A call says which one it was. Adapters on that path ask for pinned
-memory, which torch has only with a driver: here they get ordinary memory, which is what pinning means to a CPU.
+Dense models on the torch-native path import its names but call none. A call raises with its name.
+Adapters on that path request pinned memory, which torch allocates only with a driver: here they get
+ordinary memory, which is equivalent on a CPU.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 
 def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `make` ignoring `pin_memory`."""
+
     @wraps(make)
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return make(*args, **kwargs)
@@ -30,9 +33,9 @@ def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def pin_memory(self: Any, device: Any = None) -> Any:
-    """The tensor itself, in place of `torch.Tensor.pin_memory`."""
+    """Return the tensor itself, in place of `torch.Tensor.pin_memory`."""
     return self
 
 
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
-torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # the replacement is the purpose
+torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
