@@ -5,6 +5,11 @@ ValueError
 │   └── AllocationError  the allocation string
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
+
+Errors of starting and monitoring processes.
+
+RuntimeError
+  ServerFailed     an inference server ended, or was not ready in time; the message has its last log lines
 """
 
 
@@ -22,3 +27,7 @@ class DatasetError(ValueError):
 
 class RewardError(ValueError):
     """A reward function cannot be found, raised, ran out of time, or returned no finite number."""
+
+
+class ServerFailed(RuntimeError):
+    """An inference server ended, or was not ready in time; the message has its last log lines."""

@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.engine.errors import ModelError
-from areal_core.rollout.engine import InferenceEngine
 from areal_core.rollout.errors import NoServers
-from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
 
 MAX_LATENCY_MEANS = 3
 
@@ -61,9 +60,8 @@ def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTr
     Raises:
         NoServers: nothing answers at the address.
     """
-    from areal_core.rollout.server_identity import ask_identity
-    from areal_core.rollout.servers import Server
-    from areal_core.rollout.sglang_client import SGLangClient
+    from areal_core.sglang.client import SGLangClient
+    from areal_core.sglang.server import Server, ask_identity
 
     server = Server(address.removeprefix("http://").rstrip("/"))
     try:
@@ -80,8 +78,8 @@ def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine
     """Load a model into this process: bfloat16 on a GPU, float32 on a CPU."""
     import torch
 
-    from areal_core.engine.replica import Replica
-    from areal_core.rollout.embedded import EmbeddedEngine
+    from areal_core.embedded.engine import EmbeddedEngine
+    from areal_core.embedded.replica import Replica
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

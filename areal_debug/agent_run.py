@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.rollout.agent.chat_template import find_parent, render
-from areal_core.rollout.agent.conversation import Interaction
-from areal_core.rollout.agent.export import conversations, export_rows
-from areal_core.rollout.agent.sessions import Session
-from areal_core.rollout.agent.workflow import AgentWorkflow
-from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.episode import EpisodeEngine
+from areal_core.agent.agent_workflow import AgentWorkflow
+from areal_core.agent.chat_template import find_parent, render
+from areal_core.agent.conversation import Interaction
+from areal_core.agent.export import conversations, export_rows
+from areal_core.agent.sessions import Session
+from areal_core.rollout.episodes import EpisodeEngine
 from areal_core.rollout.loop_thread import LoopThread
+from areal_core.rollout.types import InferenceEngine
 from recorder.samples import Token, token_texts
 
 

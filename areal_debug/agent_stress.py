@@ -21,12 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from areal_core.rollout.agent.workflow import AgentWorkflow
-from areal_core.rollout.engine import InferenceEngine, TokenSampler
+from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.rollout.errors import NothingAccepted
-from areal_core.rollout.executor import Executor
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse, TokenSampler
 from areal_debug.loop_monitor import LoopMonitor, LoopReport, percentile
 
 VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.allocation import Allocation, Parallel
-from areal_core.config.engine_checks import engines_of
+from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
-from areal_core.dataset.sources import get_dataset, jsonl_of_split, read_rows
+from areal_core.dataset.read import get_dataset, jsonl_of_split, read_rows
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
 from areal_core.paths import run_folder
 from areal_core.trainer.build import count_steps, load_tokenizer
-from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.checkpointing import Frequency
 from areal_debug.dry_run_memory import Memory, estimate_memory
 from areal_debug.dry_run_step import AnyConfig, Stage, plan_step, plan_upkeep
 

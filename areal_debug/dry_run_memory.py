@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, PPOConfig, RWConfig
-from areal_core.config.lora_checks import is_base_of
+from areal_core.config.checks import is_base_of
 from areal_debug.dry_run_states import FP32, SIZES, Model, Part, Shape, not_estimated, state_parts
 from areal_debug.dry_run_step import AnyConfig
 

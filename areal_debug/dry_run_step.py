@@ -14,10 +14,10 @@ from areal_core.config import (
     SFTConfig,
     TrainEngineConfig,
 )
+from areal_core.config.checks import is_base_of, serves_adapters
 from areal_core.config.experiment import TimerConfig
-from areal_core.config.lora_checks import is_base_of, serves_adapters
 from areal_core.paths import record_folder, run_folder
-from areal_core.rollout.sglang_wire import adapter_name
+from areal_core.sglang.client import adapter_name
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 
@@ -119,7 +119,7 @@ def describe_attention(device: str, model: TrainEngineConfig) -> str:
     """Describe the kernel that `attn_impl` selects, on a GPU unless the config names a CPU."""
     import torch
 
-    from areal_core.engine.flash_attention import choose_attention
+    from areal_core.engine.attention import choose_attention
 
     kind = "cpu" if device == "cpu" else "cuda"
     return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).reason

@@ -110,7 +110,7 @@ def go_to_step(record: str, step: str, options_text: str) -> None:
 
 def visit(scene: "Scene", options: "GotoOptions") -> None:
     """Save the weights, open a shell or open the debugger, as requested; a collective."""
-    from areal_core.engine.hf_folder import save_hf
+    from areal_core.engine.checkpoint.hf_folder import save_hf
     from areal_debug.goto_shell import open_debugger, open_shell
 
     if options.save is not None:

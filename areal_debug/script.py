@@ -30,10 +30,10 @@ def mistakes_as_sentences() -> Iterator[None]:
     """Print the errors that our packages raise for users as one sentence, on the first rank that
     has one.
     """
+    from areal_core.agent.errors import AgentError
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, RewardError
     from areal_core.rollout import errors as rollout
-    from areal_core.rollout.agent.errors import AgentError
     from recorder import DamagedRecord, RecordError
     from replayer.errors import ReplayError
 

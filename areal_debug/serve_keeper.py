@@ -17,12 +17,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from areal_core.launch.errors import ServerFailed
-from areal_core.launch.sglang_server import SGLangServer
+from areal_core.errors import ServerFailed
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.rollout.errors import NoSuchName
-from areal_core.rollout.name_service import FolderNames, register_server
-from areal_core.rollout.servers import last_lines
+from areal_core.sglang.discovery import FolderNames, register_server
+from areal_core.sglang.server import last_lines
+from areal_core.sglang.start import SGLangServer
 from areal_debug.serve_state import (
     ServerState,
     forget,
@@ -32,7 +32,7 @@ from areal_debug.serve_state import (
     write_state,
 )
 
-MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.launch.embedded_server"}
+MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.embedded.http_server"}
 POLL_S = 0.2
 
 

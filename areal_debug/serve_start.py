@@ -11,8 +11,8 @@ import psutil
 
 from areal_core.config import SGLangConfig
 from areal_core.launch.processes import thread_limits
-from areal_core.launch.sglang_server import cpu_environment, free_port, server_args
-from areal_core.rollout.name_service import FolderNames
+from areal_core.sglang.discovery import FolderNames
+from areal_core.sglang.start import cpu_environment, free_port, server_args
 from areal_debug.serve_facts import stored_dtype
 from areal_debug.serve_keeper import ServeSpec
 from areal_debug.serve_state import known_servers

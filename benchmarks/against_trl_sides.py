@@ -55,7 +55,7 @@ def ours_grpo(model: Path, steps: int, folder: Path) -> None:
 
 def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
     from areal_core.config import SFTConfig
-    from areal_core.config.engine import OptimizerConfig
+    from areal_core.config.train_engine import OptimizerConfig
     from areal_core.trainer.sft import SFTTrainer
 
     rows = [{"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in token_rows(kind, steps)]

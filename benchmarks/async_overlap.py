@@ -15,13 +15,11 @@ import random
 import time
 
 from areal_core.batch import Batch
-from areal_core.rollout.engine import TokenSampler
-from areal_core.rollout.executor import Executor
-from areal_core.rollout.group import Plan
+from areal_core.rollout.episodes import Plan
 from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.pipeline import Pipeline
+from areal_core.rollout.pipeline import Executor, Pipeline
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.types import ModelRequest, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import ScriptedEngine
 

@@ -20,15 +20,13 @@ import aiohttp
 
 from areal_core.batch import Batch
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.engine import TokenSampler
-from areal_core.rollout.executor import Executor
-from areal_core.rollout.servers import Server
-from areal_core.rollout.sglang_client import SGLangClient
-from areal_core.rollout.sglang_wire import generate_payload
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.types import ModelRequest, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
+from areal_core.sglang.client import SGLangClient, generate_payload
+from areal_core.sglang.server import Server
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_core.testing import make_tiny_model
 
 GOAL = 0.98

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_core.dataset import arithmetic_rows
-from areal_core.engine.replica import Replica
-from areal_core.rollout.generate import generate, left_pad
+from areal_core.embedded.generate import generate, left_pad
+from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import Sampling
 
 

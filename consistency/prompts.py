@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.dataset.sources import read_rows, rl_row
+from areal_core.dataset.read import read_rows, rl_row
 from consistency.errors import BadPrompts
 
 KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is), question or prompt"

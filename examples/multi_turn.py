@@ -19,7 +19,7 @@ def main(argv: list[str]) -> None:
     train_dataset = get_dataset(config.train_dataset, tokenizer=tokenizer)
     with PPOTrainer(config, train_dataset, **hooks) as trainer:
         trainer.train(
-            workflow="areal_core.rollout.multi_turn.MultiTurnWorkflow",
+            workflow="areal_core.agent.multi_turn.MultiTurnWorkflow",
             workflow_kwargs={
                 "reward_fn": "areal_core.reward.gsm8k_reward_fn",
                 "max_turns": 3,

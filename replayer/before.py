@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_core.engine.checkpoint_file import read_checkpoint
+from areal_core.engine.checkpoint.files import read_checkpoint
 from recorder import Problem, Record, verify
 from recorder.environment import folder_identity
 from recorder.header import check_folder

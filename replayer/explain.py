@@ -19,7 +19,7 @@ from areal_core.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_core.trainer.updates import num_loss_tokens
+from areal_core.trainer.update import num_loss_tokens
 from recorder import Record, open_record
 from replayer.before import nearest_anchor, step_range
 from replayer.request import Request

@@ -1,12 +1,72 @@
-"""Token rewards and generalised advantage estimation over the tokens that the policy generated."""
+"""Token rewards and generalised advantage estimation over the tokens that the policy generated.
+
+Reward shaping, from a task's reward to the training reward: penalty, bias, scale, clip.
+
+Estimates of KL(policy || reference) from one sampled token each.
+
+J. Schulman, "Approximating KL divergence", 2020.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.kl import kl_estimate
 from areal_core.batch import FINISH_REASONS
+
+
+def overlong_penalty(
+    completion_lengths: Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
+) -> Tensor:
+    """Soft overlong punishment [B], 0 or negative.
+
+    `completion_lengths` [B] are in tokens. DAPO (arXiv 2503.14476) eq. 13: 0 up to `max_new_tokens
+    - overlong_tokens`, then decreasing linearly to `-factor` at `max_new_tokens`.
+    """
+    exceed = completion_lengths - (max_new_tokens - overlong_tokens)
+    return torch.clamp(-exceed / overlong_tokens * factor, max=0.0).float()
+
+
+def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0) -> Tensor:
+    """`(rewards + bias) * scaling`, clipped to `[-clip, clip]`; [B] float32."""
+    return torch.clamp((rewards.float() + bias) * scaling, min=-clip, max=clip)
+
+
+def groups_without_spread(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(all its rewards are equal, it has several samples) of each group: two bool [groups].
+
+    Both inputs are [B]. Where rewards are compared within groups, a group of several samples with
+    equal rewards has no training signal.
+    """
+    groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)[1:]
+    values = rewards.float()
+    lowest = values.new_full(counts.shape, torch.inf).scatter_reduce(0, groups, values, "amin")
+    highest = values.new_full(counts.shape, -torch.inf).scatter_reduce(0, groups, values, "amax")
+    return lowest == highest, counts > 1
+
+
+def kl_estimate(
+    logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1", clamp: float = 10.0
+) -> Tensor:
+    """Per-token estimate, in the shape of `logprobs`, clamped to `[-clamp, clamp]`.
+
+    With `d = log pi - log pi_ref`: k1 = d, unbiased but noisy; k2 = d^2 / 2, biased, its gradient
+    is the KL's; k3 = exp(-d) - 1 + d, unbiased and never negative.
+
+    Raises:
+        ValueError: the estimator is none of these.
+    """
+    difference = logprobs - reference_logprobs
+    if estimator == "k1":
+        estimate = difference
+    elif estimator == "k2":
+        estimate = difference**2 / 2
+    elif estimator == "k3":
+        estimate = torch.exp(-difference) - 1 + difference
+    else:
+        raise ValueError(f"KL estimator {estimator!r} is unknown; expected k1, k2 or k3")
+    return estimate.clamp(min=-clamp, max=clamp)
+
 
 CUT_OFF = FINISH_REASONS.index("length")
 

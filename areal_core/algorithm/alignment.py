@@ -1,4 +1,10 @@
-"""The one place that aligns values to the next token: position t then refers to token t + 1."""
+"""The one place that aligns values to the next token: position t then refers to token t + 1.
+
+Sums over the sequences of a packed batch.
+
+A packed batch is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 has the start of each sequence, and
+the number of tokens as its last element.
+"""
 
 import torch
 from torch import Tensor
@@ -21,3 +27,32 @@ def shifted_left(values: Tensor, last: float) -> Tensor:
     """Shift columns of [B, T] left by one: column t is column t + 1, the last column is `last`."""
     end = torch.full_like(values[:, :1], last)  # [B, 1]
     return torch.cat([values[:, 1:], end], dim=1)
+
+
+def segment_ids(cu_seqlens: Tensor) -> Tensor:
+    """Index of each token's sequence: [n + 1] -> [tokens] int64."""
+    lengths = cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+
+
+def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of `values` [tokens] over each segment: [num_segments]."""
+    return values.new_zeros(num_segments).index_add(0, ids, values)
+
+
+def masked_segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean of `values` over the masked tokens of each token's sequence, or 0: [tokens]."""
+    ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
+    total = segment_sum(torch.where(mask, values, 0.0), ids, num_segments)  # [n]
+    count = segment_sum(mask.to(values.dtype), ids, num_segments)  # [n]
+    return (total / count.clamp(min=1))[ids]
+
+
+def masked_segment_max(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Maximum of `values` over the masked tokens of each token's sequence, or 0: [tokens]."""
+    ids, num_segments = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
+    masked = torch.where(mask, values, -torch.inf)
+    largest = masked.new_full((num_segments,), -torch.inf).scatter_reduce(
+        0, ids, masked, reduce="amax"
+    )  # [n]
+    return torch.where(largest.isfinite(), largest, 0.0)[ids]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.segments import segment_sum
+from areal_core.algorithm.alignment import segment_sum
 
 SumOverRanks = Callable[[Tensor], Tensor]
 

@@ -1,19 +1,6 @@
 """Options of a run: dataclasses, YAML with dotted overrides, and checks of their agreement."""
 
-from areal_core.config.checks import check_config
-from areal_core.config.engine import (
-    DPOEngineConfig,
-    FSDPEngineConfig,
-    FSDPWrapPolicy,
-    MicroBatchSpec,
-    NormConfig,
-    OptimizerConfig,
-    PPOActorConfig,
-    PPOCriticConfig,
-    RejectionSamplingConfig,
-    TeacherConfig,
-    TrainEngineConfig,
-)
+from areal_core.config.checks import NOT_YET, NotYet, check_config
 from areal_core.config.experiment import (
     BaseExperimentConfig,
     DatasetConfig,
@@ -35,8 +22,20 @@ from areal_core.config.generation import (
     SGLangConfig,
 )
 from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, without_keys
-from areal_core.config.not_yet import NOT_YET, NotYet
 from areal_core.config.services import ClusterSpecConfig, LauncherConfig, StatsLoggerConfig
+from areal_core.config.train_engine import (
+    DPOEngineConfig,
+    FSDPEngineConfig,
+    FSDPWrapPolicy,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RejectionSamplingConfig,
+    TeacherConfig,
+    TrainEngineConfig,
+)
 
 __all__ = [
     "NOT_YET",

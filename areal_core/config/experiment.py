@@ -5,13 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_core.allocation import Allocation, resolve_allocation
-from areal_core.config.engine import (
-    DPOEngineConfig,
-    PPOActorConfig,
-    PPOCriticConfig,
-    TeacherConfig,
-    TrainEngineConfig,
-)
 from areal_core.config.generation import GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
 from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, REQUIRED, option, section
 from areal_core.config.services import (
@@ -20,6 +13,13 @@ from areal_core.config.services import (
     PerfTracerConfig,
     SchedulerConfig,
     StatsLoggerConfig,
+)
+from areal_core.config.train_engine import (
+    DPOEngineConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TeacherConfig,
+    TrainEngineConfig,
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from areal_core.dataset.tokens import Row
+from areal_core.dataset.rows import Row
 from areal_core.errors import DatasetError
 
 

@@ -1,9 +1,36 @@
-"""Loading of a Hugging Face causal language model on the CPU, with float32 master weights."""
+"""Loading of a Hugging Face causal language model on the CPU, with float32 master weights.
 
+Transformer layers through torch.compile, in graphs shared by all layers and micro-batches.
+
+A graph has a dynamic number of tokens, and is compiled once for all layers of a class. The lengths
+of packed sequences would cause recompilation: they are numbers in a list, and a graph is
+specialised on the length of a list. So they pass through the compiled layer in an opaque object,
+and attention, which needs them, runs in a graph break.
+
+Fused kernels of the package liger-kernel for norms and gated MLPs: optional, only on a GPU.
+
+Results differ in the last bits. Rotary embeddings are not replaced: Liger would replace them for
+every model in the process. Cross-entropy is computed in `logprobs.py`.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
@@ -59,3 +86,95 @@ def without_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p")):
             setattr(config, name, 0.0)
+
+
+BACKEND = "inductor"
+ATTENTION_OPTIONS = ("sequence_lengths", "sequence_parallel")  # options of a layer that only attention uses
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A value that passes through a compiled layer without specialising its graph."""
+
+    value: Any
+
+
+def compile_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Compile the forward, and with it the backward, of each layer.
+
+    Call it before FSDP adds its hooks. Compilation happens in the first micro-batch, which then
+    takes about a minute.
+
+    Args:
+        layers: modules of the model whose forward has the options `ATTENTION_OPTIONS`.
+
+    Raises:
+        ModelError: there is no compiler for the code that torch generates.
+    """
+    if BACKEND == "inductor":
+        refuse_without_compiler(torch.cuda.is_available())
+    name = model.config._attn_implementation
+    between = f"{name}_between_graphs"
+    AttentionInterface.register(between, _between_graphs(ALL_ATTENTION_FUNCTIONS[name]))
+    model.set_attn_implementation(between)
+    for layer in layers:
+        layer.forward = _with_opaque_options(torch.compile(layer.forward, dynamic=True, backend=BACKEND))
+
+
+def refuse_without_compiler(on_gpu: bool) -> None:
+    """Raise ModelError where the compiler that inductor calls is missing.
+
+    That is a C++ compiler on a CPU, and on a GPU a C compiler, for Triton's launchers.
+    """
+    candidates = [os.environ.get("CC", "gcc"), "clang"] if on_gpu else [os.environ.get("CXX", "g++")]
+    if not any(map(shutil.which, candidates)):
+        raise ModelError(
+            f"fsdp.compile is true and {' or '.join(candidates)} is not installed, which torch.compile calls: "
+            f"install it, or set fsdp.compile to false"
+        )
+
+
+def _between_graphs(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(*args: Any, **options: Any) -> Any:
+        return attention(*args, **{name: _unwrapped(value) for name, value in options.items()})
+
+    return torch.compiler.disable(attend)
+
+
+def _with_opaque_options(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **options: Any) -> Any:
+        return compiled(*args, **options | {name: Opaque(options[name]) for name in ATTENTION_OPTIONS})
+
+    return forward
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.value if isinstance(value, Opaque) else value
+
+
+def apply_liger(model: PreTrainedModel, device: str) -> None:
+    """Replace the norms and MLPs of a model whose family Liger supports.
+
+    Raises:
+        ModelError: the device is not a GPU, the package is missing, or it does not support the
+            family.
+    """
+    if device != "cuda":
+        raise ModelError(
+            f"use_liger is true and the device is {device!r}: Liger's kernels are written in Triton and need a GPU; "
+            f"set use_liger to false"
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ModelError(
+            "use_liger is true and liger-kernel is not installed: pip install 'areal-debug[liger]', "
+            "or set use_liger to false"
+        )
+    from liger_kernel.transformers import monkey_patch
+
+    family = model.config.model_type
+    if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(
+            f"use_liger is true and Liger has no kernels for {family!r} models: set use_liger to false"
+        )
+    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[family]
+    apply(rope=False, cross_entropy=False, fused_linear_cross_entropy=False, model=model)

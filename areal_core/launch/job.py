@@ -8,24 +8,26 @@ a server ended: others left -> continue; none left -> the ranks get 30 s to repo
 any exit (end, error, SIGTERM, SIGINT): every child is ended
 
 `local.py`, `ray_cluster.py` and `slurm.py` define only how a server and the ranks are started.
+
+Follow a log file that another machine writes: copy appended bytes to standard output.
 """
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from areal_core.allocation import Allocation
 from areal_core.config import BaseExperimentConfig
 from areal_core.environment import DETERMINISTIC
-from areal_core.errors import ConfigError
-from areal_core.launch.errors import ServerFailed
+from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
-from areal_core.rollout.servers import Server, environment_of
+from areal_core.sglang.server import Server, environment_of
 
 # A group that spans trainer and server works only without these.
 NCCL_WITH_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -130,3 +132,30 @@ def parse_environment(option: str, text: str) -> dict[str, str]:
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"{option} is {text!r}; expected variables as 'A=1,B=2'")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@contextmanager
+def following(log: Path) -> Iterator[None]:
+    """Show a file as it is written, from its start, until the block ends; create it if missing."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    over = threading.Event()
+
+    def follow(file: BinaryIO) -> None:
+        last = False
+        while not last:
+            last = over.wait(POLL_S)  # a shared file system does not report changes
+            try:
+                sys.stdout.buffer.write(file.read())
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:  # the reader of our output is gone; the run continues
+                return
+
+    with log.open("rb") as file:
+        thread = threading.Thread(target=follow, args=(file,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()

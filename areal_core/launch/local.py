@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 from areal_core.config import BaseExperimentConfig
 from areal_core.launch.job import Job, run_job
-from areal_core.launch.server_plan import plan_servers, start_server
-from areal_core.launch.sglang_server import SGLangServer
+from areal_core.launch.placement import plan_servers, start_server
 from areal_core.launch.torchrun import run_ranks
+from areal_core.sglang.start import SGLangServer
 
 
 def launch(job: Job) -> int:

@@ -1,9 +1,16 @@
-"""The machines that a job needs, and their assignment to ranks and servers."""
+"""The machines that a job needs, and their assignment to ranks and servers.
 
-from dataclasses import dataclass
+The start arguments of each inference server as plain data, for use on another machine.
+"""
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_core.config import PPOConfig
+from areal_core.config.checks import ALL_LINEAR
 from areal_core.errors import ConfigError
-from areal_core.launch.job import Job
+from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 
 
 @dataclass(frozen=True)
@@ -58,3 +65,63 @@ def place(job: Job) -> Placement:
         )
     ranks_per_node = world // num_trainer_nodes if num_trainer_nodes else 0
     return Placement(num_trainer_nodes, ranks_per_node, tuple(slots[: job.num_servers]), size)
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Arguments of one `SGLangServer`, in JSON types."""
+
+    model_path: str
+    log: str
+    args: list[str]
+    env: dict[str, str]
+    ready_timeout_s: float
+
+
+def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPlan]:
+    """Return one plan per server, each with its own seed; none if the job needs no servers.
+
+    Args:
+        device: "cuda" or "cpu".
+        share_devices: True where every server sees the GPUs of all, False where each sees only its
+            own.
+
+    Raises:
+        ConfigError: the config of the method has no rollout section.
+    """
+    config, rollout = job.config, job.allocation.rollout
+    named = parse_environment("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
+    env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **named}
+    if not job.num_servers or rollout is None:
+        return []
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(
+            f"the allocation {job.allocation} has inference servers and {type(config).__name__} has no rollout "
+            "section: use an allocation that only trains, such as 'fsdp:d1'"
+        )
+    devices_per_server = rollout.world_size // rollout.data
+    plans = []
+    for i in range(job.num_servers):
+        options = replace(
+            config.sglang,
+            random_seed=config.sglang.random_seed + i,
+            lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+        )
+        first_device = i * devices_per_server if share_devices else 0
+        args = server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
+        model_path = config.sglang.model_path or config.actor.path
+        log = str(job.log_dir / f"llm_server_{i}.log")
+        plans.append(ServerPlan(model_path, log, args, env, config.rollout.setup_timeout))
+    return plans
+
+
+def adapted_modules(config: PPOConfig) -> list[str]:
+    """Return the modules whose adapters a server allocates memory for."""
+    return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
+
+
+def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> SGLangServer:
+    """Start a server on this machine, on a free port of `host`, without waiting for readiness."""
+    return SGLangServer(
+        plan.model_path, Path(plan.log), plan.args, plan.env, host=host, ready_timeout_s=plan.ready_timeout_s
+    )

@@ -11,6 +11,11 @@ any way out: stop() in each actor's second thread ends its children; then the gr
 the driver dies: Ray ends the actors, and their children end with them (`processes.start`)
 
 Logs go to the run's log folder, which all machines must see.
+
+Actors of the Ray launcher on each machine: one for a server, one for the trainer's ranks.
+
+Each has three threads of Ray: one waits for the child, one ends it when the launcher calls `stop`,
+one answers. A child ends with the thread that started it, and so with its actor.
 """
 
 import logging
@@ -30,23 +35,85 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_core.config import LauncherConfig
-from areal_core.errors import ConfigError
-from areal_core.launch.errors import ServerFailed
-from areal_core.launch.follow import following
-from areal_core.launch.job import Job, run_job
-from areal_core.launch.placement import Placement, place
-from areal_core.launch.ranks import earliest_failure
-from areal_core.launch.ray_actors import AgentActor, ServerActor
-from areal_core.launch.server_plan import ServerPlan, plan_servers
+from areal_core.errors import ConfigError, ServerFailed
+from areal_core.launch.job import Job, following, run_job
+from areal_core.launch.node import earliest_failure
+from areal_core.launch.placement import Placement, ServerPlan, place, plan_servers, start_server
+from areal_core.launch.processes import Child, end_tree, start
 from areal_core.launch.torchrun import (
     POLL_S,
     Nodes,
     ended_on_signals,
     rank_command,
     rank_environment,
+    shell_code,
     wait_for,
 )
-from areal_core.rollout.servers import Server
+from areal_core.sglang.server import Server
+from areal_core.sglang.start import SGLangServer, free_port
+
+
+class AgentActor:
+    """Runs one command on its machine. `stop` is called while `run` waits."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Return this machine's address, and a free port on it."""
+        host = own_address()
+        return host, free_port(host)
+
+    def run(self, command: list[str], env: dict[str, str], log: str, folder: str) -> int:
+        """Run a command to its end in `folder`; return its exit code as a shell would show it."""
+        with open(log, "wb") as output:
+            self._child = start(command, env, output, Path(folder))
+            code = self._child.wait()
+            if code < 0:
+                output.write(f"killed by {signal.Signals(-code).name}\n".encode())
+        end_tree(self._child)
+        return shell_code(code)
+
+    def stop(self) -> None:
+        """End the command and everything that it has started."""
+        if self._child is not None:
+            end_tree(self._child)
+
+
+class ServerActor:
+    """Runs one inference server on its machine. `stop` is called while `wait` waits."""
+
+    def __init__(self) -> None:
+        self._server: SGLangServer | None = None
+
+    def start(self, plan: ServerPlan) -> str:
+        """Start the server; return its address."""
+        self._server = start_server(plan, own_address())
+        return self._server.server.address
+
+    def wait_until_ready(self) -> None:
+        """Wait until `/health` answers. Raises `ServerFailed`."""
+        self._started().wait_until_ready()
+
+    def wait(self) -> int:
+        """Wait for the end of the server; return its exit code."""
+        return self._started().process.wait()
+
+    def stop(self) -> None:
+        """End the server and all its workers."""
+        if self._server is not None:
+            self._server.stop()
+
+    def _started(self) -> SGLangServer:
+        assert self._server is not None, "start() comes first"
+        return self._server
+
+
+def own_address() -> str:
+    """Return the address of this machine as Ray knows it."""
+    address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
+    return address()
+
 
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor
 STOP_TIMEOUT_S = 30.0

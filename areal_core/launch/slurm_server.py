@@ -8,9 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from areal_core.launch.server_plan import ServerPlan, start_server
+from areal_core.launch.placement import ServerPlan, start_server
 from areal_core.launch.torchrun import ended_on_signals, shell_code
-from areal_core.rollout.name_service import FolderNames
+from areal_core.sglang.discovery import FolderNames
 
 
 def main(plan_file: str, host: str, names: str, index: str) -> int:

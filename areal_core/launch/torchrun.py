@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from areal_core.launch.node import RANK_LOGS
 from areal_core.launch.processes import end_tree, hurry, start, thread_limits
-from areal_core.launch.ranks import RANK_LOGS
 
 GRACE_S = 30.0
 POLL_S = 0.2
@@ -82,7 +82,7 @@ def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes |
             "--master-port",
             str(nodes.port),
         ]
-    agent = [sys.executable, "-m", "areal_core.launch.ranks", *where]
+    agent = [sys.executable, "-m", "areal_core.launch.node", *where]
     return [*agent, "--nproc-per-node", str(ranks_per_node), *script_argv]
 
 

@@ -1,6 +1,6 @@
 """Verifiable rewards, computed in worker processes that can be killed."""
 
 from areal_core.reward.functions import arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
-from areal_core.reward.pool import RewardPool
+from areal_core.reward.reward_pool import RewardPool
 
 __all__ = ["RewardPool", "arithmetic_reward_fn", "gsm8k_reward_fn", "load_reward_fn"]

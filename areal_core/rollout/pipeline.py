@@ -25,23 +25,169 @@ wakes it. All state belongs to the event loop's thread, so there are no locks; o
 A waiter never waits silently. A wait that cannot end, and prompts that always fail or are rejected,
 raise an exception (`tolerance.py`); a long wait is logged with the names of what it waits for, and
 again each time it has doubled (`watch.py`).
+
+Prompts one at a time from a loader of batches; a resumed run neither loses nor repeats one.
+
+Reports of long waits: what is awaited, and again each time the wait has doubled.
+
+The rollouts of one data-parallel rank, for code without an event loop.
+
+trainer thread                               event loop thread (pipeline.py)
+submit(data, workflow) --------------------> queues a prompt; starts it when the limits allow
+prepare_batch(feed, ...)  <----------------- a batch that is ready, or the wait for one
+... trains ...                               ... starts and finishes the prompts of the next batches ...
+set_version(v) ----------------------------> starts what the previous version did not allow
+pause, resume -----------------------------> stops, restarts new prompts; running ones continue
 """
 
 import asyncio
 import itertools
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from areal_core.dataset.tokens import Row
-from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.episode import EpisodeEngine, oldest_version, run_episodes
-from areal_core.rollout.errors import RolloutStuck
-from areal_core.rollout.feed import Feed
-from areal_core.rollout.group import Group, Plan, is_accepted
-from areal_core.rollout.staleness import StalenessControl, choose_batch
-from areal_core.rollout.tolerance import Tolerance
-from areal_core.rollout.watch import Patience, Watch
+from areal_core.batch import Batch
+from areal_core.dataset.rows import Row
+from areal_core.rollout.episodes import (
+    AcceptFn,
+    EpisodeEngine,
+    Group,
+    Plan,
+    assemble,
+    is_accepted,
+    oldest_version,
+    run_episodes,
+)
+from areal_core.rollout.errors import NothingAccepted, RolloutStuck
+from areal_core.rollout.loop_thread import LoopThread
+from areal_core.rollout.staleness import StalenessControl, Tolerance, choose_batch
+from areal_core.rollout.types import InferenceEngine
+from areal_core.rollout.workflow import RolloutWorkflow
+
+
+class PromptLoader(Protocol):
+    """This data-parallel rank's share of the prompts."""
+
+    def next_batch(self) -> list[tuple[int, Row]]:
+        """Return the next `(prompt_id, row)` pairs."""
+        ...
+
+    def row(self, prompt_id: int) -> Row:
+        """Return the row of a prompt that `next_batch` returned before."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, as JSON types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        ...
+
+
+class Feed(Protocol):
+    """The source of prompts of `prepare_batch`; called on the event loop thread."""
+
+    def take(self) -> tuple[int, Row]:
+        """Return the next `(prompt_id, row)`; never exhausted."""
+        ...
+
+
+class PromptFeed:
+    """A `Feed` of the prompts of `loader`, in order."""
+
+    def __init__(self, loader: PromptLoader) -> None:
+        self.loader = loader
+        self._waiting: deque[tuple[int, Row]] = deque()
+
+    def take(self) -> tuple[int, Row]:
+        """Return the next `(prompt_id, row)`."""
+        if not self._waiting:
+            self._waiting.extend(self.loader.next_batch())
+        return self._waiting.popleft()
+
+    def state_dict(self, in_flight: list[int]) -> dict[str, Any]:
+        """Return a state to continue from, in which the prompts `in_flight` come again first.
+
+        These are the prompts that were taken and not trained on yet.
+        """
+        unused = [prompt_id for prompt_id, _ in self._waiting]
+        return {"loader": self.loader.state_dict(), "prompts": [*in_flight, *unused]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.loader.load_state_dict(state["loader"])
+        self._waiting = deque((prompt_id, self.loader.row(prompt_id)) for prompt_id in state["prompts"])
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The durations after which a wait is reported.
+
+    An episode without a request to the engine is in a reward, a tool or an agent's code. A reward
+    process is killed after 15 s (`RewardPool`), so more than 20 s are unusual. A completion may
+    take minutes.
+    """
+
+    check_every_s: float = 1.0
+    paused_s: float = 5.0
+    own_code_s: float = 20.0
+    generation_s: float = 60.0
+
+
+class Watch:
+    """One wait for `wanted`, which starts now."""
+
+    def __init__(self, patience: Patience, wanted: str) -> None:
+        self.wanted = wanted
+        self._patience = patience
+        self._start = time.monotonic()
+        self._next_s: dict[str, float] = {}
+
+    def paused(self, what: str) -> None:
+        """Report that `what` is paused, if it has been for long."""
+        waited_s = time.monotonic() - self._start
+        if self._is_due(what, waited_s, self._patience.paused_s):
+            self._report(f"{what} has been paused for all of {waited_s:.0f} s; call its resume()")
+
+    def report_slow(self, episodes: Sequence[EpisodeEngine]) -> None:
+        """Report the running episodes without progress for the longest time."""
+        now = time.monotonic()
+        running = [episode for episode in episodes if not episode.is_finished]
+        oldest_first = sorted(running, key=lambda episode: episode.since)
+        own_code = [episode for episode in oldest_first if episode.num_generating == 0]
+        generating = [episode for episode in oldest_first if episode.num_generating > 0]
+        if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
+            self._report(
+                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {name(own_code[0])} "
+                f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
+            )
+        if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
+            self._report(
+                f"{len(generating)} episodes wait for the engine, {name(generating[0])} for "
+                f"{now - generating[0].since:.0f} s: are the completions long, or are the servers paused?"
+            )
+
+    def _is_due(self, what: str, waited_s: float, after_s: float) -> bool:
+        if waited_s < self._next_s.setdefault(what, after_s):
+            return False
+        self._next_s[what] = 2 * waited_s
+        return True
+
+    def _report(self, text: str) -> None:
+        logger.warning("waiting for %s: %s", self.wanted, text)
+
+
+def name(episode: EpisodeEngine) -> str:
+    """Return an episode's name for messages."""
+    return f"prompt {episode.prompt_id}, sample {episode.sample_id}"
+
 
 T = TypeVar("T")
 
@@ -308,3 +454,133 @@ class Pipeline:
         # A task that was cancelled before its first step has not updated the count.
         self.control.running -= len(self._running)
         self._running.clear()
+
+
+class Executor:
+    """Run prompts through workflows. Its methods are called from any thread except its own.
+
+    Args:
+        engine: samples tokens. It is closed with the executor, unless the thread is shared.
+        control: the limits, and the counts of prompts.
+        loop: the thread to share with another executor; by default one of its own.
+        max_failures: prompts per batch whose episodes may raise; one more raises the episode's
+            exception.
+        check_format: check shapes, dtypes and masks of the tensors that workflows return.
+        patience: the durations after which a wait is reported.
+        holds_rejected: rejected prompts of a feed keep their place in a batch, which is then
+            smaller, instead of being replaced.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        control: StalenessControl,
+        *,
+        loop: LoopThread | None = None,
+        max_failures: int = 0,
+        check_format: bool = False,
+        patience: Patience | None = None,
+        holds_rejected: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.control = control
+        self.loop = loop or LoopThread()
+        self._owns_loop = loop is None
+        self._pipeline = Pipeline(engine, control, max_failures, check_format, patience, holds_rejected)
+
+    def submit(
+        self,
+        data: Row,
+        workflow: RolloutWorkflow,
+        *,
+        prompt_id: int | None = None,
+        n_samples: int = 1,
+        should_accept: AcceptFn | None = None,
+    ) -> int:
+        """Queue a prompt and return its task id at once; it starts when the limits allow."""
+        return self.loop.run(self._pipeline.submit(prompt_id, data, Plan(workflow, n_samples, should_accept)))
+
+    def wait(self, count: int, timeout_s: float | None = None) -> list[Batch | None]:
+        """Return the rows of `count` finished prompts, in the order in which they were submitted.
+
+        A prompt that was rejected or failed has None instead of rows.
+
+        Raises:
+            TimeoutError: not so many have finished within `timeout_s`.
+            RolloutStuck: not so many were submitted, or none of them can start.
+            Exception: of an episode, beyond `max_failures` of them.
+        """
+        return [group.batch() for group in self.loop.run(self._pipeline.wait(count, timeout_s))]
+
+    def wait_for_task(self, task_id: int, timeout_s: float | None = None) -> Batch | None:
+        """Return the rows of one submitted prompt, or None, as `wait` does."""
+        return self.loop.run(self._pipeline.wait_for_task(task_id, timeout_s)).batch()
+
+    def rollout_batch(
+        self,
+        prompts: Sequence[tuple[int, Row]],
+        workflow: RolloutWorkflow,
+        *,
+        n_samples: int = 1,
+        should_accept: AcceptFn | None = None,
+        timeout_s: float | None = None,
+    ) -> Batch:
+        """Run these `(prompt_id, row)` and return the accepted rows in canonical order.
+
+        Raises:
+            NothingAccepted: no prompt was accepted; and as `wait` does.
+        """
+        plan = Plan(workflow, n_samples, should_accept)
+        groups = self.loop.run(self._pipeline.run_all(prompts, plan, timeout_s))
+        accepted = [(group.prompt_id, group.rows) for group in groups if group.rows is not None]
+        if not accepted:
+            raise NothingAccepted(f"all {len(groups)} prompts were rejected or failed; look at their rewards")
+        return assemble(accepted)
+
+    def prepare_batch(
+        self,
+        feed: Feed,
+        workflow: RolloutWorkflow,
+        *,
+        n_samples: int = 1,
+        should_accept: AcceptFn | None = None,
+        timeout_s: float | None = None,
+    ) -> Batch:
+        """Return the rows of `control.batch_size` accepted prompts, in canonical order.
+
+        The prompts of the next batches are sampled meanwhile and afterwards. With `holds_rejected`
+        the batch is of that many prompts, of which at least one was accepted.
+
+        Raises:
+            NothingAccepted: too many prompts in a row were rejected; and as `wait` does.
+        """
+        plan = Plan(workflow, n_samples, should_accept)
+        groups = self.loop.run(self._pipeline.prepare(feed, plan, timeout_s))
+        return assemble([(group.prompt_id, group.rows) for group in groups if group.rows is not None])
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the trainer's weights, and start the prompts that it allows."""
+        self.loop.run(self._pipeline.set_version(version))
+
+    def continue_at(self, version: int) -> None:
+        """Continue a run that has consumed a batch for each version before this one."""
+        self.loop.run(self._pipeline.continue_at(version))
+
+    def pause(self) -> None:
+        """Start no new prompts; running ones continue."""
+        self.loop.run(self._pipeline.set_paused(True))
+
+    def resume(self) -> None:
+        """Start new prompts again."""
+        self.loop.run(self._pipeline.set_paused(False))
+
+    def snapshot(self, read: Callable[[list[int]], T]) -> T:
+        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken, atomically."""
+        return self.loop.run(self._pipeline.snapshot(read))
+
+    def close(self) -> None:
+        """Cancel running prompts; close engine and thread, unless the thread is shared."""
+        self.loop.run(self._pipeline.close())
+        if self._owns_loop:
+            self.engine.close()  # which may need the loop
+            self.loop.close()

@@ -1,9 +1,14 @@
-"""Requests to an engine and its responses: token ids in; token ids, logprobs and versions out."""
+"""Requests to an engine and its responses: token ids in; token ids, logprobs and versions out.
+
+The interface to an inference engine.
+
+The SGLang client, the embedded engine and the scripted one implement it.
+"""
 
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from areal_core.rollout.errors import PromptTooLong
 
@@ -74,3 +79,55 @@ class ModelResponse:
     output_logprobs: list[float]  # of softmax(logits / temperature), before top-k and top-p
     output_versions: list[int]  # version of the weights that sampled the token
     stop_reason: str  # a member of batch.FINISH_REASONS: "stop", "length" or "abort"
+
+
+class TokenSampler(Protocol):
+    """The part of an engine that an episode uses."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        ...
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion; many calls run concurrently on one event loop."""
+        ...
+
+
+class EpisodeSampler(TokenSampler, Protocol):
+    """The engine that a workflow gets: it adds the episode's name to every request."""
+
+    @property
+    def prompt_id(self) -> int:
+        """Prompt of the episode."""
+        ...
+
+    @property
+    def sample_id(self) -> int:
+        """Index of the episode among those of its prompt."""
+        ...
+
+
+class InferenceEngine(TokenSampler, Protocol):
+    """Sample completions with the weights of one version at a time."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True after `pause` until `resume`."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights that the engine holds from now on."""
+        ...
+
+    def pause(self) -> None:
+        """Stop sampling: requests in flight are held or aborted, and continue after `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Continue sampling."""
+        ...
+
+    def close(self) -> None:
+        """Release connections and memory."""
+        ...

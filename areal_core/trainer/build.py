@@ -1,10 +1,14 @@
-"""Builders: from sections of the config to the components of a run."""
+"""Builders: from sections of the config to the components of a run.
+
+Builders of the logging services of `stats_logger`, besides the stats.jsonl of every run.
+"""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +26,16 @@ from areal_core.config import (
     config_to_dict,
     without_keys,
 )
-from areal_core.config.engine import FSDPEngineConfig, OptimizerConfig
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
+from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig
 from areal_core.dataset import PromptLoader
+from areal_core.engine.attention import choose_attention
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
-from areal_core.engine.flash_attention import choose_attention
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.liger import apply_liger
 from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
-from areal_core.engine.model import load_model
+from areal_core.engine.model import apply_liger, load_model
 from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks
@@ -40,12 +43,75 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
-from areal_core.telemetry import JsonlLogger, Stats, StatsLogger
+from areal_core.telemetry import (
+    JsonlLogger,
+    Stats,
+    StatsLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
+from areal_core.telemetry.loggers import Logger, without_none
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
-from areal_core.trainer.build_services import build_services
-from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
+
+UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
+
+
+def build_services(config: BaseExperimentConfig, folder: Path, first_step: int = 0) -> list[Logger]:
+    """Build one logger per service; local files are stored under `folder`.
+
+    Args:
+        first_step: above 0, the services continue their earlier runs there.
+
+    Raises:
+        ConfigError: the package of a configured service is not installed.
+    """
+    options, built = config.stats_logger, list[Logger]()
+    if options.tensorboard.path:
+        built.append(TensorBoardLogger(options.tensorboard.path, first_step))
+    if options.wandb.mode != "disabled":
+        built.append(WandbLogger(dir=str(folder), **wandb_arguments(config)))
+    if options.trackio.mode != "disabled":
+        trackio = options.trackio
+        built.append(
+            TrackioLogger(
+                trackio.mode,
+                trackio.space_id,
+                project=trackio.project or config.experiment_name,
+                name=trackio.name or config.trial_name,
+                config=without_keys(config_to_dict(config)),
+            )
+        )
+    return built
+
+
+def wandb_arguments(config: BaseExperimentConfig) -> dict[str, Any]:
+    """Return the arguments of `wandb.init`.
+
+    The id is that of experiment and trial, so that a continued run stays one run there.
+    """
+    options = config.stats_logger.wandb
+    trial = f"{config.experiment_name}_{config.trial_name}"
+    account = without_none(
+        {"base_url": options.wandb_base_url or None, "api_key": options.wandb_api_key or None}
+    )
+    return {
+        "mode": options.mode,
+        "entity": options.entity,
+        "project": options.project or config.experiment_name,
+        "name": options.name or config.trial_name,
+        "id": "_".join([trial, *([options.id_suffix] if options.id_suffix else [])]).translate(UNSAFE_IN_ID),
+        "group": options.group or trial,
+        "job_type": options.job_type,
+        "notes": options.notes,
+        "tags": options.tags,
+        "config": without_keys(options.config or config_to_dict(config)),
+        "settings": account or None,
+    }
+
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`
 Dataset = Any  # a sequence of rows

@@ -1,17 +1,34 @@
-"""Builders of the models besides the actor: the critic and models that only compute log-probs."""
+"""Builders of the models besides the actor: the critic and models that only compute log-probs.
 
-from dataclasses import replace
+The reference model of a LoRA policy without a second copy: the policy, adapter disabled.
+"""
 
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from areal_core.batch import Batch
 from areal_core.config import PPOConfig, TrainEngineConfig
-from areal_core.config.lora_checks import is_base_of
+from areal_core.config.checks import is_base_of
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.lora import adapters_off
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_score_model
-from areal_core.trainer.base_reference import BaseReference
 from areal_core.trainer.build import build_engine
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """The frozen base model of an adapted policy; bitwise the log-probs of a separate engine."""
+
+    actor: FSDPEngine
+
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Compute log-probs as `FSDPEngine` does; a collective."""
+        with adapters_off(self.actor.model):
+            return self.actor.compute_logprobs(batch)
 
 
 def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngine | None:

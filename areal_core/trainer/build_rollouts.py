@@ -1,39 +1,119 @@
-"""Builders of rollouts and validation: inference engine, workflow, filter and executor."""
+"""Builders of rollouts and validation: inference engine, workflow, filter and executor.
 
+Builders of the client of the inference servers and of their weight update.
+"""
+
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.agent.agent_workflow import AgentWorkflow
+from areal_core.agent.agents import import_object, is_agent
 from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
-from areal_core.config.lora_checks import serves_adapters
+from areal_core.config.checks import serves_adapters
+from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
+from areal_core.embedded.replica import Replica
+from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
-from areal_core.engine.replica import Replica
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
-from areal_core.rollout.agent.agents import import_object, is_agent
-from areal_core.rollout.agent.workflow import AgentWorkflow
-from areal_core.rollout.embedded import EmbeddedEngine, ReplicaUpdate
-from areal_core.rollout.engine import InferenceEngine
-from areal_core.rollout.executor import Executor
-from areal_core.rollout.feed import PromptLoader
-from areal_core.rollout.group import AcceptFn
-from areal_core.rollout.live import LiveRollouts
-from areal_core.rollout.shared import SharedRollouts
+from areal_core.rollout.episodes import AcceptFn
+from areal_core.rollout.live import LiveRollouts, SharedRollouts
+from areal_core.rollout.pipeline import Executor, PromptLoader
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
-from areal_core.rollout.weight_push import WeightUpdate
-from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
-from areal_core.rollout.written_episodes import WrittenWorkflow
+from areal_core.rollout.types import InferenceEngine
+from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
+from areal_core.sglang.client import SGLangClient
+from areal_core.sglang.discovery import Discovery, FolderNames, discover, wait_until_ready
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.server import RunModel, Server, run_model
+from areal_core.sglang.verification import WeightCheck
+from areal_core.sglang.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
-from areal_core.trainer.build_servers import build_push, build_sglang
+from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
-from areal_core.trainer.frequency import Frequency
+
+
+def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
+    """Build the client of the run's servers, once they serve the first weights; a collective.
+
+    Raises:
+        NoServers: none is known.
+        ServerDied: one is not ready in time.
+        WrongServer: one has another protocol version or serves another model.
+    """
+    options = config.rollout
+    discovery = discover_servers(config)
+    servers = wait_until_ready(discovery, options.setup_timeout)
+    pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
+    if pool is not None:
+        pool.check_model()
+        pool.load_first_weights(version=0)
+    ranks.barrier()
+    client = SGLangClient(
+        servers,
+        timeout_s=options.request_timeout,
+        num_retries=options.request_retries,
+        discovery=discovery,
+        model=served_model(config),
+        server_wait_s=options.setup_timeout,
+        pause_mode=options.pause_mode,
+        lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
+    )
+    return client, build_push(config, ranks, pool)
+
+
+def discover_servers(config: PPOConfig) -> Discovery:
+    """Find the servers configured in `AREAL_LLM_SERVER_ADDRS` or announced in the name service.
+
+    Raises:
+        NoServers: there is none.
+    """
+    names = FolderNames(config.cluster.name_resolve.nfs_record_root)
+    return discover((), os.environ, names, config.experiment_name, config.trial_name)
+
+
+def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
+    """Build the control connection of rank 0 to the servers."""
+    return ServerPool(
+        servers,
+        discovery=discovery,
+        model=served_model(config),
+        pause_mode=config.rollout.pause_mode,
+    )
+
+
+def served_model(config: PPOConfig) -> RunModel:
+    """Return the model that every server of the run must serve."""
+    path = config.sglang.model_path or config.actor.path
+    return run_model(path, needs_adapters=serves_adapters(config))
+
+
+def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
+    """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
+    check = WeightCheck(config.rollout.verify_weights_every)
+    grace_s = config.rollout.pause_grace_period
+    actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
+    if serves_adapters(config):
+        adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
+        return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
+    if actor.weight_update_mode == "disk":
+        return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
+    rollout = config.allocation.rollout
+    assert rollout is not None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    ranks_per_server = rollout.world_size // rollout.data
+    return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
+
 
 NO_LIMIT = 10**12  # versions
 

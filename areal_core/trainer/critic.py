@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.value_loss import explained_variance, value_loss
+from areal_core.algorithm.losses import explained_variance, value_loss
 from areal_core.batch import Batch
 from areal_core.config import PPOCriticConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Stats
-from areal_core.trainer.updates import update
+from areal_core.trainer.update import update
 
 
 def critic_values(critic: FSDPEngine, batch: Batch, stats: Stats) -> Tensor:

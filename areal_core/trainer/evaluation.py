@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.config import PPOConfig
 from areal_core.dataset import get_dataset
 from areal_core.errors import ConfigError
-from areal_core.rollout.executor import Executor
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry import Reduce, Stats
-from areal_core.trainer.frequency import Frequency
+from areal_core.trainer.checkpointing import Frequency
 
 
 class Evaluation:

@@ -12,24 +12,22 @@ from types import TracebackType
 from typing import Any
 
 from areal_core.config import PPOConfig, config_to_dict, without_keys
-from areal_core.engine.checkpoint import Engines, save_checkpoint
+from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
-from areal_core.rollout.group import AcceptFn
+from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.trainer import build, build_models, build_rollouts
+from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import Evaluation, validation_rows
-from areal_core.trainer.learning import PolicyObjective
-from areal_core.trainer.policy_stats import log_batch, log_settings
-from areal_core.trainer.recovery import Recovery, step_of
-from areal_core.trainer.saving import Saver
-from areal_core.trainer.updates import update
-from areal_core.trainer.version_stats import log_versions
+from areal_core.trainer.objective import PolicyObjective
+from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
+from areal_core.trainer.update import update
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]

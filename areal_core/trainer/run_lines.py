@@ -20,11 +20,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from areal_core.config import BaseExperimentConfig
-from areal_core.engine.checkpoint_file import read_checkpoint_file
+from areal_core.engine.checkpoint.files import read_checkpoint_file
 from areal_core.engine.errors import CheckpointError
 from areal_core.paths import run_folder
 from areal_core.telemetry import step_summary
-from areal_core.trainer.recovery import step_of
+from areal_core.trainer.checkpointing import step_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 NOTHING_KEPT = "and no model was kept: saver.freq_epochs, freq_steps or freq_secs writes them"

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from areal_core.algorithm.sft_loss import sft_loss
+from areal_core.algorithm.losses import sft_loss
 from areal_core.batch import Batch
 from areal_core.config import SFTConfig
 from areal_core.telemetry import Reduce
-from areal_core.trainer.rows import record_rows, rows_to_batch
+from areal_core.trainer.batches import record_rows, rows_to_batch
 from areal_core.trainer.supervised import SupervisedTrainer
-from areal_core.trainer.updates import num_loss_tokens
+from areal_core.trainer.update import num_loss_tokens
 
 
 class SFTTrainer(SupervisedTrainer):

@@ -12,15 +12,13 @@ from torch import Tensor
 from areal_core.batch import Batch
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
 from areal_core.dataset import get_dataset
-from areal_core.dataset.tokens import Row
+from areal_core.dataset.rows import Row
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.telemetry import Stats
 from areal_core.trainer import build
-from areal_core.trainer.frequency import Frequency
-from areal_core.trainer.recovery import Recovery
-from areal_core.trainer.saving import Saver
+from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
 
 
 def never(step: int) -> bool:

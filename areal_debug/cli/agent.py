@@ -22,9 +22,9 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
+    from areal_core.agent.agent_workflow import AgentWorkflow
     from areal_core.config import PPOConfig
-    from areal_core.rollout.agent.workflow import AgentWorkflow
-    from areal_core.rollout.engine import InferenceEngine
+    from areal_core.rollout.types import InferenceEngine
     from areal_debug.agent_run import EpisodeReport
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
@@ -156,8 +156,8 @@ def rollout(
     The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
     by its scheduler.
     """
+    from areal_core.agent.agents import load_agent
     from areal_core.paths import record_folder, run_folder
-    from areal_core.rollout.agent.agents import load_agent
     from areal_debug.agent_output import print_rollout
     from areal_debug.agent_record import describe_step
     from areal_debug.agent_settings import parse_arguments
@@ -233,10 +233,10 @@ def build(
     overrides: tuple[str, ...],
 ) -> "tuple[AgentWorkflow, InferenceEngine, str]":
     """Return the workflow, its inference engine and that engine's name; cheap checks come first."""
+    from areal_core.agent.agent_workflow import AgentWorkflow
+    from areal_core.agent.agents import load_agent
     from areal_core.engine.errors import EngineError
     from areal_core.rollout import errors as rollout
-    from areal_core.rollout.agent.agents import load_agent
-    from areal_core.rollout.agent.workflow import AgentWorkflow
     from areal_debug.agent_engine import EngineChoice, open_engine
     from areal_debug.agent_settings import parse_arguments, read_settings
 

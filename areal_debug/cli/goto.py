@@ -95,11 +95,11 @@ def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
     import os
 
     from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.node import RANK_LOGS
     from areal_core.launch.processes import thread_limits
-    from areal_core.launch.ranks import RANK_LOGS
     from areal_debug.report_file import REPORT_FILE, read_report
 
-    agent = ["-m", "areal_core.launch.ranks", "--standalone", "--nproc-per-node", str(num_ranks)]
+    agent = ["-m", "areal_core.launch.node", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *(agent if num_ranks > 1 else []), "-m", "areal_debug.replay_rank", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

@@ -67,7 +67,7 @@ def command(
 
     ARGUMENTS after -- go to the server itself: areal-debug serve --model M -- --enable-multimodal.
     """
-    from areal_core.launch.errors import ServerFailed
+    from areal_core.errors import ServerFailed
     from areal_debug.serve_start import plan_server
 
     if status or stop:
@@ -110,7 +110,7 @@ def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
     """Query the server's facts and print them; with --quiet its address alone."""
-    from areal_core.rollout.servers import Server
+    from areal_core.sglang.server import Server
     from areal_debug.serve_facts import read_facts
     from areal_debug.serve_output import address_line, facts_document, print_facts
 

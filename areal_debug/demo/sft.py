@@ -7,8 +7,8 @@ from typing import Any
 
 from areal_core.config import SFTConfig, load_expr_config
 from areal_core.dataset import arithmetic_rows, get_dataset
-from areal_core.engine.replica import Replica
-from areal_core.rollout.embedded import EmbeddedEngine
+from areal_core.embedded.engine import EmbeddedEngine
+from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import load_tokenizer

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.rollout.agent.workflow import AgentWorkflow
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import make_tiny_tokenizer
 

@@ -8,9 +8,8 @@ import openai
 import pytest
 import torch
 
-from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.errors import ConfigError
-from areal_core.rollout.agent.errors import (
+from areal_core.agent.agent_workflow import AgentWorkflow
+from areal_core.agent.errors import (
     AgentStalled,
     NoCompletion,
     NotAnAgent,
@@ -18,8 +17,9 @@ from areal_core.rollout.agent.errors import (
     UnsafeProxy,
     WrongReward,
 )
-from areal_core.rollout.agent.server import check_exposure
-from areal_core.rollout.agent.workflow import AgentWorkflow
+from areal_core.agent.proxy_server import check_exposure
+from areal_core.config import AgentConfig, GenerationHyperparameters
+from areal_core.errors import ConfigError
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 
 

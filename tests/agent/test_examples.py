@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_core.agent.agents import load_agent
 from areal_core.environment import DETERMINISTIC
-from areal_core.rollout.agent.agents import load_agent
 from recorder import open_record
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from areal_core.rollout.agent.errors import AgentError, WrongReward
+from areal_core.agent.errors import AgentError, WrongReward
 
 AGENT = f"{Path(__file__).parent}/environment_agent.py:EnvironmentAgent"
 ADMIN = {"authorization": "Bearer areal-admin-key"}

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from areal_core.agent.multi_turn import MultiTurnWorkflow
 from areal_core.config import GenerationHyperparameters
-from areal_core.rollout.multi_turn import MultiTurnWorkflow
 
 MESSAGES = [{"role": "user", "content": "1+1"}]
 

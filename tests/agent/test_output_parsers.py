@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from areal_core.rollout.agent.completion import Dialogue, read_message
-from areal_core.rollout.agent.conversation import Call, Message
-from areal_core.rollout.agent.errors import BadRequest
-from areal_core.rollout.agent.output_parsers import TOOL_FORMATS, parse_tool_calls, split_reasoning
+from areal_core.agent.completion import Dialogue, read_message
+from areal_core.agent.conversation import Call, Message
+from areal_core.agent.errors import BadRequest
+from areal_core.agent.output_parsers import TOOL_FORMATS, parse_tool_calls, split_reasoning
 from areal_core.rollout.types import ModelResponse, Sampling
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.servers import call
+from areal_core.sglang.server import call
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_debug.cli.agent import command
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]

@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 
+from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.errors import ConfigError
-from areal_core.rollout.agent.workflow import AgentWorkflow
 from areal_core.trainer.build_rollouts import build_workflow
 
 

@@ -9,8 +9,8 @@ import torch
 
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.dataset import get_dataset
+from areal_core.embedded.engine import ReplicaUpdate
 from areal_core.errors import ConfigError
-from areal_core.rollout.embedded import ReplicaUpdate
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
 from consistency.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of

@@ -6,7 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from areal_core.launch.embedded_server import EmbeddedServer
+from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug.cli.consistency import command
 from consistency import laws

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.servers import call
-from areal_core.rollout.sglang_wire import parse_generate
+from areal_core.sglang.client import parse_generate
+from areal_core.sglang.server import call
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_debug.cli.consistency import command
 from consistency.alternatives import bos_alternatives, checkpoint_alternative
 from consistency.case import NOISE, Setting

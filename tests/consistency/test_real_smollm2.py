@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.servers import call
+from areal_core.sglang.server import call
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_debug.cli.consistency import command
 from consistency.check import check
 from consistency.request import Request

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.distillation import distillation_loss
-from areal_core.algorithm.value_loss import explained_variance
+from areal_core.algorithm.losses import distillation_loss, explained_variance
 
 ONES = torch.ones(4)
 

@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.dpo_loss import dpo_loss
-from areal_core.algorithm.entropy_bonus import entropy_bonus
-from areal_core.algorithm.m2po import second_moment_mask
-from areal_core.algorithm.policy_loss import policy_loss
-from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
-from areal_core.algorithm.rejection import behaviour_weights
-from areal_core.algorithm.reward_model_loss import reward_model_loss
-from areal_core.algorithm.sapo_loss import sapo_loss
-from areal_core.algorithm.sft_loss import sft_loss
-from areal_core.algorithm.value_loss import value_loss
+from areal_core.algorithm.losses import (
+    dpo_loss,
+    entropy_bonus,
+    policy_loss,
+    reward_model_loss,
+    sapo_loss,
+    sft_loss,
+    value_loss,
+)
+from areal_core.algorithm.off_policy import (
+    behaviour_weights,
+    loglinear_proximal_logprobs,
+    loglinear_share,
+    second_moment_mask,
+)
 
 ONE = torch.tensor([0, 4], dtype=torch.int32)  # one sequence of four tokens
 TWO = torch.tensor([0, 2, 4], dtype=torch.int32)  # two of two

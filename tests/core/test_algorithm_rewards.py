@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from areal_core.algorithm.advantages import (
+    groups_without_spread,
+    kl_estimate,
+    overlong_penalty,
+    shape_rewards,
+)
 from areal_core.algorithm.alignment import to_next_token
-from areal_core.algorithm.kl import kl_estimate
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
-from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
 
 
 def test_mask_logprobs_and_versions_move_together():

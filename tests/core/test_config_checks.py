@@ -16,9 +16,8 @@ from areal_core.config import (
     TrainEngineConfig,
     check_config,
 )
-from areal_core.config.checks import flat_values
+from areal_core.config.checks import flat_values, not_yet
 from areal_core.config.loading import all_options
-from areal_core.config.not_yet import not_yet
 from areal_core.errors import ConfigError
 
 

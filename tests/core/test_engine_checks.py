@@ -2,7 +2,7 @@ import pytest
 
 from areal_core.config import OptimizerConfig, SFTConfig, TrainEngineConfig
 from areal_core.config.checks import check_config
-from areal_core.config.engine import FSDPEngineConfig
+from areal_core.config.train_engine import FSDPEngineConfig
 from areal_core.errors import ConfigError
 
 

@@ -7,17 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.advantages import compute_advantages
+from areal_core.algorithm.advantages import (
+    compute_advantages,
+    groups_without_spread,
+    overlong_penalty,
+    shape_rewards,
+)
 from areal_core.algorithm.alignment import to_next_token
-from areal_core.algorithm.dpo_loss import dpo_loss
-from areal_core.algorithm.entropy_bonus import entropy_bonus
-from areal_core.algorithm.policy_loss import policy_loss
-from areal_core.algorithm.proximal import loglinear_proximal_logprobs, loglinear_share
-from areal_core.algorithm.rejection import behaviour_weights
-from areal_core.algorithm.reward_model_loss import reward_model_loss
-from areal_core.algorithm.rewards import groups_without_spread, overlong_penalty, shape_rewards
-from areal_core.algorithm.sapo_loss import sapo_loss
-from areal_core.algorithm.sft_loss import sft_loss
+from areal_core.algorithm.losses import (
+    dpo_loss,
+    entropy_bonus,
+    policy_loss,
+    reward_model_loss,
+    sapo_loss,
+    sft_loss,
+)
+from areal_core.algorithm.off_policy import behaviour_weights, loglinear_proximal_logprobs, loglinear_share
 
 # Lengths of packed sequences; a mask of zeros makes the sequence at EMPTY one without trained tokens.
 SHAPES = ([5, 1, 9, 3], [1, 1], [40, 2, 17, 8, 23, 1])

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_core.algorithm.dpo_loss import dpo_loss
-from areal_core.algorithm.entropy_bonus import entropy_bonus
-from areal_core.algorithm.kl import kl_estimate
-from areal_core.algorithm.policy_loss import policy_loss
-from areal_core.algorithm.rejection import behaviour_weights
-from areal_core.algorithm.sapo_loss import sapo_loss
+from areal_core.algorithm.advantages import kl_estimate
+from areal_core.algorithm.losses import dpo_loss, entropy_bonus, policy_loss, sapo_loss
+from areal_core.algorithm.off_policy import behaviour_weights
 
 pytestmark = pytest.mark.long  # importing TRL takes longer than all other tests of formulas
 ROWS, WIDTH = 6, 13

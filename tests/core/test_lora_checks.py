@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from areal_core.config import DPOConfig, PPOConfig, TrainEngineConfig, config_from_dict
-from areal_core.config.checks import check_config
-from areal_core.config.lora_checks import serves_adapters
+from areal_core.config.checks import check_config, serves_adapters
 from areal_core.errors import ConfigError
 
 DATA = {"path": "arithmetic", "type": "rl", "batch_size": 8}

@@ -177,7 +177,7 @@ def test_one_changed_line_of_a_loss_is_found_among_thirty_two_commits(recorded, 
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     git(clone, "tag", "good")
-    loss = clone / "areal_core/algorithm/policy_loss.py"
+    loss = clone / "areal_core/algorithm/losses.py"
     for number in range(32):
         if number == 19:
             assert PLANT[0] in loss.read_text()
@@ -190,6 +190,6 @@ def test_one_changed_line_of_a_loss_is_found_among_thirty_two_commits(recorded, 
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert [commit["subject"] for commit in report["culprits"]] == ["Change 19"]
-    assert "areal_core/algorithm/policy_loss.py" in report["files"]
+    assert "areal_core/algorithm/losses.py" in report["files"]
     assert report["num_replays"] <= 8
     assert report["changes"][0]["where"].startswith("loss minibatch 0")

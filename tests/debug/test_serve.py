@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.name_service import FolderNames, discovered_servers, register_server
+from areal_core.sglang.discovery import FolderNames, discovered_servers, register_server
 from areal_debug.cli.serve import command
 from areal_debug.serve_facts import parse_facts, worth_checking
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_core.allocation import Parallel
 from areal_core.config import OptimizerConfig, TrainEngineConfig
-from areal_core.config.engine import FSDPEngineConfig
+from areal_core.config.train_engine import FSDPEngineConfig
 from areal_debug.dry_run_states import Model, Shape, not_estimated, state_parts
 from areal_debug.dry_run_step import describe_attention
 

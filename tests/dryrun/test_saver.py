@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from areal_core.config import SFTConfig
-from areal_core.config.engine import OptimizerConfig
+from areal_core.config.train_engine import OptimizerConfig
 from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
 

@@ -14,7 +14,7 @@ import pytest
 from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
 from areal_core.telemetry import StatsLogger
-from areal_core.trainer.build_services import build_services
+from areal_core.trainer.build import build_services
 
 BLOCK_BYTES, RECORD_HEADER, FULL, LAST = 32768, struct.Struct("<IHB"), 1, 4
 

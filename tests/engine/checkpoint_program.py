@@ -12,8 +12,13 @@ from pathlib import Path
 import steps_program as program
 import torch
 
-from areal_core.engine.background_save import BackgroundSave
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
+from areal_core.engine.checkpoint.background_save import BackgroundSave
+from areal_core.engine.checkpoint.distributed import (
+    load_checkpoint,
+    save_checkpoint,
+    take_snapshot,
+    write_snapshot,
+)
 from areal_core.engine.ranks import join_ranks, leave_ranks
 
 

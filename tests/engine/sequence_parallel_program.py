@@ -14,9 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.algorithm.dpo_loss import dpo_loss
-from areal_core.algorithm.policy_loss import policy_loss
-from areal_core.algorithm.reward_model_loss import reward_model_loss
+from areal_core.algorithm.losses import dpo_loss, policy_loss, reward_model_loss
 from areal_core.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from areal_core.batch import Batch
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.hf_folder import save_hf
 from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyShard
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model

@@ -1,6 +1,6 @@
 import torch
 
-from areal_core.engine.adam_bf16 import AdamWBf16
+from areal_core.engine.optimizer import AdamWBf16
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 

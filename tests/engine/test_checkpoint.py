@@ -10,14 +10,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from areal_core.engine import checkpoint as checkpoints
-from areal_core.engine import shard_files
-from areal_core.engine.background_save import BackgroundSave
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
-from areal_core.engine.checkpoint_file import read_checkpoint
+from areal_core.engine.checkpoint import distributed as checkpoints
+from areal_core.engine.checkpoint import files
+from areal_core.engine.checkpoint.background_save import BackgroundSave
+from areal_core.engine.checkpoint.distributed import (
+    load_checkpoint,
+    save_checkpoint,
+    take_snapshot,
+    write_snapshot,
+)
+from areal_core.engine.checkpoint.files import read_checkpoint
+from areal_core.engine.checkpoint.hf_folder import save_hf, take_hf
 from areal_core.engine.determinism import rng_state
 from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
-from areal_core.engine.hf_folder import save_hf, take_hf
 from areal_core.testing import make_tiny_model
 
 PROGRAMS = Path(__file__).parent
@@ -111,7 +116,7 @@ def test_checkpoints_of_one_engine_in_the_first_format_are_read(engine, fresh, t
         "schedule": engine.schedule.state_dict(),
         "rng": [rng_state()],
         "state": {"step": 7},
-        "files": {f.name: shard_files.file_checksum(f) for f in (tmp_path / "old/tensors").iterdir()},
+        "files": {f.name: files.file_checksum(f) for f in (tmp_path / "old/tensors").iterdir()},
     }
     (tmp_path / "old/checkpoint.json").write_text(json.dumps(content))
     assert load_checkpoint(tmp_path / "old", {"actor": fresh}) == {"step": 7}
@@ -204,7 +209,7 @@ def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(e
 
 
 def test_a_disk_that_gives_back_other_bytes_is_noticed(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "file_checksum", lambda file: "00000000")
+    monkeypatch.setattr(files, "file_checksum", lambda file: "00000000")
     with pytest.raises(
         CheckpointNotWritten, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
     ):

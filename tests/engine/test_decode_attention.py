@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from areal_core.engine.decode_attention import decoding_attention
+from areal_core.embedded.replica import decoding_attention
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 6, 2, 16, 33
 

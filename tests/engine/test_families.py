@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.engine.hf_folder import save_hf
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.model import load_model
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
 

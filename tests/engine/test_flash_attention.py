@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from areal_core.engine import flash_attention as F
+from areal_core.engine import attention as F
 from areal_core.engine.attention import Packing, attend_each
 
 LENGTHS = [5, 1, 90]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.errors import ModelError
-from areal_core.engine.hf_folder import save_hf
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model
 

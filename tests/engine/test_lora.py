@@ -10,16 +10,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
-from areal_core.engine.checkpoint_file import read_checkpoint_file
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.files import read_checkpoint_file
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.errors import ModelError
-from areal_core.engine.hf_folder import save_hf
 from areal_core.engine.lora import Adapter, MergedTensors, add_adapters, trained_parameters
 from areal_core.engine.model import load_model
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import whole
-from areal_core.trainer.base_reference import BaseReference
 from areal_core.trainer.build import build_engine
+from areal_core.trainer.build_models import BaseReference
 
 PROGRAM = Path(__file__).parent / "lora_program.py"
 spec = importlib.util.spec_from_file_location("lora_program", PROGRAM)

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from areal_core.engine import compile as compiling
-from areal_core.engine.compile import refuse_without_compiler
+from areal_core.engine import model as compiling
 from areal_core.engine.errors import ModelError
-from areal_core.engine.liger import apply_liger
-from areal_core.engine.model import load_model
+from areal_core.engine.model import apply_liger, load_model, refuse_without_compiler
 from areal_core.engine.offload import step_groups, take_step
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from areal_core.engine.packed_linear import computes_bfloat16, pack_linear_layers
+from areal_core.embedded.replica import computes_bfloat16, pack_linear_layers
 
 pytestmark = pytest.mark.skipif(not computes_bfloat16(), reason="this CPU does not compute in bfloat16")
 

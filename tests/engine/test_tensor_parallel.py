@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from areal_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model

@@ -16,11 +16,11 @@ import pytest
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SGLangConfig
 from areal_core.environment import DETERMINISTIC as DETERMINISM
+from areal_core.errors import ServerFailed
 from areal_core.launch import local, torchrun
-from areal_core.launch.errors import ServerFailed
 from areal_core.launch.job import Job
 from areal_core.launch.processes import end_tree, start
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, option_args, server_args
+from areal_core.sglang.start import SGLangServer, cpu_environment, option_args, server_args
 
 
 @pytest.fixture

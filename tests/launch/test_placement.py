@@ -6,8 +6,7 @@ from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job, parse_environment
-from areal_core.launch.placement import Placement, place
-from areal_core.launch.server_plan import plan_servers
+from areal_core.launch.placement import Placement, place, plan_servers
 
 
 def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8) -> Placement:

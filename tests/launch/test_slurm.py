@@ -14,7 +14,7 @@ import pytest
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
 from areal_core.errors import ConfigError
-from areal_core.launch import slurm, slurm_steps
+from areal_core.launch import slurm
 from areal_core.launch.job import Job
 from areal_core.launch.placement import place
 
@@ -169,12 +169,12 @@ def test_the_batch_script_asks_for_what_the_fullest_machine_needs(tmp_path):
 
 def test_a_step_gets_its_own_gpus_and_its_container():
     options = PPOConfig(experiment_name="e", trial_name="t").launcher.slurm
-    step = slurm_steps.step_command(options, ["a", "b"], "/x.sif", num_gpus=4, num_cpus=16, memory_mib=512)
+    step = slurm.step_command(options, ["a", "b"], "/x.sif", num_gpus=4, num_cpus=16, memory_mib=512)
     assert step[0] == "srun"
     assert {"--nodes=2", "--nodelist=a,b", "--exact", "--gpus-per-node=4", "--mem=512", "-K"} <= set(step)
     assert step[step.index("--chdir") + 1] == os.environ["PWD"]
     assert step[-6:] == ["apptainer", "exec", "--nv", "--bind", "/storage:/storage", "/x.sif"]
-    assert "--overlap" in slurm_steps.step_command(options, ["a"], None, num_gpus=0, num_cpus=1, memory_mib=0)
+    assert "--overlap" in slurm.step_command(options, ["a"], None, num_gpus=0, num_cpus=1, memory_mib=0)
 
 
 def test_a_job_survives_its_way_through_json(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.engine.checkpoint_file import Checkpoint, write_checkpoint_file
+from areal_core.engine.checkpoint.files import Checkpoint, write_checkpoint_file
 from areal_core.engine.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record

@@ -10,7 +10,7 @@ import yaml
 import recorder.header
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.dataset import get_dataset
-from areal_core.trainer.learning import PolicyObjective
+from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record

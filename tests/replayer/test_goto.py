@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from areal_core.trainer import learning
+from areal_core.trainer import objective
 from areal_debug.goto_shell import LockstepConsole
 from replayer.errors import ReplayError
 from replayer.goto import STAGES, goto
@@ -68,8 +68,8 @@ def test_checkpoints_for_recovery_are_anchors_of_the_record(tmp_path, tiny_model
 
 
 def test_the_first_step_that_differs_ends_the_way_and_is_named(tiny_run, monkeypatch):
-    real = learning.policy_loss
-    monkeypatch.setattr(learning, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
+    real = objective.policy_loss
+    monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
     report, seen = go(tiny_run, 7)
     assert seen == []
     assert (report.reached, report.faithful, report.first_different.step) == (False, False, 4)

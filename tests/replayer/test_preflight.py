@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.trainer import learning
+from areal_core.trainer import objective
 from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer import preflight_checks as checks
@@ -142,13 +142,13 @@ def test_two_repeats_of_one_real_step_have_the_same_bits(tmp_path, config):
 
 
 def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_path, config, monkeypatch):
-    calls, real = itertools.count(), learning.policy_loss
+    calls, real = itertools.count(), objective.policy_loss
 
     def jittery(logprobs, *arguments, **options):
         loss, stats = real(logprobs, *arguments, **options)
         return loss * (1 + 1e-3 * next(calls)), stats
 
-    monkeypatch.setattr(learning, "policy_loss", jittery)
+    monkeypatch.setattr(objective, "policy_loss", jittery)
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     takes = [take(tmp_path / name, config(), names) for name in ("a", "b")]
     assert not compare_repeats(*takes).identical

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import replayer.check
-from areal_core.trainer import learning
+from areal_core.trainer import objective
 from replayer.check import ReplayReport, parse_report
 from replayer.noise import expected_guarantee
 from replayer.request import Request
@@ -50,13 +50,13 @@ def another_machine(monkeypatch):
 @pytest.fixture
 def other_kernels(monkeypatch):
     """Sums in another order, as another machine's kernels have them."""
-    real = learning.policy_loss
+    real = objective.policy_loss
 
     def rounded_otherwise(logprobs, *arguments, **options):
         loss, stats = real(logprobs * (1 + 3e-8), *arguments, **options)
         return loss * (1 + 1e-7), stats
 
-    monkeypatch.setattr(learning, "policy_loss", rounded_otherwise)
+    monkeypatch.setattr(objective, "policy_loss", rounded_otherwise)
 
 
 def test_the_same_shape_is_bitwise_and_needs_no_other_run(deterministic_run):
@@ -79,8 +79,8 @@ def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, anoth
 
 
 def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, monkeypatch):
-    real = learning.policy_loss
-    monkeypatch.setattr(learning, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
+    real = objective.policy_loss
+    monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
     report, _ = judged(deterministic_run)
     assert (report.guarantee.kind, report.verdict.finding) == ("noise", "different")
     assert report.verdict.k > 100

@@ -5,11 +5,10 @@ import json
 import pytest
 
 from areal_core.rollout.errors import NothingAccepted
-from areal_core.rollout.executor import Executor
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.workflow import episode_tensors
-from areal_core.rollout.written_episodes import WrittenWorkflow
+from areal_core.rollout.workflow import WrittenWorkflow, episode_tensors
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 
 

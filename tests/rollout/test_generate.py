@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from areal_core.engine.replica import Replica
-from areal_core.rollout.embedded import EmbeddedEngine, ReplicaUpdate
+from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
+from areal_core.embedded.generate import draw, generate
+from areal_core.embedded.replica import Replica
 from areal_core.rollout.errors import UnsupportedSampling
-from areal_core.rollout.generate import draw, generate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 
 PROMPTS = [[7], [9, 8, 7], list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]

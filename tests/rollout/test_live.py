@@ -7,8 +7,8 @@ import torch
 
 from areal_core.config import GenerationHyperparameters
 from areal_core.rollout.errors import NothingAccepted
-from areal_core.rollout.executor import Executor
 from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.workflow import RLVRWorkflow, episode_tensors

@@ -12,18 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
+from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
-from areal_core.launch.embedded_server import EmbeddedServer
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.adapter_push import AdapterUpdate
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
-from areal_core.rollout.server_identity import ask_identity, rejection_reason, run_model, weight_version
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import Server, call
-from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import DiskUpdate
+from areal_core.sglang.client import SGLangClient
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.server import Server, ask_identity, call, rejection_reason, run_model, weight_version
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.sglang.verification import WeightCheck
+from areal_core.sglang.weight_update import AdapterUpdate, DiskUpdate
 
 RANK, TEMPERATURE = 4, 0.8
 

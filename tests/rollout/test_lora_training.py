@@ -8,9 +8,8 @@ import yaml
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.dataset import get_dataset
-from areal_core.launch.embedded_server import EmbeddedServer
-from areal_core.rollout.server_identity import weight_version
-from areal_core.rollout.servers import ADDRESSES_VARIABLE
+from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.sglang.server import ADDRESSES_VARIABLE, weight_version
 from areal_core.trainer.rl import PPOTrainer
 
 TINY = Path(__file__).parents[1] / "debug"

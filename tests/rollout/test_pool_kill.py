@@ -13,16 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_server import SGLangServer, cpu_environment, server_args
-from areal_core.rollout.discovery import Discovery
-from areal_core.rollout.name_service import FolderNames, register_server
-from areal_core.rollout.server_identity import run_model, weight_version
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import Server
-from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.sglang.client import SGLangClient
+from areal_core.sglang.discovery import Discovery, FolderNames, register_server
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.server import Server, run_model, weight_version
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.sglang.verification import WeightCheck
+from areal_core.sglang.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
 
 NUM_TOKENS = 40
 

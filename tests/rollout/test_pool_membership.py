@@ -7,17 +7,14 @@ import logging
 import pytest
 from aiohttp import web
 
-from areal_core.rollout import server_identity
-from areal_core.rollout.discovery import Discovery, discover, wait_until_ready
 from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
-from areal_core.rollout.name_service import MemoryNames, register_server
-from areal_core.rollout.routing import SPARE_REQUESTS, Router
-from areal_core.rollout.server_identity import ask_identity, check_identity, run_model
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import Server
-from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.weight_push import BroadcastUpdate
+from areal_core.sglang import server
+from areal_core.sglang.client import SPARE_REQUESTS, Router, SGLangClient
+from areal_core.sglang.discovery import Discovery, MemoryNames, discover, register_server, wait_until_ready
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.server import Server, ask_identity, check_identity, run_model
+from areal_core.sglang.weight_update import BroadcastUpdate
 
 A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
 
@@ -264,7 +261,7 @@ def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(s
 
 
 def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thread, monkeypatch):
-    monkeypatch.setattr(server_identity, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server, "ASK_TIMEOUT_S", 0.05)
 
     async def never(request):
         await asyncio.sleep(60)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.rollout.name_service import FolderNames, register_server
-from areal_core.rollout.server_identity import weight_version
+from areal_core.sglang.discovery import FolderNames, register_server
+from areal_core.sglang.server import weight_version
 from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 
 from areal_core.rollout.errors import MalformedReply, NoServers, PromptTooLong, RequestRefused, ServerDied
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.servers import Server, environment_of, servers_from_environment
-from areal_core.rollout.sglang_client import SGLangClient
-from areal_core.rollout.sglang_wire import parse_generate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.sglang.client import SGLangClient, parse_generate
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.server import Server, environment_of, servers_from_environment
 
 
 def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> list[ModelResponse]:

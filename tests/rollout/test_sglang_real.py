@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.launch.errors import ServerFailed
+from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
-from areal_core.rollout.server_pool import ServerPool
-from areal_core.rollout.sglang_client import SGLangClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.rollout.weight_check import WeightCheck
-from areal_core.rollout.weight_push import BroadcastUpdate, DiskUpdate
+from areal_core.sglang.client import SGLangClient
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.verification import WeightCheck
+from areal_core.sglang.weight_update import BroadcastUpdate, DiskUpdate
 
 pytestmark = pytest.mark.sglang
 TEMPERATURE = 0.8

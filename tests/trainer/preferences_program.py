@@ -7,7 +7,7 @@ import json
 import sys
 
 from areal_core.config import DPOConfig, RWConfig
-from areal_core.config.engine import OptimizerConfig
+from areal_core.config.train_engine import OptimizerConfig
 from areal_core.paths import run_folder
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer

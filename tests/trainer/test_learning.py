@@ -6,9 +6,9 @@ import torch
 
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal_core.telemetry import Stats
-from areal_core.trainer.learning import PolicyObjective, behaviour_bounds
-from areal_core.trainer.policy_stats import log_batch, log_settings
-from areal_core.trainer.updates import divide_into_minibatches
+from areal_core.trainer.objective import PolicyObjective, behaviour_bounds
+from areal_core.trainer.step_stats import log_batch, log_settings
+from areal_core.trainer.update import divide_into_minibatches
 
 
 @dataclass

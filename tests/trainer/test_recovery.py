@@ -7,14 +7,13 @@ import threading
 import pytest
 
 from areal_core.config import SFTConfig
-from areal_core.config.engine import OptimizerConfig
+from areal_core.config.train_engine import OptimizerConfig
 from areal_core.dataset import PromptLoader
-from areal_core.engine.checkpoint_file import read_checkpoint
+from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.engine.determinism import rng_state
 from areal_core.engine.errors import CheckpointError
-from areal_core.trainer import build, recovery, supervised
-from areal_core.trainer.frequency import Frequency
-from areal_core.trainer.recovery import Position, Recovery, cut_stats, find_checkpoint
+from areal_core.trainer import build, checkpointing, supervised
+from areal_core.trainer.checkpointing import Frequency, Position, Recovery, cut_stats, find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
@@ -96,7 +95,7 @@ def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_
     train, checkpoints, monkeypatch
 ):
     whole = train("disabled", trial="whole")
-    write, started = recovery.write_snapshot, threading.Event()
+    write, started = checkpointing.write_snapshot, threading.Event()
 
     def stuck(snapshot, given_up):
         if snapshot.folder.name == "step-000002":
@@ -105,7 +104,7 @@ def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_
             raise CheckpointError("given up")
         write(snapshot, given_up)
 
-    monkeypatch.setattr(recovery, "write_snapshot", stuck)
+    monkeypatch.setattr(checkpointing, "write_snapshot", stuck)
     loss = SFTTrainer.loss
 
     def fails_in_step_2(trainer, *arguments):
@@ -118,7 +117,7 @@ def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_
         train("auto", saver__mode="async")
     assert sorted(folder.name for folder in checkpoints().iterdir()) == ["step-000001", "step-000002.partial"]
     monkeypatch.setattr(SFTTrainer, "loss", loss)
-    monkeypatch.setattr(recovery, "write_snapshot", write)
+    monkeypatch.setattr(checkpointing, "write_snapshot", write)
     assert train("auto", saver__mode="async") == whole
 
 

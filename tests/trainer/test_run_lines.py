@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from areal_core.config import SFTConfig
-from areal_core.engine.checkpoint_file import Checkpoint, write_checkpoint_file
+from areal_core.engine.checkpoint.files import Checkpoint, write_checkpoint_file
 from areal_core.trainer.run_lines import RunLines
 
 

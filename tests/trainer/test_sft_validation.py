@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SFTConfig
-from areal_core.config.engine import OptimizerConfig
+from areal_core.config.train_engine import OptimizerConfig
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.trainer import build, supervised

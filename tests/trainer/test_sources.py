@@ -3,8 +3,8 @@
 import pytest
 
 from areal_core.dataset.loader import PromptLoader
-from areal_core.rollout.feed import PromptFeed
-from areal_core.trainer.sources import reshard
+from areal_core.rollout.pipeline import PromptFeed
+from areal_core.trainer.checkpointing import reshard
 
 ROWS = [{"messages": str(i)} for i in range(13)]
 

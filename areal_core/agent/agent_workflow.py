@@ -1,0 +1,211 @@
+"""An agent as a workflow: it runs in its own event loop, calls the proxy, and leaves exact tokens.
+
+    rollout thread           agents' thread                                        rollout thread
+    arun_episode
+      opens a session ---->  agent.run(data, base_url, ...)
+      waits for the run        client call --> answer(): template, tokens ------>  engine.agenerate
+                               waits        <-- renders                   <------  tokens
+      rewards, rows  <-----  returns the reward
+
+An agent that blocks (a synchronous client, `time.sleep`) stops the other agents but never the
+engine, so it cannot deadlock; `areal-debug agent stress` names it. One that makes no call for
+`session_timeout_seconds` is ended with an error.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import time
+from collections.abc import Awaitable, Coroutine, Mapping
+from functools import cache
+from typing import Any
+
+import httpx
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.agent.agents import load_agent, name_of
+from areal_core.agent.completion import Dialogue
+from areal_core.agent.errors import AgentStalled
+from areal_core.agent.export import export_rows, rewards_by_id
+from areal_core.agent.output_parsers import REASONING_PARSERS, TOOL_FORMATS
+from areal_core.agent.proxy import AgentProxy
+from areal_core.agent.proxy_server import InProcessTransport, ProxyServer
+from areal_core.agent.sessions import Session
+from areal_core.agent.subprocesses import AgentProcesses
+from areal_core.config import AgentConfig
+from areal_core.errors import ConfigError
+from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
+from areal_core.rollout.types import TokenSampler, sampling_from
+
+logger = logging.getLogger(__name__)
+IDLE_CHECK_S = 10.0  # period of the check for idle sessions
+
+
+class AgentWorkflow:
+    """A `RolloutWorkflow` around an agent.
+
+    Args:
+        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path;
+            in mode "subproc" a class or path. `run` gets the row, `base_url`, `api_key` and
+            `http_client` (httpx), and returns a number or a dict by completion id.
+        gconfig: an object with the attributes of `Sampling`: the defaults of a call.
+        tokenizer: with a chat template.
+        options: the `rollout.agent` section.
+        agent_kwargs: for the agent's class.
+
+    Raises:
+        NotAnAgent, UnsafeProxy, ConfigError: before anything starts.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        gconfig: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        options: AgentConfig | None = None,
+        agent_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = options or AgentConfig()
+        self.name = name_of(agent)
+        self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
+        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
+        self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
+        if self.options.mode == "online":
+            logger.info("episodes wait for POST %s/rl/start_session", self.server.base_url)
+        self.agents = LoopThread("agents")
+        self.few_per_turn = FewPerTurn()
+        transport = InProcessTransport(self.server, self.few_per_turn)
+        self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
+        self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
+
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Run the agent once and return its rows.
+
+        Raises the agent's exception, or the engine's if that caused it.
+        """
+        session = self.server.proxy.sessions.open(engine.agenerate, asyncio.get_running_loop())
+        try:
+            rewards = await self.run_in(session, data)
+        finally:
+            self.server.proxy.sessions.close(session)
+        keep_libraries_out_of_collection()
+        return export_rows(session.in_order(), rewards, self.options.turn_discount, self.options.export_style)
+
+    async def run_in(self, session: Session, data: dict[str, Any]) -> dict[str, float]:
+        """Run the agent in an open session; return its rewards by completion id."""
+        run = {"inline": self._inline, "subproc": self._in_process, "online": self._online}[self.options.mode]
+        try:
+            returned = await self._unless_stalled(run(session, data), session)
+        except Exception as error:
+            if session.failure is not None:
+                raise session.failure from error
+            raise
+        return rewards_by_id(returned, session.in_order(), session.rewards, self.name)
+
+    def close(self) -> None:
+        """End runs, connections and threads. An agent that blocks its loop keeps its thread."""
+        ending = self.agents.submit(self._close_agents())
+        with contextlib.suppress(TimeoutError):
+            ending.result(UNWIND_S)
+        self.agents.close(UNWIND_S)
+        self.server.close()
+
+    async def _close_agents(self) -> None:
+        await self.http_client.aclose()
+        await self.processes.close()
+
+    async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
+        run = self.agent.run(
+            dict(data), base_url=self.server.base_url, api_key=session.key, http_client=self.http_client
+        )
+        return await run_on(self.agents.loop, self._begin(run))
+
+    async def _begin(self, run: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            await self.few_per_turn.wait()
+        except asyncio.CancelledError:
+            run.close()
+            raise
+        return await run
+
+    async def _in_process(self, session: Session, data: dict[str, Any]) -> Any:
+        run = self.processes.run(data, self.server.base_url, session.key)
+        return await run_on(self.agents.loop, run)
+
+    async def _online(self, session: Session, data: dict[str, Any]) -> None:
+        """Offer the session to clients of `/rl/start_session`, and wait until `/rl/end_session`."""
+        offers = self.server.proxy.offers
+        session.last_used = math.inf  # a session that nobody has started is not idle
+        offers.append((session, data))
+        try:
+            await session.ended.wait()
+            late_until = time.monotonic() + self.options.set_reward_finish_timeout
+            while not session.rewards and time.monotonic() < late_until:
+                await asyncio.sleep(0.05)
+        finally:
+            if (session, data) in offers:
+                offers.remove((session, data))
+
+    async def _unless_stalled(self, run: Awaitable[Any], session: Session) -> Any:
+        """Return the result of the run.
+
+        Raises AgentStalled when the session has been idle for too long.
+        """
+        limit_s = self.options.session_timeout_seconds
+        task = asyncio.ensure_future(run)
+        try:
+            while not task.done():
+                left_s = session.last_used + limit_s - time.monotonic()
+                if left_s <= 0 and session.num_running == 0:
+                    raise AgentStalled(
+                        f"{self.name} has made no call for {limit_s} s (rollout.agent.session_timeout_seconds) after "
+                        f"{len(session.interactions)} answered calls, and has not returned"
+                    )
+                await asyncio.wait({task}, timeout=min(max(left_s, 0.1), IDLE_CHECK_S))
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@cache
+def keep_libraries_out_of_collection() -> None:
+    """Exclude the objects of libraries from garbage collection, once, after the first run.
+
+    The half million objects of torch, Transformers and openai are never freed. Traversed by every
+    full collection, with the objects of 2,048 episodes, they stop all threads for a second each
+    time (measured p99 of the event-loop lag: 0.9 s, 0.1 s without them).
+    """
+    gc.freeze()
+
+
+def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: AgentConfig) -> Dialogue:
+    """Return the conversion of messages to tokens and back.
+
+    Raises ConfigError for an unknown parser.
+    """
+    tool_formats, reasoning = (*TOOL_FORMATS, "template"), REASONING_PARSERS
+    for name, value, known in (
+        ("tool_call_parser", options.tool_call_parser, tool_formats),
+        ("reasoning_parser", options.reasoning_parser, reasoning),
+    ):
+        if value not in known:
+            raise ConfigError(f"rollout.agent.{name} is {value!r}; expected one of {', '.join(known)}")
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+    sampling = sampling_from(
+        gconfig,
+        n_samples=1,
+        stop_token_ids=sorted(ends),
+        max_tokens=options.engine_max_tokens or gconfig.max_tokens,
+    )
+    return Dialogue(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        chat_template_type=options.chat_template_type,
+    )

@@ -1,0 +1,97 @@
+"""Prompt tokens of messages, by the tokenizer's chat template.
+
+`hf` renders the complete conversation for each call. A template may render an earlier turn
+differently from what the model sampled (it drops reasoning, reformats a tool call, and tokenises
+text in its own way); the prompt does not start with the sampled tokens then. `concat` never renders
+a sampled turn: its prompt is the parent call's exact tokens and the template's continuation.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.agent.conversation import Call, Interaction, Message
+from areal_core.agent.errors import BadRequest
+
+logger = logging.getLogger(__name__)
+TURN_END = "<<the assistant's turn ends here>>"
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, call: Call, earlier: Sequence[Interaction], style: str
+) -> list[int]:
+    """Return the token ids of a call's prompt.
+
+    Args:
+        earlier: the session's answered calls; `concat` looks for the parent among them.
+        style: "hf" or "concat". Both render a call without a parent completely.
+
+    Raises:
+        BadRequest: the template refuses the messages.
+    """
+    parent = find_parent(call, earlier) if style == "concat" else None
+    try:
+        if parent is None:
+            return render(tokenizer, call)
+        added = call.messages[len(parent.call.messages) + 1 :]
+        return parent.tokens + continuation_tokens(
+            tokenizer, [m.for_template() for m in added], parent.tokens[-1], call.template_kwargs
+        )
+    except (TemplateError, TypeError) as error:
+        raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+
+
+def render(tokenizer: PreTrainedTokenizerBase, call: Call) -> list[int]:
+    """Render the complete conversation. A final message of the assistant is continued."""
+    continues = call.messages[-1].role == "assistant"
+    tokens: Any = tokenizer.apply_chat_template(
+        [message.for_template() for message in call.messages],
+        tools=list(call.tools) or None,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        return_dict=False,
+        **call.template_kwargs,
+    )
+    return tokens
+
+
+def continuation_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    last_token: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the tokens from a sampled turn to the next one: its end, `messages`, the next opening.
+
+    The template renders a placeholder turn, so no sampled token is ever decoded and tokenised
+    again. The end of the turn is left out if the model has sampled it as `last_token`; a turn that
+    was truncated by its length gets it here, outside of the loss mask.
+    """
+    placeholder = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_END}]
+    text: Any = tokenizer.apply_chat_template(
+        [*placeholder, *map(dict, messages)],
+        add_generation_prompt=True,
+        tokenize=False,
+        **(template_kwargs or {}),
+    )
+    tokens = tokenizer.encode(text.partition(TURN_END)[2], add_special_tokens=False)
+    return tokens[1:] if tokens[:1] == [last_token] else tokens
+
+
+def find_parent(call: Call, earlier: Sequence[Interaction]) -> Interaction | None:
+    """Return the longest earlier conversation that `call` continues; None without one.
+
+    The continuation has at least one message, and does not end with one of the assistant.
+    """
+
+    def is_continued(candidate: Interaction) -> bool:
+        earlier_messages: tuple[Message, ...] = (*candidate.call.messages, candidate.message)
+        rest = call.messages[len(earlier_messages) :]
+        is_prefix = call.messages[: len(earlier_messages)] == earlier_messages
+        return is_prefix and bool(rest) and rest[-1].role != "assistant"
+
+    continued = [candidate for candidate in earlier if is_continued(candidate)]
+    return max(continued, key=lambda candidate: len(candidate.call.messages), default=None)

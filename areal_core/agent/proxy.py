@@ -1,0 +1,168 @@
+"""Requests and replies of the proxy, over a socket or in this process (both in `server.py`).
+
+    agent --(OpenAI or Anthropic client)--> answer() --> dialect.parse_call --> complete() --> the session's engine
+                                               ^                                                    | tokens, logprobs, versions
+                                               +---------- dialect.render_reply <--- Interaction <--+ kept in the session
+
+A session key opens its own session. The admin key is for the owner of the run: it starts the
+sessions that episodes offer (mode "online") and reads sessions.
+"""
+
+import hmac
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.agent.apis import anthropic_messages, openai_chat, openai_responses
+from areal_core.agent.apis.json_fields import parse_object, take
+from areal_core.agent.completion import Dialogue, complete
+from areal_core.agent.conversation import Call, Interaction
+from areal_core.agent.errors import BadRequest
+from areal_core.agent.sessions import Session, Sessions, facts_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP reply."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The form of calls, replies and errors in one API."""
+
+    id_prefix: str
+    parse_call: Callable[[dict[str, Any], Sequence[Interaction]], Call]
+    render_reply: Callable[[Interaction, PreTrainedTokenizerBase], dict[str, Any]]
+    render_stream: Callable[[Interaction, PreTrainedTokenizerBase], Iterator[bytes]]
+    render_error: Callable[[int, str, str], dict[str, Any]]
+
+
+CHAT = Dialect(
+    openai_chat.ID_PREFIX,
+    openai_chat.parse_call,
+    openai_chat.render_reply,
+    openai_chat.render_stream,
+    openai_chat.render_error,
+)
+RESPONSES = Dialect(
+    openai_responses.ID_PREFIX,
+    openai_responses.parse_call,
+    openai_responses.render_reply,
+    openai_responses.render_stream,
+    openai_chat.render_error,
+)
+MESSAGES = Dialect(
+    anthropic_messages.ID_PREFIX,
+    anthropic_messages.parse_call,
+    anthropic_messages.render_reply,
+    anthropic_messages.render_stream,
+    anthropic_messages.render_error,
+)
+DIALECTS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
+
+
+@dataclass
+class AgentProxy:
+    """The routes of one proxy; `offers` are sessions that wait for an external client."""
+
+    dialogue: Dialogue
+    admin_key: str
+    sessions: Sessions = field(default_factory=Sessions)
+    offers: deque[tuple[Session, dict[str, Any]]] = field(default_factory=deque)
+
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """Return the reply to one request.
+
+        An error of the client is reported in the form of its API.
+        """
+        path = path.removeprefix("/v1")
+        dialect = DIALECTS.get(path, CHAT)
+        try:
+            if path in DIALECTS and method == "POST":
+                return await self._call(dialect, key_of(headers), body)
+            return json_reply(self._administer(method, path, key_of(headers), body))
+        except BadRequest as error:
+            refusal = dialect.render_error(error.status, error.code, str(error))
+            return json_reply(refusal, error.status)
+        except Exception as error:  # the boundary of a server: its thread must continue
+            logger.debug("a call of the model failed", exc_info=True)
+            reason = f"the model could not be called: {type(error).__name__}: {error}"
+            return json_reply(dialect.render_error(500, "engine_error", reason), 500)
+
+    async def _call(self, dialect: Dialect, key: str, body: bytes) -> Reply:
+        session = self.sessions.with_key(key)
+        call = dialect.parse_call(parse_object(body), session.in_order())
+        try:
+            interaction = await complete(session, call, self.dialogue, dialect.id_prefix)
+        except BadRequest:
+            raise
+        except Exception as error:  # the boundary: the episode raises the error
+            session.failure = error
+            raise
+        if call.stream:
+            events = b"".join(dialect.render_stream(interaction, self.dialogue.tokenizer))
+            return Reply(200, events, "text/event-stream")
+        return json_reply(dialect.render_reply(interaction, self.dialogue.tokenizer))
+
+    def _administer(self, method: str, path: str, key: str, body: bytes) -> dict[str, Any]:
+        match method, path:
+            case "GET", "/health":
+                return {"status": "ok"}
+            case "POST", "/rl/start_session":
+                self._require_admin(key)
+                return self._start_offered()
+            case "POST", "/rl/set_reward":
+                return self._set_reward(self.sessions.with_key(key), parse_object(body))
+            case "POST", "/rl/end_session":
+                session = self.sessions.with_key(key)
+                session.loop.call_soon_threadsafe(session.ended.set)
+                return {"session_id": session.id, "num_interactions": len(session.interactions)}
+            case "POST", "/export_trajectories":
+                self._require_admin(key)
+                session = self.sessions.with_id(take(parse_object(body), "session_id", str))
+                return {"session_id": session.id, "interactions": facts_of(session)}
+        raise BadRequest(f"there is no route {method} {path}", 404, "not_found")
+
+    def _start_offered(self) -> dict[str, Any]:
+        if not self.offers:
+            raise BadRequest("no episode waits for a session now; try again later", 429, "no_capacity")
+        session, data = self.offers.popleft()
+        session.last_used = time.monotonic()
+        return {"session_id": session.id, "api_key": session.key, "data": data}
+
+    def _set_reward(self, session: Session, fields: dict[str, Any]) -> dict[str, Any]:
+        reward = take(fields, "reward", float)
+        if not math.isfinite(reward):
+            raise BadRequest(f"reward is {reward}; expected a finite number")
+        session.set_reward(float(reward), take(fields, "interaction_id", str, None))
+        return {"session_id": session.id, "rewards": session.rewards}
+
+    def _require_admin(self, key: str) -> None:
+        if not hmac.compare_digest(key.encode(), self.admin_key.encode()):
+            raise BadRequest(
+                "the admin key is wrong: it is rollout.agent.admin_api_key", 401, "authentication_error"
+            )
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """Return the key of `x-api-key: KEY` or `Authorization: Bearer KEY`; "" without one."""
+    bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
+    return headers.get("x-api-key", "") or bearer
+
+
+def json_reply(facts: dict[str, Any], status: int = 200) -> Reply:
+    """Return a reply with a JSON body."""
+    return Reply(status, json.dumps(facts, ensure_ascii=False).encode())

@@ -1,0 +1,161 @@
+"""Off-policy correction: importance weights of tokens, and rejection of tokens out of bounds.
+
+Asynchronous training has three policies: behaviour (sampled the token, possibly some versions ago),
+proximal (the trainer's weights at the start of the step) and current. Decoupled PPO (arXiv
+2110.00641) clips current against proximal and multiplies by proximal / behaviour; this module
+bounds the latter ratio.
+
+Proximal logprobs without a forward pass: interpolated by the staleness of each token.
+
+M2PO: drop the most off-policy tokens until the rest is within a second-moment budget.
+"""
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.alignment import (
+    masked_segment_max,
+    masked_segment_mean,
+    segment_ids,
+    segment_sum,
+)
+from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
+
+
+def behaviour_weights(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    level: str = "token",
+    action: str = "mask",
+    metric: str = "ratio",
+    agg: str = "mean",
+    upper: float | None = None,
+    lower: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mask, weights, filtered), each [tokens]: bool, float32, bool.
+
+    All inputs are [tokens], packed by `cu_seqlens`. Without bounds every token keeps its ratio.
+    `level` "sequence" aggregates the tokens of a sequence by `agg`; a ratio is aggregated as
+    log-ratio (the mean gives the geometric mean). `action` "mask" drops tokens that are out of
+    bounds, "clamp" (ratio only) limits their weight. `filtered` marks the dropped or clamped
+    tokens. Non-finite log-ratios count as 0, that is, as equal policies. Weights carry no gradient.
+
+    Raises:
+        ValueError: `metric` or `agg` is unknown.
+    """
+    mask = loss_mask.bool()
+    log_ratio = (proximal_logprobs - behaviour_logprobs).detach().float()
+    log_ratio = torch.where(log_ratio.isfinite() & mask, log_ratio, 0.0)
+    if metric == "ratio":
+        aggregated = log_ratio if level == "token" else aggregate(log_ratio, mask, cu_seqlens, agg)
+        measured = weights = aggregated.exp()
+    else:
+        per_token = kl_metric(log_ratio, metric)
+        measured = per_token if level == "token" else aggregate(per_token, mask, cu_seqlens, agg)
+        weights = log_ratio.exp()
+    outside = torch.zeros_like(mask)
+    if upper is not None:
+        outside = outside | (measured > upper)
+    if lower is not None:
+        outside = outside | (measured < lower)
+    if action == "clamp":
+        weights = torch.where(outside, weights.clamp(min=lower or 0.0, max=upper), weights)
+        kept = mask
+    else:
+        kept = mask & ~outside
+    return kept, torch.where(kept, weights, 0.0), mask & outside
+
+
+def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
+    """Return k1, k2 or k3 of `kl.kl_estimate` without its clamp, which would distort a bound."""
+    if metric == "kl_k1":
+        return log_ratio
+    if metric == "kl_k2":
+        return log_ratio**2 / 2
+    if metric == "kl_k3":
+        return torch.exp(-log_ratio) - 1 + log_ratio
+    raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
+
+
+def aggregate(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:
+    """Aggregate the masked tokens of each sequence to one number, repeated to [tokens]."""
+    if agg == "mean":
+        return masked_segment_mean(values, mask, cu_seqlens)
+    if agg == "max":
+        return masked_segment_max(values, mask, cu_seqlens)
+    if agg == "sum":
+        ids = segment_ids(cu_seqlens)
+        return segment_sum(torch.where(mask, values, 0.0), ids, cu_seqlens.numel() - 1)[ids]
+    raise ValueError(f"aggregation {agg!r} is unknown; expected mean, sum or max")
+
+
+def loglinear_share(versions: Tensor, current_version: int) -> Tensor:
+    """Position of the proximal policy between behaviour (0) and current policy (1), float32.
+
+    It has the shape of `versions`. The log-linear rule of A-3PO (arXiv 2512.06547): for a token
+    sampled by version b, it is the point of version `current_version - 1` on the line from b to
+    `current_version`. It is 0 for prompt tokens (version -1) and tokens that are not older than
+    `current_version`.
+    """
+    staleness = current_version - versions
+    share = ((staleness - 1) / staleness.clamp(min=1)).clamp(0.0, 1.0)
+    return torch.where((versions >= 0) & (staleness > 0), share, 0.0)
+
+
+def loglinear_proximal_logprobs(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor) -> Tensor:
+    """Approximate proximal logprobs without gradient at `share` (`loglinear_share`).
+
+    All tensors have one shape.
+    """
+    return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
+
+
+INFINITY_BITS = 0x7F800000  # of float32
+
+
+def second_moment_mask(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    threshold: float,
+    *,
+    sum_over_ranks: SumOverRanks = on_one_rank,
+) -> Tensor:
+    """Return the mask of kept tokens, bool, a subset of `loss_mask`.
+
+    All tensors have one shape and are on the CPU.
+
+    Second-Moment Trust Policy Optimization (arXiv 2510.01161): the largest squared log-ratios are
+    dropped until the mean of the others is below `threshold`. The smallest is always kept; equal
+    ones are kept or dropped together, so the result depends only on the set of tokens, not on how
+    they are divided among ranks. A collective of about 33 small sums.
+    """
+    mask = loss_mask.bool()
+    squares = (proximal_logprobs - behaviour_logprobs).detach().float() ** 2
+    squares = torch.where(squares.isfinite(), squares, torch.inf)
+    # Non-negative floats are ordered as their bits are, so a cutoff is found by bisection over
+    # integers.
+    bits = squares.contiguous().view(torch.int32)
+    own_bits = bits[mask].sort().values  # [n]
+    totals = own_bits.view(torch.float32).double().cumsum(0)  # [n]
+
+    def count_and_mean(cutoff: int) -> tuple[float, float]:
+        own_count = int(torch.searchsorted(own_bits, cutoff, right=True))
+        own_total = float(totals[own_count - 1]) if own_count else 0.0
+        count, total = sum_over_ranks(torch.tensor([own_count, own_total], dtype=torch.float64)).tolist()
+        return count, total / max(count, 1.0)
+
+    low, high = -1, INFINITY_BITS  # the mean up to `low` is small enough; it is non-decreasing in the cutoff
+    while low < high:
+        middle = (low + high + 1) // 2
+        count, mean = count_and_mean(middle)
+        if count == 0 or mean < threshold:
+            low = middle
+        else:
+            high = middle - 1
+    if count_and_mean(low)[0] == 0:
+        low += 1  # the smallest token's own bits
+    return mask & (bits <= low)

@@ -1,0 +1,276 @@
+"""Sources of rows: a JSONL file or folder, a Hugging Face dataset, or a generator.
+
+Rows of type "rl" have `messages` (the conversation so far) and the fields that the reward function
+needs, usually `answer`.
+
+Preference rows as tokens: two answers to one prompt, a chosen and a rejected one.
+"""
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_core.dataset.rows import Row, chat_ids, sft_row
+from areal_core.errors import DatasetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EXPECTED = (
+    "chosen and rejected, both texts or both lists of messages, and the prompt or messages before them, "
+    "if they do not begin with it"
+)
+
+
+def pair_row(row: Row, tokenizer: "PreTrainedTokenizerBase", where: str) -> dict[str, list[int]]:
+    """Return `chosen_ids`, `rejected_ids`, `chosen_loss_mask` and `rejected_loss_mask`.
+
+    A loss mask is 0 on the common prefix of the two. Rows have `chosen` and `rejected`, and
+    optionally the `prompt` or `messages` before them. EOS is appended to texts; messages go through
+    the chat template, which ends them. Without a prompt, and if the messages start with a system or
+    user turn, they are complete conversations.
+
+    Args:
+        where: names the row in errors.
+
+    Raises:
+        DatasetError: the row has other fields.
+    """
+    if "chosen" not in row or "rejected" not in row or type(row["chosen"]) is not type(row["rejected"]):
+        raise DatasetError(f"{where} has {', '.join(row) or 'no fields'}; expected {EXPECTED}")
+    prompt = next((row[name] for name in ("messages", "prompt") if name in row), None)
+    chosen, rejected = (answer_ids(prompt, row[side], tokenizer, where) for side in ("chosen", "rejected"))
+    shared = num_shared(chosen, rejected)
+    return {
+        "chosen_ids": chosen,
+        "rejected_ids": rejected,
+        "chosen_loss_mask": [0] * shared + [1] * (len(chosen) - shared),
+        "rejected_loss_mask": [0] * shared + [1] * (len(rejected) - shared),
+    }
+
+
+def answer_ids(prompt: Any, answer: Any, tokenizer: "PreTrainedTokenizerBase", where: str) -> list[int]:
+    """Return prompt and answer as tokens; a text is tokenised separately from its prompt."""
+    match prompt, answer:
+        case _, [{"role": "user" | "system"}, *_]:
+            return chat_ids(answer, tokenizer)
+        case list(), [_, *_]:
+            return chat_ids([*prompt, *answer], tokenizer)
+        case str(), [_, *_]:
+            turn = {"role": "user", "content": prompt}
+            return chat_ids([turn, *answer], tokenizer)
+        case list(), str():
+            prompt_ids = chat_ids(prompt, tokenizer, add_generation_prompt=True)
+        case str(), str():
+            prompt_ids = tokenizer.encode(prompt)
+        case None, str():
+            return [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        case _:
+            raise DatasetError(f"{where} has no text and no messages to compare; expected {EXPECTED}")
+    return [*prompt_ids, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def num_shared(chosen: Sequence[int], rejected: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    both = enumerate(zip(chosen, rejected, strict=False))
+    return next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+
+
+def pair_length(row: dict[str, list[int]]) -> int:
+    """Return the number of tokens of the longer side."""
+    return max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+
+
+def is_tie(row: dict[str, list[int]]) -> bool:
+    """Return whether both sides are the same tokens: such a pair has no gradient."""
+    return row["chosen_ids"] == row["rejected_ids"]
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from areal_core.config import DatasetConfig
+
+BOXED_INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
+OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+def get_dataset(
+    config: "DatasetConfig", split: str | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> Sequence[Row]:
+    """Return all rows of one split, ready for a `PromptLoader`.
+
+    "rl" rows have `messages`, "sft" rows `input_ids` and `loss_mask` (lists of int), "rw" and "dpo"
+    rows the fields of `pair_row`. Rows of more than `config.max_length` tokens (of an "rl" row: of
+    its prompt) are left out, and pairs of equal sides. All but "rl" rows without `max_length` need
+    `tokenizer`.
+
+    Raises:
+        DatasetError: the rows cannot be read or have other fields, none is left, or `tokenizer` is
+            missing.
+    """
+    split = split or config.split
+    rows = read_rows(config.path, split, dict(config.dataset_kwargs))
+    if tokenizer is not None:
+        rows = tokenized(rows, config, tokenizer)
+    elif config.type == "rl" and config.max_length is None:
+        rows = rl_rows(rows, config.path)
+    else:
+        raise DatasetError(
+            f"type {config.type!r} with max_length {config.max_length} needs a tokenizer; pass one"
+        )
+    if not rows:
+        raise DatasetError(f"{config.path} (split {split}) has no rows of at most {config.max_length} tokens")
+    return rows
+
+
+def tokenized(
+    rows: Sequence[Row], config: "DatasetConfig", tokenizer: "PreTrainedTokenizerBase"
+) -> list[Row]:
+    """Convert rows to those of `config.type`, without those longer than `config.max_length`."""
+    length_of: Callable[[Row], int]
+    if config.type == "sft":
+        converted: list[Row] = [dict(sft_row(row, tokenizer)) for row in rows]
+        length_of = num_tokens
+    elif config.type == "rl":
+        converted = rl_rows(rows, config.path)
+        length_of = partial(num_prompt_tokens, tokenizer=tokenizer)
+    elif config.type in ("rw", "dpo"):
+        pairs = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
+        converted = [dict(pair) for pair in pairs if not is_tie(pair)]
+        length_of = pair_length
+    else:
+        raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
+    if config.max_length is None:
+        return converted
+    return [row for row in converted if length_of(row) <= config.max_length]
+
+
+def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:
+    """Return rows with `messages`; `path` names the dataset in errors."""
+    return [rl_row(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+
+
+def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
+    """Read rows as they are stored.
+
+    Args:
+        arguments: of the generator or of `datasets.load_dataset`.
+
+    Raises:
+        DatasetError: there are none to read, or an argument is unknown.
+    """
+    if path == "arithmetic":
+        known = inspect.signature(arithmetic_rows).parameters
+        if unknown := sorted(set(arguments) - set(known)):
+            raise DatasetError(
+                f"dataset_kwargs has {', '.join(unknown)}; 'arithmetic' takes {', '.join(known)}"
+            )
+        return arithmetic_rows(**arguments)
+    local = Path(path)
+    if local.is_file():
+        return list(read_jsonl(local))
+    if local.is_dir() and (file := jsonl_of_split(local, split)):
+        return list(read_jsonl(file))
+    return read_hugging_face(path, split, arguments)
+
+
+def jsonl_of_split(folder: Path, split: str | None) -> Path | None:
+    """Return `folder/split.jsonl`, or without a split the only JSONL file; None without any."""
+    named = folder / f"{split}.jsonl"
+    if named.is_file():
+        return named
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        return None
+    if split is None and len(files) == 1:
+        return files[0]
+    raise DatasetError(f"{folder} has no {split}.jsonl; it has {', '.join(file.name for file in files)}")
+
+
+def read_jsonl(file: Path) -> Iterator[Row]:
+    """Yield the JSON object of each line; empty lines are skipped. Raises DatasetError."""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DatasetError(f"{file}, line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise DatasetError(
+                    f"{file}, line {number} is {type(row).__name__}; expected an object with named fields"
+                )
+            yield row
+
+
+def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
+    """Read a dataset of the hub, its local cache, or a local folder in a format of `datasets`."""
+    import datasets
+
+    if "name" not in arguments and path.rstrip("/").endswith("gsm8k"):
+        arguments = arguments | {"name": "main"}
+    try:
+        loaded = datasets.load_dataset(path, split=split or "train", **arguments)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DatasetError(
+            f"{path} is no file, no folder with JSONL files, and no dataset that can be loaded "
+            f"(split {split}): {reason}"
+        ) from None
+    return [dict(row) for row in loaded]
+
+
+def rl_row(row: Row, where: str) -> Row:
+    """Return the row with `messages`, built from `question` or `prompt` if it has none.
+
+    A question gets an instruction to put the final answer in a box.
+    """
+    if "messages" in row:
+        return row
+    if "question" in row:
+        rest = {key: value for key, value in row.items() if key != "question"}
+        return {"messages": [{"role": "user", "content": row["question"] + BOXED_INSTRUCTION}], **rest}
+    if "prompt" in row:
+        rest = {key: value for key, value in row.items() if key != "prompt"}
+        return {"messages": [{"role": "user", "content": row["prompt"]}], **rest}
+    raise DatasetError(f"{where} has {', '.join(row) or 'no fields'}; expected messages, question or prompt")
+
+
+def num_prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the length of the prompt of an "rl" row."""
+    return len(chat_ids(row["messages"], tokenizer, add_generation_prompt=True))
+
+
+def num_tokens(row: Row) -> int:
+    """Return the length of an "sft" row."""
+    return len(row["input_ids"])
+
+
+def arithmetic_rows(
+    num_rows: int = 1000, seed: int = 0, max_operand: int = 9, ops: str | Sequence[str] = "+"
+) -> list[Row]:
+    """Generate questions such as "3+4=" with the answer "7".
+
+    The same arguments give the same rows on every machine.
+    """
+    unknown = [op for op in ops if op not in OPERATIONS]
+    if unknown or not ops:
+        raise DatasetError(f"dataset_kwargs.ops is {ops!r}; expected some of {' '.join(OPERATIONS)}")
+    if num_rows < 1 or max_operand < 0:
+        raise DatasetError(
+            f"dataset_kwargs.num_rows is {num_rows} and max_operand {max_operand}; expected >= 1 and >= 0"
+        )
+    random_numbers = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        a, b = random_numbers.randint(0, max_operand), random_numbers.randint(0, max_operand)
+        op = random_numbers.choice(list(ops))
+        question = {"role": "user", "content": f"{a}{op}{b}="}
+        rows.append({"messages": [question], "answer": str(OPERATIONS[op](a, b))})
+    return rows

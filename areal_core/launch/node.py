@@ -1,0 +1,112 @@
+"""torchrun that exits with the code of the first rank that failed, and shows its last output.
+
+Run as `python -m areal_core.launch.node --nproc-per-node 2 script.py ...`, once a node. torchrun
+itself always exits with 1, which would hide that a rank exited with 2 (misuse) or was killed. Where
+several nodes end each other, as under SLURM, the codes of the agents are inconclusive: each writes
+a `Failure` next to the logs of its ranks, and the earliest one is the cause.
+
+AREAL_RANK_LOGS/node-0/failure.json                          the first rank of that node that failed, if one did
+AREAL_RANK_LOGS/node-0/RUN/attempt_0/LOCAL_RANK/stderr.log   the standard error of a rank, which is also shown
+"""
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+RANK_LOGS = "AREAL_RANK_LOGS"
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed on a node, its Unix time, and its exit code as in a shell."""
+
+    time_s: float
+    rank: int
+    exit_code: int
+
+
+def main() -> None:
+    """Run torchrun with the arguments of this process; exit with the code of the first failure."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "SLURM_PROCID" in os.environ:  # under srun there is one agent, and one task, per node
+        os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_PROCID"])
+    logs = Path(os.environ[RANK_LOGS]) / f"node-{os.environ.get('PET_NODE_RANK', '0')}"
+    # The prefix of an empty role is empty: lines look as the rank wrote them. Torch 2.13 has only a
+    # variable for it.
+    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${role_name}"
+    options = ["--log-dir", str(logs), "--tee", "2", "--role", ""]
+    ends: dict[int, float] = {}
+    threading.Thread(target=note_ends, args=(ends,), daemon=True).start()
+    try:
+        run.main([*options, *sys.argv[1:]])
+    except SignalException as ended:
+        sys.exit(128 + ended.sigval)
+    except ChildFailedError as error:
+        failure = first_failure(error, ends)
+        (logs / "failure.json").write_text(json.dumps(asdict(failure)))
+        print(describe(failure, logs, error.failures[failure.rank].local_rank), file=sys.stderr)
+        sys.exit(failure.exit_code)
+
+
+def note_ends(ends: dict[int, float]) -> None:
+    """Record when each child of the main thread ends (process id -> seconds since 1970), indefinitely.
+
+    torchrun polls every 0.1 s. By then the failure of a killed rank has spread to others, whose
+    connections are closed.
+    """
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    if not children.exists():  # not Linux: rely on torchrun's own order
+        return
+    watched: set[int] = set()
+    descriptors: dict[int, int] = {}
+    running = select.poll()
+    while True:
+        for pid in {int(pid) for pid in children.read_text().split()} - watched:
+            watched.add(pid)
+            descriptor = os.pidfd_open(pid)
+            descriptors[descriptor] = pid
+            running.register(descriptor, select.POLLIN)
+        for descriptor, _ in running.poll(POLL_S * 1000):
+            ends[descriptors.pop(descriptor)] = time.time()
+            running.unregister(descriptor)
+            os.close(descriptor)
+
+
+def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
+    """Return the failure of the rank that ended first."""
+    rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, float("inf")))
+    code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal
+    return Failure(ends.get(first.pid, time.time()), rank, code)
+
+
+def describe(failure: Failure, logs: Path, local_rank: int) -> str:
+    """Describe the rank that failed first, with the last lines of its standard error."""
+    from areal_core.sglang.server import last_lines
+
+    files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
+    written = "".join(last_lines(file, num_lines=20) for file in files)
+    first = f"rank {failure.rank} failed first, with exit code {failure.exit_code}"
+    return f"{first}; the last lines of its standard error:\n{written}" if written else first
+
+
+def earliest_failure(rank_logs: Path) -> Failure | None:
+    """Return the earliest failure on any node; None without one."""
+    failures = [Failure(**json.loads(file.read_text())) for file in rank_logs.glob("node-*/failure.json")]
+    return min(failures, key=lambda failure: failure.time_s, default=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Reward functions in worker processes: killed when stuck, replaced when dead.
+
+    await pool(...)  ->  queue of threads, 1 per worker  ->  pipe  ->  worker process (areal_core.reward.reward_worker)
+                         waits for: a reply, the end of the process, or the time-out
+                         and then:  returns it, starts a new process, or kills the process
+
+A worker is a new interpreter that imports the reward function and nothing of the trainer, so it has
+no torch, no GPU memory and no fork of a threaded process.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from areal_core.errors import RewardError
+from areal_core.reward.functions import RewardFn, name_of_reward_fn
+
+logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 120.0  # a reward function may import a large library
+
+
+class RewardPool:
+    """`await pool(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
+
+    Run at most `num_workers` calls at once, each for at most `timeout_s` seconds; the wait for a
+    worker does not count. A call that times out returns `timeout_reward`, or raises if that is
+    None. A worker that dies is replaced and its call retried, `max_retries` times. An exception of
+    the reward function, and a result that is not a finite number, raise RewardError with the row.
+    """
+
+    def __init__(
+        self,
+        reward_fn: str | RewardFn,
+        timeout_s: float = 15.0,
+        num_workers: int | None = None,
+        max_retries: int = 3,
+        timeout_reward: float | None = 0.0,
+    ) -> None:
+        self.name = name_of_reward_fn(reward_fn)
+        self.timeout_s, self.max_retries, self.timeout_reward = timeout_s, max_retries, timeout_reward
+        self.num_timeouts = 0
+        self.closed = False
+        num_workers = num_workers or max(1, (os.cpu_count() or 1) // 2)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(self.name, timeout_s) for _ in range(num_workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+    ) -> float:
+        return await asyncio.wrap_future(self.submit(prompt, completions, prompt_ids, completion_ids, **row))
+
+    def submit(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+    ) -> "Future[float]":
+        """Submit a call from code without an event loop."""
+        return self._threads.submit(
+            self._run, (prompt, completions, list(prompt_ids), list(completion_ids)), row
+        )
+
+    def close(self) -> None:
+        """End the workers, also busy ones; their calls raise RewardError."""
+        self.closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.interrupt()
+        self._threads.shutdown(wait=True)
+        for worker in self._workers:
+            worker.kill()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:
+        worker = self._idle.get()
+        try:
+            return self._attempt(worker, json.dumps([arguments, row]).encode())
+        except (RewardError, TypeError) as error:
+            prompt, completion, *_ = arguments
+            raise RewardError(
+                f"{self.name} {error}\nprompt {prompt[:200]!r}\ncompletion {completion[:200]!r}\nrow {repr(row)[:500]}"
+            ) from None
+        finally:
+            self._idle.put(worker)
+
+    def _attempt(self, worker: "_Worker", job: bytes) -> float:
+        for _ in range(self.max_retries + 1):
+            try:
+                reply = worker.call(job)
+            except (EOFError, OSError):
+                worker.kill()
+                if self.closed:
+                    raise RewardError("was running when its pool was closed") from None
+                continue
+            if reply is not None:
+                return reward_of(json.loads(reply))
+            worker.kill()
+            self.num_timeouts += 1
+            late = f"did not return within {self.timeout_s} s"
+            if self.timeout_reward is None:
+                raise RewardError(late)
+            logger.warning("%s %s; its reward is %s", self.name, late, self.timeout_reward)
+            return self.timeout_reward
+        raise RewardError(f"killed its process {self.max_retries + 1} times")
+
+
+def reward_of(reply: dict[str, Any]) -> float:
+    """Return the number in a worker's reply (`worker.answer`).
+
+    Raises RewardError if there is none.
+    """
+    if reply["error"]:
+        raise RewardError(f"raised {reply['error']}\n{reply['traceback'].rstrip()}")
+    if reply["value"] is None or not math.isfinite(reply["value"]):
+        raise RewardError(f"returned {reply['shown']}; expected a finite number")
+    return reply["value"]
+
+
+class _Worker:
+    """One worker process, started on first use."""
+
+    def __init__(self, reward_name: str, timeout_s: float) -> None:
+        self.reward_name, self.timeout_s = reward_name, timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+
+    def call(self, job: bytes) -> bytes | None:
+        """Return the reply, or None on a time-out.
+
+        Raises EOFError or OSError if the process died.
+        """
+        if self.process is None:
+            self._start()
+        assert self.connection is not None
+        self.connection.send_bytes(job)
+        return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
+
+    def interrupt(self) -> None:
+        """Kill the process during a call in another thread, which then gets EOFError."""
+        if (process := self.process) is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end; the next call starts another."""
+        self.interrupt()
+        process, connection, self.process, self.connection = self.process, self.connection, None, None
+        if process is not None and connection is not None:
+            process.wait()
+            connection.close()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "areal_core.reward.reward_worker",
+                str(theirs.fileno()),
+                self.reward_name,
+                str(self.timeout_s),
+            ],
+            pass_fds=[theirs.fileno()],
+            # A separate session: Ctrl-C reaches only the trainer, and the function's own child
+            # processes are killed with the worker.
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self.connection = ours
+        # The import of the function must not count as time of its first call.
+        if not ours.poll(START_TIMEOUT_S):
+            self.kill()
+            raise RewardError(f"could not be imported within {START_TIMEOUT_S} s")
+        ours.recv_bytes()

@@ -1,0 +1,57 @@
+"""A worker process of `pool.py`: read jobs from a pipe, call the reward function, write replies.
+
+Usage: python -m areal_core.reward.reward_worker PIPE_FD REWARD_NAME TIMEOUT_S
+"""
+
+import faulthandler
+import json
+import numbers
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from areal_core.reward.functions import RewardFn, load_reward_fn
+
+
+def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
+    """Serve jobs from the pipe with this file descriptor until it is closed."""
+    connection = Connection(descriptor)
+    os.dup2(2, 1)  # output of a reward function goes to stderr, not into a report on stdout
+    try:
+        reward_fn: RewardFn | Exception = load_reward_fn(reward_name)
+    except Exception as error:  # reported with the first job, which names its row
+        reward_fn = error
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            arguments, row = json.loads(connection.recv_bytes())
+        except EOFError:  # the pool is gone
+            return
+        # The pool kills a stuck worker; this ends it if the pool was killed first, also inside C.
+        faulthandler.dump_traceback_later(timeout_s + 1.0, exit=True)
+        reply = json.dumps(answer(reward_fn, arguments, row)).encode()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(reply)
+
+
+def answer(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str, Any]) -> dict[str, Any]:
+    """Return the value or error of one call, as JSON types; `value` is None unless a number."""
+    try:
+        if isinstance(reward_fn, Exception):
+            raise reward_fn
+        value = reward_fn(*arguments, **row)
+    except Exception as error:  # boundary: the trainer raises any exception of a user's function
+        return {
+            "value": None,
+            "shown": "",
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+    number = float(value) if isinstance(value, numbers.Real) else None
+    return {"value": number, "shown": repr(value)[:200], "error": "", "traceback": ""}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

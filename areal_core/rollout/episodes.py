@@ -1,0 +1,218 @@
+"""The episodes of one prompt: named requests, checked tensors, and rows of a batch.
+
+A prompt in flight with all its samples: started, accepted and consumed as a unit.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.batch import PER_ROW, Batch, pad_and_concat, sort_canonical
+from areal_core.dataset.rows import Row
+from areal_core.errors import RewardError
+from areal_core.rollout.errors import MalformedEpisode
+from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
+from areal_core.rollout.workflow import RolloutWorkflow
+
+# Dtypes of the tensors that a workflow returns: per token [n, T], or per row [n] (`batch.PER_ROW`).
+ROW_DTYPES = {
+    "input_ids": torch.int32,
+    "attention_mask": torch.bool,
+    "loss_mask": torch.int32,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "rewards": torch.float32,
+    "finish_reason": torch.int32,
+}
+
+
+class EpisodeEngine:
+    """The `EpisodeSampler` of one episode: adds the episode's name and turn number to its requests.
+
+    It also records the progress of the episode, from which `watch.py` explains a long wait.
+    """
+
+    def __init__(self, engine: TokenSampler, prompt_id: int, sample_id: int) -> None:
+        self.prompt_id = prompt_id
+        self.sample_id = sample_id
+        self.num_generating = 0  # requests that wait for the engine
+        self.since = time.monotonic()  # time at which the last request was sent or answered
+        self.is_finished = False  # its group may still wait for other samples
+        self._engine = engine
+        self._turn = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        return self._engine.version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion, as the next turn of this episode."""
+        name = {"prompt_id": self.prompt_id, "sample_id": self.sample_id, "turn": self._turn}
+        self._turn += 1
+        self.num_generating += 1
+        self.since = time.monotonic()
+        try:
+            return await self._engine.agenerate(replace(req, metadata={**name, **req.metadata}))
+        finally:
+            self.num_generating -= 1
+            self.since = time.monotonic()
+
+
+async def run_episodes(
+    episodes: Sequence[EpisodeEngine], workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
+) -> list[Batch | None]:
+    """Return the result of each episode, in order; None where the workflow left a sample out.
+
+    The first exception of an episode cancels the others and is raised, with a note that names the
+    episode.
+    """
+    tasks = [asyncio.create_task(_run_episode(e, workflow, data, check_format)) for e in episodes]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_episode(
+    episode: EpisodeEngine, workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
+) -> Batch | None:
+    try:
+        rows = await workflow.arun_episode(episode, data)
+        if rows is not None:
+            refuse_unusable(rows)
+            if check_format:
+                refuse_malformed(rows)
+    except Exception as error:
+        error.add_note(f"in the episode of prompt {episode.prompt_id}, sample {episode.sample_id}")
+        raise
+    finally:
+        episode.is_finished = True
+    return rows
+
+
+def refuse_unusable(rows: Batch) -> None:
+    """Check for rows that would hang or corrupt a training step.
+
+    Raises:
+        MalformedEpisode: not a dict of tensors with the keys of a batch.
+        RewardError: a reward is not finite.
+    """
+    if not isinstance(rows, dict) or not rows.keys() >= ROW_DTYPES.keys():
+        shown = f"keys {sorted(rows)}" if isinstance(rows, dict) else f"a {type(rows).__name__}"
+        raise MalformedEpisode(
+            f"the workflow returned {shown}; expected None or a dict of tensors with {', '.join(ROW_DTYPES)}"
+        )
+    if not rows["rewards"].isfinite().all():
+        raise RewardError(
+            f"the workflow returned rewards {rows['rewards'].tolist()}; expected finite numbers"
+        )
+
+
+def refuse_malformed(rows: Batch) -> None:
+    """Check shapes, dtypes and masks (`rollout.check_trajectory_format`).
+
+    Raises:
+        MalformedEpisode: one does not fit; the message holds the expected and the actual value.
+    """
+    shape = rows["input_ids"].shape
+    for name, dtype in ROW_DTYPES.items():
+        tensor = rows[name]
+        expected = shape[:1] if name in PER_ROW else shape
+        if tensor.dtype != dtype or tensor.shape != expected or len(shape) != 2:
+            raise MalformedEpisode(
+                f"the workflow returned {name} as {tensor.dtype} {list(tensor.shape)}; expected {dtype} "
+                f"{list(expected)}, rows first and then tokens (input_ids has {list(shape)})"
+            )
+    trained = rows["loss_mask"] != 0
+    if (trained & ~rows["attention_mask"]).any():
+        raise MalformedEpisode("the workflow returned a loss_mask of 1 where attention_mask is false")
+    if (rows["versions"][trained] < 0).any() or (rows["logprobs"][trained] > 0).any():
+        raise MalformedEpisode(
+            "the workflow returned tokens in the loss mask with a version below 0 or a logprob above 0"
+        )
+
+
+def oldest_version(rows: Sequence[Batch | None], otherwise: int) -> int:
+    """Return the version of the oldest token in the loss mask; `otherwise` where there is none."""
+    trained = [r["versions"][r["loss_mask"] != 0] for r in rows if r is not None]
+    return min((int(versions.min()) for versions in trained if len(versions)), default=otherwise)
+
+
+def assemble(groups: Sequence[tuple[int, Sequence[Batch | None]]]) -> Batch:
+    """Return one batch in canonical order from pairs `(prompt_id, episodes)`."""
+    # An episode of several rows (such as one per turn) gets as many sample ids as the longest one
+    # has rows.
+    stride = max(len(rows["input_ids"]) for _, episodes in groups for rows in episodes if rows is not None)
+    return sort_canonical(
+        pad_and_concat(
+            [
+                stamp(rows, prompt_id, sample_id * stride)
+                for prompt_id, episodes in groups
+                for sample_id, rows in enumerate(episodes)
+                if rows is not None
+            ]
+        )
+    )
+
+
+def stamp(rows: Batch, prompt_id: int, first_sample_id: int) -> dict[str, Tensor]:
+    """Add `prompt_id` int64 [n] and counted `sample_id` int32 [n] to the n rows of an episode."""
+    num_rows = len(rows["input_ids"])
+    return {
+        **rows,
+        "prompt_id": torch.full((num_rows,), prompt_id, dtype=torch.int64),
+        "sample_id": torch.arange(first_sample_id, first_sample_id + num_rows, dtype=torch.int32),
+    }
+
+
+AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The episodes of a prompt: `n_samples` of a workflow, all dropped unless `should_accept`."""
+
+    workflow: RolloutWorkflow
+    n_samples: int = 1
+    should_accept: AcceptFn | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt in flight, or finished."""
+
+    task_id: int
+    prompt_id: int
+    data: Row
+    plan: Plan
+    from_feed: bool = False
+    version: int = -1  # at the start; once finished, that of the oldest token
+    task: asyncio.Task[None] | None = None
+    episodes: list[EpisodeEngine] = field(default_factory=list)
+    rows: list[Batch | None] | None = None  # per episode; None unless accepted
+
+    def batch(self) -> Batch | None:
+        """Return the accepted rows in canonical order; None if the prompt was not accepted."""
+        return None if self.rows is None else assemble([(self.prompt_id, self.rows)])
+
+
+def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> bool:
+    """Return `should_accept` of a prompt's rows.
+
+    Its exception gets a note that names the prompt.
+    """
+    if plan.should_accept is None:
+        return True
+    try:
+        return bool(plan.should_accept(assemble([(prompt_id, rows)])))
+    except Exception as error:
+        error.add_note(f"in should_accept_fn for prompt {prompt_id}")
+        raise

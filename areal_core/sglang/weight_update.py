@@ -1,0 +1,586 @@
+"""Weight updates of the SGLang servers: through a folder, or by broadcast from rank 0.
+
+    every rank                       rank 0 only                              each server
+    -------------------------        -------------------------------------    ---------------------------
+                                     adds new servers, drops dead ones
+                                     pause_generation                         aborts or holds requests in flight
+    for name, tensor in weights      gathers tensors into buckets
+      (full_tensor: collective)      a bucket is full: send it                loads it
+                                     compares checksums, when due             /weights_checker
+                                     continue_generation                      continues, cache flushed
+    agree: rank 0 broadcasts the outcome; a failure is raised on every rank
+
+A rank that stopped iterating would leave the others waiting in `full_tensor`, so rank 0 keeps
+iterating after a failure and raises it at the end. A server that dies in the middle of a broadcast
+breaks the group: the ranks agree to iterate once more, and the remaining servers stay paused until
+they have all of the new weights.
+
+The process group over which rank 0 sends weights to inference servers.
+
+Rank 0 of the trainer is rank 0 of the group; server i has the next `ranks_per_server` ranks. Both
+sides must enter each collective at the same time, so the HTTP request that makes a server enter it
+runs in a thread while this side waits in it.
+
+Send a new LoRA adapter to the SGLang servers, through a folder; the base model stays unchanged.
+
+    every rank                     rank 0 only                                     each server
+    ---------------------------    ---------------------------------------------   -------------------------------------
+    for name, tensor in adapter    adds new servers, drops dead ones
+      (full_tensor: collective)    writes the folder
+                                   load_lora_adapter NAME-vN                       adds it to the others, keeps sampling
+                                   update_weight_version N                         reports N from now on
+                                   pause_generation                                aborts requests in flight
+                                   unload_lora_adapter, all but the last two
+                                   compares the base model, when due               /weights_checker
+                                   continue_generation
+
+Each version of the adapter has a name of its own, so a request states which weights sample it,
+whatever happens meanwhile. The server's `weight_version` still decides which servers may be used,
+and determines the adapter with which an aborted request continues: it is raised once the adapter is
+loaded, before requests are aborted. The previous adapter is kept for requests that start before
+their client knows the new one.
+"""
+
+import json
+import logging
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to mypy
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+
+from areal_core.engine.lora import Adapter, write_adapter
+from areal_core.rollout.errors import (
+    MalformedReply,
+    RequestRefused,
+    ServerDied,
+    WeightsDiffer,
+    WeightUpdateFailed,
+)
+from areal_core.sglang.client import adapter_name
+from areal_core.sglang.pool import ServerPool
+from areal_core.sglang.verification import WeightCheck
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
+GROUP_NAME = "update_weight_group"
+
+
+class UpdateGroup:
+    """Rank 0's side of the group.
+
+    Raises `RequestRefused` or `ServerDied` if a server does not join.
+    """
+
+    def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
+        self.pool = pool
+        self.servers = list(pool.servers)
+        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
+        host = own_address(self.servers[0].address)
+        world_size = 1 + len(self.servers) * ranks_per_server
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        joining = pool.start_post(
+            "/init_weights_update_group",
+            lambda i: {
+                "master_address": host,
+                "master_port": store.port,
+                "rank_offset": 1 + i * ranks_per_server,
+                "world_size": world_size,
+                "backend": backend,
+                "group_name": self.name,
+            },
+        )
+        self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
+        wait(joining)
+        try:
+            pool.raise_failures(joining)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _form(
+        self,
+        world_size: int,
+        backend: str,
+        store: TCPStore,
+        timeout: timedelta,
+        joining: list[Future[str]],
+    ) -> dist.ProcessGroup:
+        """Form the group in a thread; raise the error of a server that refuses.
+
+        The group then never forms.
+        """
+        formed: Future[dist.ProcessGroup] = Future()
+
+        def form() -> None:
+            try:
+                formed.set_result(form_group(store, 0, world_size, backend, self.name, timeout))
+            except RuntimeError as error:
+                formed.set_exception(error)
+
+        threading.Thread(target=form, name="update-group", daemon=True).start()
+        while not formed.done():
+            self.pool.raise_failures(joining)
+            time.sleep(0.01)
+        return formed.result()
+
+    def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
+        """Send the tensors, in order, to every server, which loads them by name.
+
+        Raises:
+            RuntimeError: `ServerDied`, `RequestRefused` or an error of the backend; the death of a
+                server may also appear as the refusal of another one that waited for it. Servers
+                then hold a mixture of weights, and the group is unusable.
+        """
+        request = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self.name,
+            **extra,
+        }
+        replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
+        broadcasts = (
+            dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
+            for _, tensor in bucket
+        )
+        works = [work for work in broadcasts if work is not None]  # None only outside the group
+        try:
+            # A server that has refused or died never enters the broadcast, so waiting only for the
+            # broadcast would not end.
+            while not all(work.is_completed() for work in works):
+                self.pool.raise_failures(replies)
+                time.sleep(0.001)
+            while works:
+                works.pop().wait()
+            wait(replies)
+            self.pool.raise_failures(replies)
+        finally:
+            works.clear()  # otherwise a traceback keeps them, the group and its connections alive
+
+    def close(self) -> None:
+        """Leave the group: servers that wait in it get an error once nothing refers to it here."""
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def form_group(
+    store: TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a group outside the default one, in which this process is `rank`.
+
+    Raises:
+        RuntimeError: the other processes do not join in time.
+    """
+    # Private, but the only way to form a group of processes without a common default group; SGLang
+    # does the same on its side.
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        cast("GroupName", name),
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this machine as seen by `peer` (`host:port`)."""
+    host, _, port = peer.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        return connection.getsockname()[0]
+
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+MESSAGE_BYTES = 4096
+DONE, AGAIN, FAILED = "done", "again", "failed"
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdate(Protocol):
+    """Transfer of weights to the inference engine."""
+
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send all `weights` as `version`.
+
+        Collective: every rank calls it and iterates to the end, perhaps more than once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the servers and groups."""
+        ...
+
+
+class DiskUpdate:
+    """A `WeightUpdate` through safetensors files in `folder/v{version}`, deleted after loading.
+
+    Args:
+        pool: the servers; None on ranks other than 0.
+        folder: destination of the files; the servers must be able to read it.
+        model_path: checkpoint folder whose `config.json` describes the weights.
+        bucket_bytes: maximum bytes of a file, and of the tensors that rank 0 holds in memory.
+        check: selects the updates that are compared with the servers' weights.
+        grace_s: seconds between the pause and the loading.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool | None,
+        folder: Path,
+        model_path: Path,
+        bucket_bytes: int = 1 << 30,
+        *,
+        check: WeightCheck | None = None,
+        grace_s: float = 0.0,
+    ) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.model_path = model_path
+        self.bucket_bytes = bucket_bytes
+        self.check = check or WeightCheck(every=0)
+        self.grace_s = grace_s
+
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
+        pool = self.pool
+        from_rank_0(weights, None if pool is None else lambda tensors: self._send_to(pool, tensors, version))
+
+    def _send_to(self, pool: ServerPool, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        folder = self.folder / f"v{version}"
+        try:
+            pool.refresh()
+            self._write(self.check.watch(weights, pool), folder)
+            with pool.paused():
+                time.sleep(self.grace_s)
+                pool.post(
+                    "/update_weights_from_disk",
+                    {
+                        "model_path": str(folder),
+                        "weight_version": str(version),
+                        "flush_cache": pool.flushes,
+                    },
+                )
+                self.check.compare(pool, version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _write(self, weights: NamedTensors, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(self.model_path / "config.json", folder)
+        for i, (bucket, _) in enumerate(bucketed(weights, self.bucket_bytes)):
+            save_file(
+                {name: t.detach().cpu().contiguous() for name, t in bucket},
+                folder / f"model-{i:05d}.safetensors",
+            )
+
+    def close(self) -> None:
+        """Close the pool."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+class BroadcastUpdate:
+    """A `WeightUpdate` by broadcast from rank 0, in a separate process group with the servers.
+
+    Args:
+        pool: the servers; None on ranks other than 0.
+        backend: "gloo" (CPU) or "nccl" (GPU).
+        bucket_bytes: maximum bytes of one request, and of memory on rank 0 in addition to the
+            model.
+        ranks_per_server: tensor- and pipeline-parallel ranks of one server.
+        timeout_s: maximum seconds to wait for the group to form, or for one bucket.
+        check: selects the updates that are compared with the servers' weights.
+        grace_s: seconds between the pause and the first tensor.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool | None,
+        backend: str,
+        bucket_bytes: int = 1 << 30,
+        ranks_per_server: int = 1,
+        timeout_s: float = 300.0,
+        *,
+        check: WeightCheck | None = None,
+        grace_s: float = 0.0,
+    ) -> None:
+        self.pool = pool
+        self.backend = backend
+        self.bucket_bytes = bucket_bytes
+        self.ranks_per_server = ranks_per_server
+        self.timeout_s = timeout_s
+        self.check = check or WeightCheck(every=0)
+        self.grace_s = grace_s
+        self._group: UpdateGroup | None = None
+
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
+        pool = self.pool
+        send = None if pool is None else lambda tensors: self._send_to(pool, tensors, version)
+        while from_rank_0(weights, send) == AGAIN:
+            if iter(weights) is weights:  # the same on every rank
+                raise WeightUpdateFailed(
+                    "the weight update was interrupted (the reason is in the log), and weights that are an "
+                    "iterator cannot be sent again"
+                )
+
+    def _send_to(self, pool: ServerPool, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Make one attempt. Raises `SendAgain`, with the servers paused, if another may succeed."""
+        was_formed = self._group is not None
+        try:
+            pool.refresh()
+            pool.pause()
+            time.sleep(self.grace_s)
+            self._broadcast(pool, self.check.watch(weights, pool), version)
+            self.check.compare(pool, version)
+        except BaseException as error:
+            self._leave()  # so that servers that wait in it get an error
+            if self._may_retry(pool, error, was_formed):
+                pool.refresh()
+                raise SendAgain from error
+            with suppress(ServerDied, RequestRefused):
+                pool.resume()
+            raise
+        pool.resume()
+
+    def _may_retry(self, pool: ServerPool, error: BaseException, was_formed: bool) -> bool:
+        """Return whether another attempt may succeed.
+
+        It may after the loss of a server, without it, and in a new group, if a server may have been
+        restarted since this one was formed.
+        """
+        if not isinstance(error, RuntimeError) or isinstance(error, WeightsDiffer):
+            return False
+        return was_formed or pool.has_lost_one()
+
+    def _broadcast(self, pool: ServerPool, weights: NamedTensors, version: int) -> None:
+        has_sessions = self._begin(pool)
+        # After the last call that tolerates the loss of a server: from here on the servers of the
+        # group and of the pool are the same.
+        if self._group is None or self._group.servers != pool.servers:
+            self._leave()
+            self._group = UpdateGroup(pool, self.backend, self.ranks_per_server, self.timeout_s)
+        for bucket, is_last in bucketed(weights, self.bucket_bytes):
+            # The version and the flush come with the last bucket: until then the weights are mixed.
+            last = {"weight_version": str(version), "flush_cache": pool.flushes}
+            self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
+        if has_sessions:
+            pool.post("/end_weight_update", {})
+
+    def _begin(self, pool: ServerPool) -> bool:
+        """Open the servers' update session. Returns False for older servers without this route."""
+        try:
+            pool.post("/begin_weight_update", {})
+        except RequestRefused as refused:
+            if refused.status == 404:
+                return False
+            # An interrupted update, perhaps of an earlier run, has left a session open.
+            with suppress(RequestRefused):
+                pool.post("/end_weight_update", {})
+            pool.post("/begin_weight_update", {})
+        return True
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def close(self) -> None:
+        """Leave the group and close the pool."""
+        self._leave()
+        if self.pool is not None:
+            self.pool.close()
+
+
+class SendAgain(Exception):
+    """A broadcast was interrupted; the remaining servers need all tensors again."""
+
+
+def bucketed(weights: NamedTensors, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Yield lists of tensors of at most `bucket_bytes` (or one larger tensor).
+
+    Each comes with True if it is the last.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield bucket, True
+
+
+def from_rank_0(weights: NamedTensors, send: Callable[[Iterator[tuple[str, Tensor]]], None] | None) -> str:
+    """Run rank 0's `send` on an iterator over the weights, while other ranks iterate. Collective.
+
+    Returns:
+        DONE, or AGAIN after a `SendAgain`.
+
+    Raises:
+        WeightUpdateFailed: on every rank.
+    """
+    tensors = iter(weights)
+    failure = None
+    if send is not None:
+        try:
+            send(tensors)
+        except Exception as error:  # of any type: it must reach the other ranks, which wait
+            failure = error
+    # The rest on rank 0 after a failure, all weights elsewhere: each full_tensor is collective.
+    for _ in tensors:
+        pass
+    outcome, _, reason = broadcast_text(outcome_of(failure)).partition(" ")
+    if outcome == FAILED:
+        raise WeightUpdateFailed(f"the weights did not reach the servers: {reason}") from failure
+    return outcome
+
+
+def outcome_of(failure: Exception | None) -> str:
+    """Return DONE, AGAIN, or FAILED with the error's text; log the cause of AGAIN."""
+    if failure is None:
+        return DONE
+    if isinstance(failure, SendAgain):
+        logger.warning("sending the weights again, in a new group: %s", failure.__cause__)
+        return AGAIN
+    return f"{FAILED} {type(failure).__name__}: {failure}"
+
+
+def broadcast_text(text: str) -> str:
+    """Return rank 0's text on every rank. Collective."""
+    if not dist.is_initialized():
+        return text
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    padded = text.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    message = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    dist.broadcast(message, src=0)
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+class AdapterUpdate:
+    """A `WeightUpdate` of `engine.lora.AdapterTensors`, through files in `folder/v{version}`.
+
+    The files are deleted once the servers have loaded them.
+
+    Args:
+        pool: the servers; None on ranks other than 0.
+        folder: destination of the files; the servers must be able to read it.
+        adapter: rank, scale and base model of the adapter.
+        name: name of the adapter without its version.
+        check: selects the updates after which the base model is compared with
+            `adapter.base_model`, where that is a local folder.
+        grace_s: seconds for which the servers stay paused.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool | None,
+        folder: Path,
+        adapter: Adapter,
+        name: str,
+        *,
+        check: WeightCheck | None = None,
+        grace_s: float = 0.0,
+    ) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.adapter = adapter
+        self.name = name
+        self.check = check or WeightCheck(every=0)
+        self.grace_s = grace_s
+        self._last = ""  # name of the adapter that was sent last
+
+    def send(self, weights: NamedTensors, version: int) -> None:
+        """Send the adapter's tensors as `version`. Collective, see `WeightUpdate.send`."""
+        pool = self.pool
+        from_rank_0(weights, None if pool is None else lambda tensors: self._send_to(pool, tensors, version))
+
+    def _send_to(self, pool: ServerPool, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        folder = self.folder / f"v{version}"
+        name = adapter_name(self.name, version)
+        try:
+            pool.refresh()
+            write_adapter(folder, tensors, self.adapter)
+            self.check.read(read_safetensors(Path(self.adapter.base_model)), pool)
+            loaded = self._load(pool, name, folder)
+            pool.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            with pool.paused():
+                time.sleep(self.grace_s)
+                self._unload(pool, loaded - {name, self._last})
+                self.check.compare(pool, version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._last = name
+
+    def _load(self, pool: ServerPool, name: str, folder: Path) -> set[str]:
+        """Load the folder as `name` on every server; return the names of all loaded adapters."""
+        payload = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            replies = pool.post("/load_lora_adapter", payload)
+        except RequestRefused:
+            # An earlier run, or an interrupted update, has left an adapter of that name; a refusal
+            # for any other reason is repeated.
+            self._unload(pool, {name})
+            replies = pool.post("/load_lora_adapter", payload)
+        loaded = [parse_loaded(body) for body in replies.values()]
+        for server, names in zip(replies, loaded, strict=True):
+            if name not in names:
+                raise WeightUpdateFailed(
+                    f"{server.address} reports the adapters {sorted(names)} after {name} was loaded"
+                )
+        return set().union(*loaded)
+
+    def _unload(self, pool: ServerPool, names: Iterable[str]) -> None:
+        """Unload the adapters of this run among `names`; a server without one is fine."""
+        for name in names:
+            if name.startswith(adapter_name(self.name, "")):
+                with suppress(RequestRefused):
+                    pool.post("/unload_lora_adapter", {"lora_name": name})
+
+    def close(self) -> None:
+        """Close the pool."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+def parse_loaded(body: str) -> set[str]:
+    """Return the names of a server's adapters from its reply to `/load_lora_adapter`.
+
+    Raises:
+        MalformedReply: a field is missing; the message names it.
+    """
+    try:
+        return set(json.loads(body)["loaded_adapters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedReply(
+            f"a /load_lora_adapter reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
+        ) from error
+
+
+def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a checkpoint folder; nothing if the folder does not exist here."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                yield name, tensors.get_tensor(name)

@@ -1,0 +1,68 @@
+"""Rows of datasets as batches, and the statistics of their size.
+
+Pairs of rows as a batch, for DPO and reward models: chosen and rejected rows alternate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.alignment import shifted_left
+from areal_core.batch import Batch, pad_and_concat, select_rows
+from areal_core.telemetry import Reduce, Stats
+
+
+def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
+    """Build a padded batch of `input_ids` and `loss_mask`, the latter next-token aligned.
+
+    Without rows its shape is [0, 1].
+    """
+    if not rows:
+        return select_rows(rows_to_batch([{"input_ids": [0], "loss_mask": [0]}]), [])
+    singles = [
+        {
+            "input_ids": torch.tensor([row["input_ids"]], dtype=torch.int32),
+            "attention_mask": torch.ones(1, len(row["input_ids"]), dtype=torch.bool),
+            "loss_mask": torch.tensor([row["loss_mask"]], dtype=torch.int32),
+        }
+        for row in rows
+    ]
+    batch = pad_and_concat(singles)
+    return batch | {"loss_mask": shifted_left(batch["loss_mask"], 0)}
+
+
+def record_rows(stats: Stats, flat: Batch) -> None:
+    """Record the numbers of sequences and tokens of a packed batch."""
+    every = torch.ones_like(flat["input_ids"], dtype=torch.bool)
+    stats.denominator(n_seqs=every[: len(flat["cu_seqlens"]) - 1], n_tokens=every)
+
+
+Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
+ROWS_PER_PAIR = 2
+
+
+def pairs_to_batch(pairs: Sequence[Pair]) -> Batch:
+    """Build a padded batch of chosen_0, rejected_0, chosen_1, ..., `loss_mask` next-token aligned.
+
+    Without pairs it has no rows.
+    """
+    return rows_to_batch(
+        [
+            {"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_loss_mask"]}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
+    )
+
+
+def num_pairs(batch: Batch) -> Tensor:
+    """Return the number of pairs of a batch: its loss denominator."""
+    return torch.tensor(len(batch["input_ids"]) // ROWS_PER_PAIR)
+
+
+def record_pairs(stats: Stats, flat: Batch, details: dict[str, Tensor]) -> None:
+    """Record the size of a packed batch, and the statistics [pairs] of the loss of its pairs."""
+    record_rows(stats, flat)
+    stats.denominator(n_pairs=torch.ones_like(details["loss"], dtype=torch.bool))
+    stats.stat("n_pairs", Reduce.AVG_MIN_MAX, **details)

@@ -1,0 +1,338 @@
+"""The objective of policy optimisation: advantages of a batch, and the loss with its statistics."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from torch import Tensor
+
+from areal_core.algorithm.advantages import compute_advantages, overlong_penalty, shape_rewards
+from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.losses import distillation_loss, entropy_bonus, policy_loss, sapo_loss
+from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
+from areal_core.algorithm.off_policy import (
+    behaviour_weights,
+    loglinear_proximal_logprobs,
+    loglinear_share,
+    second_moment_mask,
+)
+from areal_core.batch import Batch
+from areal_core.config import PPOActorConfig, TeacherConfig
+from areal_core.config.train_engine import NormConfig
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.telemetry import Reduce, Stats
+from areal_core.trainer.build_models import BaseReference
+from areal_core.trainer.step_stats import log_approximations
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The options of the actor, and of its teacher if there is one, as functions of batches."""
+
+    options: PPOActorConfig
+    sum_over_ranks: SumOverRanks
+    stats: Stats
+    distillation: TeacherConfig | None = None
+
+    def learning_inputs(
+        self,
+        batch: Batch,
+        actor: FSDPEngine,
+        reference: FSDPEngine | BaseReference | None,
+        version: int,
+        *,
+        values: Tensor | None = None,
+        teacher: FSDPEngine | None = None,
+    ) -> Batch:
+        """Compute all that the loss of a batch needs besides current log-probs; a collective.
+
+        Collective because sharded models compute log-probs and norms are reduced over ranks.
+
+        Args:
+            batch: token-aligned rows of this rank.
+            reference: the model of the KL penalty, if there is one.
+            version: of the trainer's weights.
+            values: of a critic, [B, T], one for every token.
+            teacher: the model that is distilled, if there is one.
+
+        Returns:
+            The batch, next-token aligned, with these keys, all [B, T]: `prox_logp`, `advantages`,
+            `returns`, `kl_rewards`, `total_rewards`; `ref_logp` with a reference; `teacher_logp`
+            with a teacher; `values` with a critic; `entropy` if `prox_logp` is computed here;
+            `trusted_mask` (int32) for M2PO; `proximal_share` if `prox_logp` is approximated.
+        """
+        options = self.options
+        aligned = to_next_token(batch)
+        mask = aligned["loss_mask"].bool()
+        scored = self._scored(aligned, actor, reference, teacher)
+        proximal = scored["prox_logp"]
+        behaviour = aligned["logprobs"] if options.use_decoupled_loss else proximal
+        learned = compute_advantages(
+            self._sequence_rewards(batch),
+            mask,
+            behaviour,
+            batch["attention_mask"],
+            batch["finish_reason"],
+            reference_logprobs=scored["ref_logp"] if reference is not None else None,
+            values=values,
+            kl_ctl=options.kl_ctl,
+            kl_estimator=options.kl_estimator,
+            discount=options.discount,
+            gae_lambda=options.gae_lambda,
+            mask_no_eos_with_zero=options.mask_no_eos_with_zero,
+        )
+        advantages = learned.advantages
+        if options.adv_norm is not None:
+            norm = norm_arguments(options.adv_norm, self.sum_over_ranks)
+            advantages = normalize_tokens(advantages, mask, group_ids=batch["prompt_id"], **norm)
+        inputs = {
+            "logprobs": behaviour,
+            "advantages": advantages,
+            "returns": learned.returns,
+            "kl_rewards": learned.kl_rewards,
+            "total_rewards": learned.total_rewards,
+        }
+        if values is not None:
+            inputs["values"] = values
+        if options.m2_threshold is not None:
+            # Over the batch of all ranks, so that it does not depend on how the batch is divided.
+            inputs["trusted_mask"] = second_moment_mask(
+                proximal, behaviour, mask, options.m2_threshold, sum_over_ranks=self.sum_over_ranks
+            ).int()
+        if uses_proximal_share(options):
+            inputs["proximal_share"] = loglinear_share(aligned["versions"], version)
+        return aligned | scored | inputs
+
+    def _scored(
+        self,
+        aligned: Batch,
+        actor: FSDPEngine,
+        reference: FSDPEngine | BaseReference | None,
+        teacher: FSDPEngine | None,
+    ) -> Batch:
+        """Compute the log-probs [B, T] `prox_logp`, and `ref_logp`, `teacher_logp` of given models.
+
+        With `entropy` [B, T] if the actor recomputes `prox_logp`.
+        """
+        timing, scored = self.stats.timing, {"prox_logp": aligned["logprobs"]}
+        if self.options.should_compute_prox_logp():
+            with timing("recompute_logp"):
+                scored["prox_logp"], scored["entropy"] = actor.score(aligned)
+        for name, model in {"ref_logp": reference, "teacher_logp": teacher}.items():
+            if model is not None:
+                with timing(name):
+                    scored[name] = model.compute_logprobs(aligned)
+        return scored
+
+    def _sequence_rewards(self, batch: Batch) -> Tensor:
+        """Shape and normalise the rewards, [B]."""
+        options, rewards = self.options, batch["rewards"]
+        if options.overlong_reward_penalty:
+            assert options.overlong_tokens is not None
+            assert options.overlong_penalty_factor is not None
+            rewards = rewards + overlong_penalty(
+                batch["loss_mask"].sum(1),
+                options.max_new_tokens,
+                options.overlong_tokens,
+                options.overlong_penalty_factor,
+            )
+        rewards = shape_rewards(
+            rewards, bias=options.reward_bias, scaling=options.reward_scaling, clip=options.reward_clip
+        )
+        if options.reward_norm is None:
+            return rewards
+        return normalize_groups(
+            rewards, batch["prompt_id"], **norm_arguments(options.reward_norm, self.sum_over_ranks)
+        )
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
+        """Policy loss of a packed micro-batch, summed over the loss mask; records its statistics.
+
+        Args:
+            logprobs, entropy: of the current weights, [tokens].
+            flat: packed rows of `learning_inputs`, each per-token key [tokens].
+        """
+        options, stats = self.options, self.stats
+        mask = flat["loss_mask"].bool()
+        stats.denominator(n_valid_tokens=mask)
+        proximal = self._proximal_logprobs(logprobs, flat)
+        trusted = self._trusted_tokens(mask, flat)
+        kept, weights = self._behaviour_weights(proximal, trusted, flat)
+        surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
+        loss, details = surrogate(logprobs, proximal, kept, weights, flat)
+        if options.entropy_coef != 0.0:
+            loss = loss + entropy_bonus(entropy, mask, options.entropy_coef)
+        stats.stat(
+            "n_valid_tokens",
+            importance_weight=details["importance_weight"],
+            approx_kl=details["approx_kl"],
+            new_logp=logprobs,
+            old_logp=flat["logprobs"],
+            entropy=entropy,
+            actor_loss=details["loss"],
+        )
+        if self.distillation is None:
+            return loss
+        return self._with_teacher(self.distillation, loss, logprobs, kept, flat)
+
+    def _proximal_logprobs(self, logprobs: Tensor, flat: Batch) -> Tensor:
+        """Return the proximal log-probs [tokens], with "loglinear" an approximation of them.
+
+        "metrics" keeps the computed ones and records the errors of the approximations.
+        """
+        proximal, behaviour = flat["prox_logp"], flat["logprobs"]
+        if not uses_proximal_share(self.options):
+            return proximal
+        share = flat["proximal_share"]
+        if self.options.prox_logp_method == "loglinear":
+            return loglinear_proximal_logprobs(logprobs, behaviour, share)
+        if self.options.prox_logp_method == "metrics":
+            log_approximations(self.stats, logprobs, proximal, behaviour, share)
+        return proximal
+
+    def _trusted_tokens(self, mask: Tensor, flat: Batch) -> Tensor:
+        """Return the tokens of `mask` that M2PO trusts (bool, [tokens]); without it, `mask`."""
+        if self.options.m2_threshold is None:
+            return mask
+        trusted = mask & flat["trusted_mask"].bool()
+        self.stats.stat("n_valid_tokens", Reduce.AVG, m2_filtered_fraction=(mask & ~trusted).float())
+        return trusted
+
+    def _behaviour_weights(
+        self, proximal: Tensor, trusted: Tensor, flat: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens that train (bool, [tokens]) and their weights, proximal / behaviour.
+
+        Weights are None if these policies are taken to be the same (`behaviour_bounds`).
+        """
+        bounds = behaviour_bounds(self.options)
+        if bounds is None:
+            return trusted, None
+        behaviour, stats = flat["logprobs"], self.stats
+        kept, weights, filtered = behaviour_weights(
+            proximal, behaviour, trusted, flat["cu_seqlens"], **bounds
+        )
+        stats.denominator(unclipped_behave_tokens=kept)
+        stats.stat(
+            "unclipped_behave_tokens", behave_imp_weight=weights, behave_approx_kl=proximal - behaviour
+        )
+        stats.stat("n_valid_tokens", Reduce.AVG, rs_filtered_fraction=filtered.float())
+        return kept, weights
+
+    def _with_teacher(
+        self, weights: TeacherConfig, loss: Tensor, logprobs: Tensor, kept: Tensor, flat: Batch
+    ) -> Tensor:
+        """Return the weighted sum of policy loss and distillation loss."""
+        distilled, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
+        self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
+        if weights.rl_loss_weight == 0:  # left out, not multiplied: 0 times an infinite loss is nan
+            return weights.distill_loss_weight * distilled
+        return weights.rl_loss_weight * loss + weights.distill_loss_weight * distilled
+
+    def _clipped_loss(
+        self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute `policy_loss` and record the statistics of clipping."""
+        options, stats = self.options, self.stats
+        loss, details = policy_loss(
+            logprobs,
+            proximal,
+            flat["advantages"],
+            kept,
+            flat["cu_seqlens"],
+            eps_clip=options.eps_clip,
+            eps_clip_higher=options.eps_clip_higher,
+            c_clip=options.c_clip,
+            level=options.importance_sampling_level,
+            weights=weights,
+        )
+        stats.denominator(clipped_tokens=details["clip_mask"])
+        if options.c_clip is not None:
+            stats.denominator(dual_clipped_tokens=details["dual_clip_mask"])
+        stats.stat("clipped_tokens", clipped_new_logp=logprobs, clipped_old_logp=flat["logprobs"])
+        stats.stat(
+            "n_valid_tokens",
+            clip_ratio=details["clip_mask"].float(),
+            dual_clip_ratio=details["dual_clip_mask"].float(),
+        )
+        return loss, details
+
+    def _gated_loss(
+        self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute `sapo_loss` and record the statistics of its gates.
+
+        `weights` is unused: the config's checks refuse SAPO with a decoupled loss.
+        """
+        options = self.options
+        loss, details = sapo_loss(
+            logprobs,
+            proximal,
+            flat["advantages"],
+            kept,
+            tau_pos=options.sapo_tau_pos,
+            tau_neg=options.sapo_tau_neg,
+        )
+        gates = {name: value for name, value in details.items() if name.startswith("sapo_")}
+        self.stats.stat("n_valid_tokens", Reduce.AVG_MIN_MAX, **gates)
+        return loss, details
+
+
+def uses_proximal_share(options: PPOActorConfig) -> bool:
+    """Return whether proximal log-probs are approximated, for the loss or only for statistics."""
+    return options.use_decoupled_loss and options.prox_logp_method != "recompute"
+
+
+class BehaviourBounds(TypedDict, total=False):
+    """Arguments of `behaviour_weights` that the config sets."""
+
+    level: str
+    action: str
+    metric: str
+    agg: str
+    upper: float | None
+    lower: float | None
+
+
+def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
+    """Return the arguments of `behaviour_weights`.
+
+    None if behaviour and proximal policy are taken to be the same.
+
+    A decoupled loss without bounds still corrects for the behaviour policy: leaving the ratio out
+    would silently train on samples of another policy.
+    """
+    if (rejection := options.rejection_sampling) is not None:
+        return {
+            "level": rejection.level,
+            "action": rejection.action,
+            "metric": rejection.metric,
+            "agg": rejection.agg,
+            "upper": rejection.upper,
+            "lower": rejection.lower,
+        }
+    if options.use_decoupled_loss:
+        return {"upper": options.behav_imp_weight_cap}
+    return None
+
+
+class NormArguments(TypedDict):
+    """Arguments of `normalize_groups` and `normalize_tokens` that the config sets."""
+
+    mean_level: str | None
+    std_level: str | None
+    leave_one_out: bool
+    unbiased: bool
+    eps: float
+    sum_over_ranks: SumOverRanks
+
+
+def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> NormArguments:
+    """Return a section of the config as arguments of the normalisations."""
+    return {
+        "mean_level": norm.mean_level,
+        "std_level": norm.std_level,
+        "leave_one_out": norm.mean_leave1out,
+        "unbiased": norm.std_unbiased,
+        "eps": norm.eps,
+        "sum_over_ranks": sum_over_ranks,
+    }
