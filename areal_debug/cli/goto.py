@@ -60,12 +60,7 @@ def command(
     from recorder import open_record
     from replayer.before import check_anchor, check_model, check_steps_present, step_range
 
-    if shell and with_pdb:
-        raise ValueError("--shell and --pdb exclude each other: choose one")
-    if (shell or with_pdb) and as_json:
-        raise ValueError("--json excludes --shell and --pdb, which are interactive: choose one")
-    if stage != "batch" and not (shell or with_pdb):
-        raise ValueError(f"--at {stage} chooses where to stop: add --shell or --pdb")
+    do = check_action(shell, with_pdb, stage, as_json)
     if output is not None:
         refuse_existing(output, force)
     opened = open_record(record)
@@ -76,15 +71,25 @@ def command(
     check_steps_present(opened, step, step)
     check_anchor(opened, step)
     check_model(opened, model or opened.header.config["actor"]["path"], step)
-    do = "shell" if shell else "pdb" if with_pdb else ""
     save = None if output is None else str(output)
     options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
     report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
     if as_json:
         print_json(report)
-    elif is_quiet():
+    elif is_quiet() and not do:
         console().print("all identical" if report["faithful"] else "not faithful", f"up to step {step}")
     raise SystemExit(0 if report["faithful"] else 1)
+
+
+def check_action(shell: bool, with_pdb: bool, stage: str, as_json: bool) -> str:
+    """Return "shell", "pdb" or "" for neither. Raises ValueError for options that exclude each other."""
+    if shell and with_pdb:
+        raise ValueError("--shell and --pdb exclude each other: choose one")
+    if (shell or with_pdb) and as_json:
+        raise ValueError("--json excludes --shell and --pdb, which are interactive: choose one")
+    if stage != "batch" and not (shell or with_pdb):
+        raise ValueError(f"--at {stage} chooses where to stop: add --shell or --pdb")
+    return "shell" if shell else "pdb" if with_pdb else ""
 
 
 def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
