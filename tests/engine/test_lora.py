@@ -17,7 +17,7 @@ from areal_core.engine.errors import ModelError
 from areal_core.engine.lora import Adapter, MergedTensors, add_adapters, trained_parameters
 from areal_core.engine.model import load_model
 from areal_core.engine.scores import load_score_model
-from areal_core.engine.sharding import whole
+from areal_core.engine.sharding import full_tensor
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.build_models import BaseReference
 
@@ -61,7 +61,7 @@ def test_only_adapters_train_and_the_model_beneath_keeps_its_bits(ranks, trained
     files = load_model(str(tiny_model)).state_dict()
     for name, parameter in trained.model.named_parameters():
         if name not in names:
-            assert torch.equal(whole(parameter.detach()), files[name.replace(".base_layer.", ".")]), name
+            assert torch.equal(full_tensor(parameter.detach()), files[name.replace(".base_layer.", ".")]), name
 
 
 def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_learns(ranks, trained, tiny_model):
