@@ -11,9 +11,9 @@ from areal_debug.render import console, format_bytes, format_number, sparkline
 
 if TYPE_CHECKING:
     from recorder import Record, Recording, VerifyReport
-    from recorder.gaps import Gaps
+    from recorder.header import Gaps
+    from recorder.reader import StepSummary
     from recorder.samples import Sample, Token
-    from recorder.summary import StepSummary
 
 MAX_LINES = 40
 # a model may generate escape sequences, which would move the cursor: show them as symbols

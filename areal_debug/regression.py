@@ -18,8 +18,7 @@ from pathlib import Path
 from areal_debug.render import format_value
 from areal_debug.replay_ranks import run_once
 from recorder import Record, RecordError, open_record
-from recorder.archive_writer import archive_record
-from recorder.extract import extract_record
+from recorder.archive.pack import archive_record, extract_record
 from recorder.format import ANCHORS_FOLDER
 from recorder.header import write_header
 from replayer.before import check_model, check_replayable, step_range

@@ -156,7 +156,7 @@ def print_json(facts: Any) -> None:
     """Print facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float":
     "nan"}`.
     """
-    from recorder.sealed import plain
+    from recorder.checksum_json import plain
 
     click.echo(json.dumps(plain(facts), indent=2, allow_nan=False, default=str))
 

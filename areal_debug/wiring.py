@@ -29,7 +29,7 @@ from replayer.request import Request
 from replayer.run import replay_hooks
 
 if TYPE_CHECKING:
-    from recorder.live_archive import LiveArchive
+    from recorder.archive.live_archive import LiveArchive
 
 C = TypeVar("C", bound=PPOConfig)
 GIGABYTE = 1e9
@@ -69,7 +69,7 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
     options = replace(recording_options(debug), first_step=trainer.first_step)
     if not is_archive_name(debug.path):
         return recorder_of(trainer, record_folder(trainer.config), options)
-    from recorder.live_archive import LiveArchive
+    from recorder.archive.live_archive import LiveArchive
 
     staging = staging_folder(debug.path, run_folder(trainer.config, "logs"))
     archive = None

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from recorder import RecordWriter, open_record
-from recorder.archive_writer import archive_record
+from recorder.archive.pack import archive_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record
-from recorder.archive_writer import archive_record
+from recorder.archive.pack import archive_record
+from recorder.checksum_json import checksummed_bytes, parse_checksummed, sync, write_durably
 from recorder.format import STEP_FILE, rank_file, step_name
 from recorder.header import write_header
-from recorder.sealed import checksummed_bytes, parse_checksummed, sync, write_durably
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER

@@ -14,8 +14,8 @@ from consistency.replay import select_rows, spread_rows
 from consistency.request import Request
 from consistency.score import Progress, Scorer, Scores, ScoringKey, load_scores, save_scores, score
 from consistency.tokens import Sequences
+from recorder.checksum_json import checksum
 from recorder.environment import folder_identity
-from recorder.sealed import checksum
 
 TOP_K = 5
 # Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.

@@ -11,13 +11,12 @@ from recorder.errors import (
     UnknownFormat,
 )
 from recorder.format import MicroBatch, Outcome, Plan, RecordHeader, Recording
-from recorder.options import RecordingOptions
 from recorder.outcome import OutcomeObserver
 from recorder.reader import Record, RecordedStep, open_record
 from recorder.retention import Retention
 from recorder.step_files import commit_anchor
 from recorder.verify import Problem, VerifyReport, verify
-from recorder.writer import RecordWriter
+from recorder.writer import RecordingOptions, RecordWriter
 
 __all__ = [
     "DamagedRecord",

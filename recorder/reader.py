@@ -1,15 +1,19 @@
-"""Read a record lazily: opening lists one folder; reads touch and check only what they return."""
+"""Read a record lazily: opening lists one folder; reads touch and check only what they return.
+
+A step in a few numbers, cheap enough for every step: it reads step.json and the rewards.
+"""
 
 import json
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from recorder.checksum_json import checksum, parse_checksummed, restored
 from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRecorded
 from recorder.format import (
     ANCHOR_FILE,
@@ -33,8 +37,7 @@ from recorder.format import (
     rank_file,
     step_name,
 )
-from recorder.gaps import Gaps, in_ranges, parse_gaps
-from recorder.sealed import checksum, parse_checksummed, restored
+from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.storage import FolderStorage, Storage, is_url, location_of
 from recorder.tensors import check_header, read_tensor
 
@@ -279,7 +282,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):
             raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
-    from recorder.archive import open_archive  # zarr takes 0.2 s to import
+    from recorder.archive.store import open_archive  # zarr takes 0.2 s to import
 
     return open_archive(location)
 
@@ -301,3 +304,37 @@ def open_record(path: str | os.PathLike[str]) -> Record:
     while committed and storage.size(f"{STEPS_FOLDER}/{step_name(steps[committed - 1])}/{STEP_FILE}") is None:
         committed -= 1
     return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]), gaps)
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """A step over all ranks. `mean_reward` is None for a step without rows."""
+
+    step: int
+    version: int
+    num_rows: int
+    num_tokens: int
+    size_bytes: int
+    mean_reward: float | None
+
+
+def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[StepSummary]:
+    """Summarise each committed step; calls `tick(step)` after each. Raises DamagedRecord."""
+    summaries = []
+    for number in record.steps:
+        step = record.step(number)
+        ranks = range(step.manifest.num_ranks)
+        batches = [step.batch_entry(rank)[1] for rank in ranks]
+        rewards = [reward for rank in ranks for reward in step.batch(rank, ["rewards"])["rewards"].tolist()]
+        summaries.append(
+            StepSummary(
+                step=number,
+                version=step.manifest.version,
+                num_rows=sum(batch.num_rows for batch in batches),
+                num_tokens=sum(batch.num_tokens for batch in batches),
+                size_bytes=step.manifest.size_bytes,
+                mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            )
+        )
+        tick(number)
+    return summaries

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recorder.format import STEPS_FOLDER, step_name
-from recorder.gaps import Gaps, write_gaps
+from recorder.header import Gaps, write_gaps
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recorder.checksum_json import (
+    checksum,
+    checksummed_bytes,
+    commit_file,
+    json_bytes,
+    json_text,
+    parse_checksummed,
+    sync,
+    write_durably,
+)
 from recorder.environment import file_identity
 from recorder.errors import RecordError
 from recorder.format import (
@@ -27,16 +37,6 @@ from recorder.format import (
     outcome_document,
     parse_rank_files,
     rank_file,
-)
-from recorder.sealed import (
-    checksum,
-    checksummed_bytes,
-    commit_file,
-    json_bytes,
-    json_text,
-    parse_checksummed,
-    sync,
-    write_durably,
 )
 from recorder.tensors import FlatBatch, flatten, write_batch
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from recorder.checksum_json import checksum, write_durably
 from recorder.errors import DamagedRecord, RecordError
 from recorder.format import NUMPY_TYPES, BatchEntry, TensorEntry
-from recorder.sealed import checksum, write_durably
 from recorder.storage import Storage
 
 BITS_ONLY = {"torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}

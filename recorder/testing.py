@@ -9,8 +9,7 @@ import numpy as np
 
 from recorder.format import FORMAT_VERSION, RecordHeader
 from recorder.header import write_header
-from recorder.options import RecordingOptions
-from recorder.writer import RankState, RecordWriter
+from recorder.writer import RankState, RecordingOptions, RecordWriter
 
 SCRIPTED_HEADER = RecordHeader(
     format_version=FORMAT_VERSION,

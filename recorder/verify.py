@@ -23,7 +23,7 @@ from recorder.format import (
     parse_header,
     step_name,
 )
-from recorder.gaps import Gaps
+from recorder.header import Gaps
 from recorder.reader import (
     anchor_steps,
     open_storage,

@@ -9,25 +9,35 @@ Only training threads meet in a collective; writer threads meet in the folder. S
 the same steps, and all ranks learn of a failed rank at the next step, which also ends rank 0's wait
 for its files. A step without step.json is not part of the record, so a process may die at any byte.
 Without a queue the training thread does the work of both.
+
+Run jobs in order in one thread while training continues, with a bounded queue.
+
+    training thread   put(job) ─> [ at most `depth` jobs, including the running one ] ─> work(job)   writer thread
+                      wait(timeout) <──────────── a job is done, or work raised ─────────────
+
+`put` never blocks: a caller that needs a free slot calls `wait` first, with a timeout, so that
+ranks can exchange their states in between. An error of `work` ends the thread, empties the queue,
+and is kept in `error` for the training thread.
+
+Options of recording, chosen once when a run is started.
 """
 
 import copy
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from recorder.background import Background
-from recorder.continued import resume_record
 from recorder.errors import RecordError, RecordExists, RecordingFailed
-from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, step_name
+from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, Recording, step_name
 from recorder.header import check_folder, clear_record, describe_run, write_header
-from recorder.options import RecordingOptions
 from recorder.outcome import OutcomeObserver
-from recorder.retention import KeptSteps
+from recorder.resume import resume_record
+from recorder.retention import KeptSteps, Retention
 from recorder.step_files import (
     RankStep,
     collect_rank_manifest,
@@ -39,9 +49,107 @@ from recorder.step_files import (
 )
 from recorder.tensors import flatten
 
+Job = TypeVar("Job")
+
+
+class Background(Generic[Job]):
+    """Call `work` on each job, one after another, in a separate thread. `depth` is at least 1."""
+
+    def __init__(self, work: Callable[[Job], None], depth: int) -> None:
+        assert depth >= 1
+        self.work, self.depth = work, depth
+        self.error: Exception | None = None
+        self.jobs: deque[Job] = deque()
+        self.changed = threading.Condition()
+        self.closing = False
+        # a daemon: a process that fails elsewhere must not wait for the disk
+        self.thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self.thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """True if `put` may be called."""
+        return len(self.jobs) < self.depth
+
+    @property
+    def idle(self) -> bool:
+        """True if every job is done, or will never run because of an error."""
+        return not self.jobs
+
+    def put(self, job: Job) -> None:
+        """Queue a job; does nothing after an error."""
+        with self.changed:
+            assert self.has_room
+            if self.error is None:
+                self.jobs.append(job)
+                self.changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a job has finished or failed, at most `timeout_s`; return if idle."""
+        with self.changed:
+            pending = len(self.jobs)
+            self.changed.wait_for(lambda: len(self.jobs) < pending or self.idle, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End the thread after the last job, waiting at most `timeout_s`.
+
+        Return whether it has ended.
+        """
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: bool(self.jobs) or self.closing)
+                if not self.jobs:
+                    return
+                job = self.jobs[0]
+            try:
+                self.work(job)
+            except Exception as error:
+                self._fail(error)
+                return
+            with self.changed:
+                self.jobs.popleft()
+                self.changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self.changed:
+            self.error = error
+            self.jobs.clear()
+            self.changed.notify_all()
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """How a run is recorded.
+
+    Attributes:
+        text: also store decoded prompts and completions.
+        overwrite: replace an existing record, unless the run resumes it.
+        first_step: not 0 for a resumed run, which then resumes its record if there is one.
+        queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
+        when_slow: what a full queue does: "wait" or "drop" the step.
+        when_failing: "stop" the run, or "continue" without recording.
+    """
+
+    recording: Recording = field(default_factory=Recording)
+    text: bool = False
+    overwrite: bool = False
+    first_step: int = 0
+    queue_steps: int = 0
+    when_slow: str = "wait"
+    when_failing: str = "stop"
+    retention: Retention = field(default_factory=Retention)
+
+
 STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "step"})
 if TYPE_CHECKING:
-    from recorder.live_archive import LiveArchive
+    from recorder.archive.live_archive import LiveArchive
 
 POLL_S = 0.005  # how often rank 0 polls for the other ranks' manifests
 AGREE_INTERVAL_S = 1.0  # how long a rank waits for its own disk before it syncs again

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record
-from recorder.sealed import checksum
+from recorder.checksum_json import checksum
 from replayer.request import Request
 from replayer.run import MakeObserver
 

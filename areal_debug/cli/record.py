@@ -49,7 +49,7 @@ record_argument = click.argument("record", type=click.Path(path_type=Path))
 def ls(record: Path, all_steps: bool, as_json: bool) -> None:
     """List the run and its steps."""
     from recorder import open_record
-    from recorder.summary import summarise_steps
+    from recorder.reader import summarise_steps
 
     opened = open_record(record)
     summaries = with_progress("reading steps", len(opened.steps), lambda tick: summarise_steps(opened, tick))

@@ -19,7 +19,7 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
-    from recorder.archive_writer import Archived
+    from recorder.archive.pack import Archived
 
 
 @click.command(
@@ -37,7 +37,7 @@ def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
     the folder.
     """
     from recorder import open_record
-    from recorder.archive_writer import archive_record
+    from recorder.archive.pack import archive_record
 
     num_steps = len(open_record(record).steps)
     archived = with_progress(
@@ -63,7 +63,7 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
     """Write the files of an archive into a folder, bit for bit as they were recorded."""
     from areal_debug.script_options import clear_for_record
     from recorder import open_record
-    from recorder.extract import extract_record
+    from recorder.archive.pack import extract_record
 
     refuse_existing(destination, force)
     num_steps = len(open_record(archive).steps)

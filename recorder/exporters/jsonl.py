@@ -6,9 +6,9 @@ Floats have their shortest spelling, which parses to the same float32.
 from collections.abc import Sequence
 from pathlib import Path
 
+from recorder.checksum_json import json_text
 from recorder.exporters.rows import Row, check_file, read_rows
 from recorder.reader import Record
-from recorder.sealed import json_text
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:

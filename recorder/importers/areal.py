@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.sample import STOP, Foreign, Sample, Step, files_in_order, full_sequence, optional
+from recorder.importers.foreign import (
+    STOP,
+    Foreign,
+    Sample,
+    Step,
+    files_in_order,
+    full_sequence,
+    optional,
+)
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import first_strings, load_pickle
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recorder.checksum_json import json_text
 from recorder.environment import folder_identity
 from recorder.errors import ForeignFormat, RecordNotFound
 from recorder.format import FORMAT_VERSION, STEPS_FOLDER, RecordHeader, Recording, step_name
@@ -24,8 +25,7 @@ from recorder.importers import (
     verl,
     xtuner,
 )
-from recorder.importers.sample import Foreign, Sample, Step, count_without
-from recorder.sealed import json_text
+from recorder.importers.foreign import Foreign, Sample, Step, count_without
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten
 

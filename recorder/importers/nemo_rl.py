@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.sample import Foreign, Sample, Step, as_tokens, files_in_order, full_sequence, member
+from recorder.importers.foreign import (
+    Foreign,
+    Sample,
+    Step,
+    as_tokens,
+    files_in_order,
+    full_sequence,
+    member,
+)
 
 NOTES = (
     "idx does not identify groups: samples with the same prompt tokens are a group",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recorder.importers.sample import (
+from recorder.importers.foreign import (
     Foreign,
     Sample,
     Step,

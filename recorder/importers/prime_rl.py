@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
+from recorder.importers.foreign import Foreign, Sample, Step, as_tokens, full_sequence, member, number_in
 from recorder.importers.msgpack import unpack
-from recorder.importers.sample import Foreign, Sample, Step, as_tokens, full_sequence, member, number_in
 
 IDS, MASK, ADVANTAGES, LOGPROBS, LENGTHS, ENVIRONMENTS = 0, 1, 2, 3, 5, 7
 NUM_POSITIONS = 16

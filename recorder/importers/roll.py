@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.sample import (
+from recorder.importers.foreign import (
     Foreign,
     Sample,
     Step,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.sample import (
+from recorder.importers.foreign import (
     ABORT,
     FINISH_REASONS,
     Foreign,

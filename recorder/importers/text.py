@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.sample import Foreign, Sample, Step, number_in
+from recorder.importers.foreign import Foreign, Sample, Step, number_in
 
 # format -> the members of prompt, completion and reward
 MEMBERS = {

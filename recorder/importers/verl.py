@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.sample import Foreign, Sample, Step, completion_sample, member, number_in, optional
+from recorder.importers.foreign import (
+    Foreign,
+    Sample,
+    Step,
+    completion_sample,
+    member,
+    number_in,
+    optional,
+)
 from recorder.importers.stand_ins import TORCH_TYPES, Instance
 from recorder.importers.unpickle import load_pickle, load_pickled_bytes
 

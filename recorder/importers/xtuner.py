@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.sample import (
+from recorder.importers.foreign import (
     Foreign,
     Sample,
     Step,

@@ -25,9 +25,8 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.archive_writer import archive_record
-from recorder.extract import extract_record
-from recorder.lane import SHARD_CHUNKS
+from recorder.archive.columns import SHARD_CHUNKS
+from recorder.archive.pack import archive_record, extract_record
 from recorder.testing import write_scripted_record
 
 URLS = itertools.count()
@@ -114,8 +113,8 @@ def test_an_archive_of_an_archive_extracts_to_the_first_record(source, tmp_path)
 
 def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
     # chunks of 64 bytes and shards of two: every step spans several objects
-    monkeypatch.setattr("recorder.lane.CHUNK_BYTES", 64)
-    monkeypatch.setattr("recorder.lane.SHARD_CHUNKS", 2)
+    monkeypatch.setattr("recorder.archive.columns.CHUNK_BYTES", 64)
+    monkeypatch.setattr("recorder.archive.columns.SHARD_CHUNKS", 2)
     write_scripted_record(tmp_path / "record", num_steps=3, num_rows=9)
     archive_record(tmp_path / "record", tmp_path / "a")
     num_ids = sum(len(open_record(tmp_path / "record").step(step).batch(0)["input_ids"]) for step in range(3))
@@ -171,7 +170,7 @@ def test_an_archive_that_was_not_finished_is_none(tmp_path, monkeypatch):
     def die(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("recorder.archive_writer.sync_files", die)
+    monkeypatch.setattr("recorder.archive.pack.sync_files", die)
     with pytest.raises(KeyboardInterrupt):
         archive_record(tmp_path / "record", tmp_path / "a")
     with pytest.raises(NotARecord, match="not a finished archive"):

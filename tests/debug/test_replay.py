@@ -10,7 +10,7 @@ import pytest
 from areal_core.testing import make_tiny_model
 from hangdoctor.heartbeat import read_beats
 from recorder import open_record
-from recorder.sealed import checksummed_bytes, parse_checksummed
+from recorder.checksum_json import checksummed_bytes, parse_checksummed
 
 HERE = Path(__file__).parent
 SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"

@@ -61,7 +61,9 @@ def test_only_adapters_train_and_the_model_beneath_keeps_its_bits(ranks, trained
     files = load_model(str(tiny_model)).state_dict()
     for name, parameter in trained.model.named_parameters():
         if name not in names:
-            assert torch.equal(full_tensor(parameter.detach()), files[name.replace(".base_layer.", ".")]), name
+            assert torch.equal(full_tensor(parameter.detach()), files[name.replace(".base_layer.", ".")]), (
+                name
+            )
 
 
 def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_learns(ranks, trained, tiny_model):

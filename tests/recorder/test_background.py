@@ -2,7 +2,7 @@
 
 import threading
 
-from recorder.background import Background
+from recorder.writer import Background
 
 
 def test_jobs_are_done_in_order_in_a_thread_of_their_own():

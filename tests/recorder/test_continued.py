@@ -13,8 +13,8 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.continued import resume_record
-from recorder.gaps import Gaps
+from recorder.header import Gaps
+from recorder.resume import resume_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
 
 HEADER = replace(SCRIPTED_HEADER, num_ranks=1)
@@ -97,7 +97,7 @@ def test_an_interrupted_truncation_leaves_a_record(tmp_path, monkeypatch, num_re
         if len(calls) == num_removed:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("recorder.continued.shutil.rmtree", rmtree)
+    monkeypatch.setattr("recorder.resume.shutil.rmtree", rmtree)
     with pytest.raises(KeyboardInterrupt):
         resume_record(tmp_path / "record", 2, HEADER)
     record = open_record(tmp_path / "record")

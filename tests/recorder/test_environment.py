@@ -3,9 +3,9 @@
 import json
 import subprocess
 
+from recorder.checksum_json import checksum, checksummed_bytes, parse_checksummed
 from recorder.difference import Difference, find_differences
 from recorder.environment import code_identity, diff_environment, environment, file_identity, folder_identity
-from recorder.sealed import checksum, checksummed_bytes, parse_checksummed
 
 
 def git(folder, *arguments):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.sealed import checksum
+from recorder.checksum_json import checksum
 from recorder.testing import write_worked_example
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()

@@ -15,7 +15,7 @@ from recorder import (
     UnknownFormat,
     open_record,
 )
-from recorder.sealed import checksummed_bytes, parse_checksummed
+from recorder.checksum_json import checksummed_bytes, parse_checksummed
 from recorder.testing import scripted_batch, write_scripted_record
 
 

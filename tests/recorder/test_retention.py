@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder import Retention, StepNotRecorded, open_record, verify
-from recorder.gaps import Gaps, merge_ranges, write_gaps
+from recorder.header import Gaps, merge_ranges, write_gaps
 from recorder.retention import steps_to_remove
 from recorder.testing import write_scripted_record
 from recorder.writer import RecordingOptions

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recorder import DamagedRecord
-from recorder.sealed import checksum, checksummed_bytes, commit_file, parse_checksummed
+from recorder.checksum_json import checksum, checksummed_bytes, commit_file, parse_checksummed
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 documents = st.dictionaries(

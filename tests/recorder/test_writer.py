@@ -18,8 +18,8 @@ from recorder import (
     StepNotRecorded,
     open_record,
 )
+from recorder.checksum_json import checksum
 from recorder.header import write_header
-from recorder.sealed import checksum
 from recorder.testing import (
     SCRIPTED_HEADER,
     gatherers,

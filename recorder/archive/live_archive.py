@@ -13,15 +13,8 @@ from pathlib import Path
 
 import zarr
 
-from recorder.archive import (
-    ARCHIVE_VERSION,
-    LAYOUT_ATTRIBUTE,
-    VERSION_ATTRIBUTE,
-    Layout,
-    layout_bytes,
-    open_store,
-)
-from recorder.archive_writer import (
+from recorder.archive.columns import ArrayStream
+from recorder.archive.pack import (
     DOCUMENTS,
     clear_destination,
     commit_layout,
@@ -29,12 +22,19 @@ from recorder.archive_writer import (
     step_layout,
     top_layout,
 )
+from recorder.archive.store import (
+    ARCHIVE_VERSION,
+    LAYOUT_ATTRIBUTE,
+    VERSION_ATTRIBUTE,
+    Layout,
+    layout_bytes,
+    open_store,
+)
+from recorder.checksum_json import sync
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
-from recorder.lane import ArrayStream
 from recorder.reader import open_record
 from recorder.retention import Retention
-from recorder.sealed import sync
 from recorder.storage import is_url
 
 LEVEL = 3  # of zstd: 9 is too slow during a run

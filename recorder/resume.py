@@ -20,7 +20,7 @@ from recorder.format import (
     Recording,
     step_name,
 )
-from recorder.gaps import Gaps, write_gaps
+from recorder.header import Gaps, write_gaps
 from recorder.reader import Record, open_record
 
 

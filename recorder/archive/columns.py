@@ -12,7 +12,7 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-from recorder.archive import Part
+from recorder.archive.store import Part
 from recorder.format import NUMPY_TYPES
 
 CHUNK_BYTES = 1 << 18  # decompressed to read one token
