@@ -10,10 +10,10 @@ from areal_debug.render import console, difference_table, escaped, format_number
 
 if TYPE_CHECKING:
     from recorder import Record
-    from replayer.bisect_step import FirstStep
+    from replayer.bisect import FirstStep
     from replayer.diff import Context, DiffReport
     from replayer.layers import LayersReport
-    from replayer.tensors_apart import StageDifference
+    from replayer.stages import StageDifference
 
 SHOWN_OF_A_STAGE = 3
 REFUTED_BY = {

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from areal_debug.replay_ranks import report_of_ranks
-from replayer.before import check_model, step_range
+from replayer.preconditions import check_model, step_range
 from replayer.request import Request, request_text
 
 if TYPE_CHECKING:

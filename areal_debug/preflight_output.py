@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_debug.render import escaped, format_number
-from replayer.twice import PreflightReport
+from replayer.preflight_checks import PreflightReport
 
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
 SHOWN = 12

@@ -21,11 +21,10 @@ from recorder import Record, RecordError, open_record
 from recorder.archive.pack import archive_record, extract_record
 from recorder.format import ANCHORS_FOLDER
 from recorder.header import write_header
-from replayer.before import check_model, check_replayable, step_range
-from replayer.check import NOT_COMPUTED, ReplayReport
-from replayer.compare import compare_outcomes
+from replayer.check import NOT_COMPUTED, ReplayReport, compare_outcomes
 from replayer.errors import ReplayError
 from replayer.noise import other_machine
+from replayer.preconditions import check_model, check_replayable, step_range
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 

@@ -153,8 +153,7 @@ def take_one_step(folder: str, keep: str, *config_arguments: str) -> None:
     from areal_core.engine.determinism import enforce_determinism
     from areal_core.engine.errors import DeterminismError
     from replayer.preflight import save_bits, take_step
-    from replayer.preflight_checks import check_process
-    from replayer.twice import write_repeat
+    from replayer.preflight_checks import check_process, write_repeat
 
     config, _ = load_expr_config(list(config_arguments), PPOConfig)
     wanted = config_to_dict(config)

@@ -113,7 +113,7 @@ def check_record(config: PPOConfig) -> None:
     from areal_core.paths import record_folder
     from recorder import open_record
     from recorder.header import check_folder
-    from replayer.before import check_model
+    from replayer.preconditions import check_model
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:

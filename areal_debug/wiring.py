@@ -23,9 +23,8 @@ from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
 from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
-from replayer.before import step_range
-from replayer.options import without_side_effects
-from replayer.request import Request
+from replayer.preconditions import step_range
+from replayer.request import Request, without_side_effects
 from replayer.run import replay_hooks
 
 if TYPE_CHECKING:

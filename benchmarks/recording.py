@@ -27,7 +27,7 @@ from recorder.header import write_header
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER
-from replayer.bisect_step import bisect_steps
+from replayer.bisect import bisect_steps
 
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
 

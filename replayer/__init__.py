@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replayer.anchors import AnchorPolicy, AnchorTaker
-    from replayer.bisect import BisectReport, find_commit
-    from replayer.bisect_step import FirstStep, bisect_steps
+    from replayer.bisect import BisectReport, FirstStep, bisect_steps, find_commit
     from replayer.check import ReplayCheck, ReplayReport, StepResult, StoppedAtDifference
     from replayer.diff import DiffReport, diff_records
     from replayer.errors import NothingToBisect, ReplayError, WrongEdit, WrongFilter, WrongModel
     from replayer.explain import StepExplanation
     from replayer.goto import GotoReport, Scene
     from replayer.noise import Guarantee, Verdict
-    from replayer.options import replay_config
-    from replayer.request import Request
+    from replayer.preflight_checks import PreflightReport
+    from replayer.request import Request, replay_config
     from replayer.rerun import replay_and_judge
     from replayer.run import replay, replay_and_compare
     from replayer.source import RecordedRollouts
-    from replayer.twice import PreflightReport
 
 MODULES = {
     "AnchorPolicy": "anchors",

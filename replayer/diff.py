@@ -13,11 +13,9 @@ from typing import Any
 
 from recorder import Record
 from recorder.difference import Difference
-from replayer.check import WITHOUT_EFFECT
-from replayer.compare import HeaderComparison, compare_headers
+from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.errors import ReplayError
-from replayer.stages import STAGES, compare_steps
-from replayer.tensors_apart import StageDifference
+from replayer.stages import STAGES, StageDifference, compare_steps
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang"}

@@ -21,7 +21,7 @@ from areal_core.telemetry import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_core.trainer.update import num_loss_tokens
 from recorder import Record, open_record
-from replayer.before import nearest_anchor, step_range
+from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
 from replayer.run import replay_and_compare
 

@@ -12,8 +12,8 @@ from typing import Any
 from areal_core.batch import Batch
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
-from replayer.before import nearest_anchor, step_range
 from replayer.check import StepResult, StoppedAtDifference
+from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
 from replayer.run import check_of, replay
 

@@ -22,8 +22,8 @@ from areal_core.engine.determinism import environment_at_start, seed_everything
 from areal_core.rollout.source import TrainedWeights
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, OutcomeObserver
-from replayer.options import without_side_effects
 from replayer.preflight_checks import Process
+from replayer.request import without_side_effects
 
 LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be fast
 

@@ -1,8 +1,21 @@
-"""A request to replay, defined once by a command or a test, and passed to every rank as JSON."""
+"""A request to replay, defined once by a command or a test, and passed to every rank as JSON.
 
+The options of a replay: those of the recorded run with overrides, and without side effects.
+
+Imports no torch.
+"""
+
+import copy
+import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from areal_core.config import PPOConfig, config_from_dict
+from areal_core.config.checks import check_config
+from areal_core.config.loading import apply_override, sections_of
+from recorder import Record
 
 
 @dataclass(frozen=True)
@@ -50,3 +63,65 @@ def parse_request(text: str) -> Request:
     """Parse a request; the inverse of `request_text`."""
     members: dict[str, Any] = json.loads(text)
     return Request(**{**members, "settings": tuple(members["settings"])})
+
+
+C = TypeVar("C", bound=PPOConfig)
+
+
+def replay_config(record: Record, model: str | None = None, settings: Sequence[str] = ()) -> PPOConfig:
+    """Return the options of the recorded run, changed to leave that run's files alone.
+
+    Args:
+        model: current path of the model that the run started from, if it has moved.
+        settings: overrides, as `a.b=c`.
+
+    Raises:
+        ConfigError: an option is unknown, or options contradict each other.
+    """
+    tree = copy.deepcopy(record.header.config)
+    for setting in settings:
+        apply_override(tree, setting, PPOConfig)
+    config = config_from_dict(tree, PPOConfig, source=f"the config of {record.path}")
+    if settings:
+        check_config(config)
+    if model is not None:
+        # The reference is the model that the run starts from, and the critic is initialised from
+        # it with another head.
+        for section in (config.ref, config.critic):
+            if section is not None and section.path == config.actor.path:
+                section.path = model
+        config.actor.path = model
+        config.tokenizer_path = config.tokenizer_path and model
+    return without_side_effects(config)
+
+
+def is_new_option_at_default(option: str, value: Any, recorded: Mapping[str, Any]) -> bool:
+    """Return whether an option is absent from a record's config and `value` is its default.
+
+    The default is the behaviour from before the option existed.
+    """
+    *sections, name = option.split(".")
+    cls: type | None = PPOConfig
+    for section in sections:
+        recorded = recorded.get(section) or {}
+        cls = sections_of(cls).get(section) if cls is not None else None
+    fields = {field.name: field for field in dataclasses.fields(cls)} if cls is not None else {}
+    if name in recorded or name not in fields:
+        return False
+    factory = fields[name].default_factory
+    default = fields[name].default if factory is dataclasses.MISSING else factory()
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        default = dataclasses.asdict(default)
+    return bool(value == default)
+
+
+def without_side_effects(config: C) -> C:
+    """Change the config: separate logs, no checkpoints, nothing sent to other services."""
+    config.trial_name += "-replay"
+    config.saver.freq_epochs = config.saver.freq_steps = config.saver.freq_secs = None
+    config.recover.mode = "disabled"
+    config.perf_tracer = None
+    config.stats_logger.tensorboard.path = None
+    for service in (config.stats_logger.wandb, config.stats_logger.swanlab, config.stats_logger.trackio):
+        service.mode = "disabled"
+    return config

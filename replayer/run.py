@@ -6,10 +6,9 @@ from typing import Any
 from areal_core.reward import RewardPool
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.before import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.check import ReplayCheck, ReplayReport
-from replayer.options import replay_config
-from replayer.request import Request
+from replayer.preconditions import check_model, check_steps_present, nearest_anchor, step_range
+from replayer.request import Request, replay_config
 from replayer.source import RecordedRollouts
 from replayer.whatif import Edit, EditedRollouts, filter_rows, load_edit, reward_rows
 

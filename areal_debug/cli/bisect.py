@@ -46,8 +46,8 @@ def command(
     replays. Your checkout is not touched. Exit code 1: a commit was found.
     """
     from recorder import open_record
-    from replayer.before import check_model, check_steps_present, step_range
     from replayer.bisect import find_commit, replay_with, worktree
+    from replayer.preconditions import check_model, check_steps_present, step_range
 
     opened = open_record(record)
     first, last = step_range(opened, from_step, to_step)

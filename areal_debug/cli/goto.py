@@ -58,7 +58,7 @@ def command(
     record.
     """
     from recorder import open_record
-    from replayer.before import check_anchor, check_model, check_steps_present, step_range
+    from replayer.preconditions import check_anchor, check_model, check_steps_present, step_range
 
     do = check_action(shell, with_pdb, stage, as_json)
     if output is not None:

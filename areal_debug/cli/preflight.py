@@ -12,7 +12,7 @@ from areal_debug.cli import Verb, json_option, nproc_option
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, print_log_end
 
 if TYPE_CHECKING:
-    from replayer.twice import PreflightReport
+    from replayer.preflight_checks import PreflightReport
 
 
 @click.command(
@@ -90,7 +90,13 @@ def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool)
     """Run the step in two generations of processes; where bits differ, twice more for the values
     that differ.
     """
-    from replayer.twice import ParameterNoise, PreflightReport, compare_repeats, measure_noise, read_repeat
+    from replayer.preflight_checks import (
+        ParameterNoise,
+        PreflightReport,
+        compare_repeats,
+        measure_noise,
+        read_repeat,
+    )
 
     takes = [run_step(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
     comparison = compare_repeats(*takes)

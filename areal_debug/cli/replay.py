@@ -82,7 +82,7 @@ def command(
     beyond it. 2: inconclusive.
     """
     from recorder import open_record
-    from replayer.before import check_replayable, step_range
+    from replayer.preconditions import check_replayable, step_range
     from replayer.request import Request
 
     opened = open_record(record)
@@ -109,8 +109,8 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
     from dataclasses import replace
 
     from areal_debug.script_options import clear_for_record
-    from replayer.before import check_anchor, check_edits, check_model, check_steps_present
-    from replayer.options import replay_config
+    from replayer.preconditions import check_anchor, check_edits, check_model, check_steps_present
+    from replayer.request import replay_config
 
     check_edits(record, replace(request, record_to=None) if force else request)
     replay_config(record, request.model, request.settings)
@@ -154,7 +154,7 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
     """Print each sample's contribution to a step's loss and gradient."""
     from areal_debug.explain_output import print_explanation
     from areal_debug.replay_ranks import report_of_ranks
-    from replayer.before import check_model, check_steps_present, step_range
+    from replayer.preconditions import check_model, check_steps_present, step_range
 
     step_range(record, step, step)
     check_steps_present(record, step, step)
@@ -171,7 +171,7 @@ def refuse_damage(record: str | Path, num_steps: int) -> None:
     """End the command with code 1, naming the first damaged files and tensors, if any byte has
     changed.
     """
-    from replayer.before import verify_bytes
+    from replayer.preconditions import verify_bytes
 
     problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))
     if problems:

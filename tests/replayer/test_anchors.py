@@ -13,7 +13,7 @@ from areal_core.engine.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
 from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint, anchors_to_remove
-from replayer.before import check_anchor
+from replayer.preconditions import check_anchor
 
 
 def save(folder: Path, step: int) -> None:

@@ -13,7 +13,7 @@ import replayer
 from recorder import MicroBatch, Outcome
 from recorder.difference import Difference
 from recorder.testing import SCRIPTED_HEADER
-from replayer.compare import compare_headers, compare_outcomes
+from replayer.check import compare_headers, compare_outcomes
 
 OUTCOME = Outcome(
     step=3,

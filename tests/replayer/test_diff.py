@@ -13,11 +13,11 @@ from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.difference import Difference
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
-from replayer.bisect_step import bisect_steps, first_true
-from replayer.compare import HeaderComparison
+from replayer.bisect import bisect_steps, first_true
+from replayer.check import HeaderComparison
 from replayer.diff import acts_from, diff_records, find_context, judge_difference, settle_stage
 from replayer.errors import ReplayError
-from replayer.tensors_apart import StageDifference
+from replayer.stages import StageDifference
 
 LENGTHS = [3, 8, 6, 4]
 UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}

@@ -1,6 +1,6 @@
 import pytest
 
-from replayer.options import is_new_option_at_default
+from replayer.request import is_new_option_at_default
 
 
 @pytest.mark.parametrize(

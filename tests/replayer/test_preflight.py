@@ -15,7 +15,13 @@ from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer import preflight_checks as checks
 from replayer.preflight import RandomRollouts, save_bits, take_step
-from replayer.twice import absolute_difference, compare_repeats, measure_noise, read_repeat, write_repeat
+from replayer.preflight_checks import (
+    absolute_difference,
+    compare_repeats,
+    measure_noise,
+    read_repeat,
+    write_repeat,
+)
 
 GOOD = checks.Process(
     rank=0,

@@ -11,8 +11,8 @@ from areal_core.rollout.source import RolloutSource
 from recorder import DamagedRecord, RecordWriter, StepNotRecorded, commit_anchor, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, write_scripted_record
-from replayer.before import check_steps_present
 from replayer.errors import ReplayError
+from replayer.preconditions import check_steps_present
 from replayer.source import RecordedRollouts, recorded_batch, redistribute
 
 

@@ -6,8 +6,8 @@ import torch
 from areal_core.batch import select_rows
 from areal_debug.whatif_output import curves_of, on_one_scale
 from recorder import open_record
-from replayer.before import check_edits
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
+from replayer.preconditions import check_edits
 from replayer.request import Request, parse_request, request_text
 from replayer.rerun import replay_and_judge
 from replayer.run import replay_and_compare
