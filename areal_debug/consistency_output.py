@@ -9,14 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_debug.render import escaped, format_number, sparkline
-from consistency.case import Finding
+from consistency.case import Finding, Request
 from consistency.check import Checked
+from consistency.cross_checks import Rescoring, TrainerCheck
 from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
-from consistency.request import Request
-from consistency.rescoring import Rescoring
-from consistency.third import TrainerCheck
 from recorder.samples import token_texts
 
 NUMBERS = (

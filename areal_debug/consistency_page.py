@@ -12,11 +12,10 @@ from areal_debug.consistency_output import left_out, load_decode, rescoring_rows
 from areal_debug.pages.charts import bars, dots
 from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
+from consistency.case import Request
 from consistency.check import Checked
-from consistency.groups import Group
-from consistency.measure import ALIASES
+from consistency.measure import ALIASES, Group
 from consistency.report import Gate, WorstToken, describe_worst
-from consistency.request import Request
 
 NUM_DOTS = 1500
 CURVES = (

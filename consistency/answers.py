@@ -10,10 +10,9 @@ import torch
 from areal_core.engine.model import load_model
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
+from consistency.case import DTYPES
 from consistency.engine.reply import SamplingParams
-from consistency.live import Vocabulary, query_engines
-from consistency.prompts import Prompt
-from consistency.request import DTYPES
+from consistency.live import Prompt, Vocabulary, query_engines
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import os
 from typing import Any
 
+from consistency.case import Request
 from consistency.check import Checked, check
 from consistency.report import check_gates
-from consistency.request import Request
 from consistency.source import read_record
 from recorder import open_record
 
@@ -25,7 +25,7 @@ def assert_consistent(
         model: checkpoint that should have sampled the steps; by default the run's initial one.
         steps: by default the first one.
         gate: upper limits of metrics, such as `mean_abs=0.02,k3=0.002`.
-        options: further fields of `consistency.request.Request`.
+        options: further fields of `consistency.case.Request`.
 
     Raises:
         AssertionError: names the most likely cause with evidence and fix, and every failed gate.

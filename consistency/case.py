@@ -1,16 +1,27 @@
-"""The input of every cause, the facts of one comparison, and its output, a finding."""
+"""The input of every cause, the facts of one comparison, and its output, a finding.
+
+Options of a comparison: the model that should have sampled, and further checkpoints.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from consistency.cross_checks import Rescoring, TrainerCheck
+from consistency.hypotheses import (
+    RESIDUAL_BOUND,
+    Prediction,
+    Replays,
+    likelihood,
+    mean_square,
+    residual_size,
+)
 from consistency.measure import Measurement
-from consistency.replay import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
-from consistency.rescoring import Rescoring
 from consistency.score import Scores
-from consistency.third import TrainerCheck
 from consistency.tokens import Floats, Sequences, TokenTable
 
 # An explanation must leave less than 1 / MIN_GAIN of the difference; correct ones leave a fifth.
@@ -177,3 +188,24 @@ class Case:
         usable = np.isfinite(scores.logprob) & np.isfinite(scores.entropy)
         expected = (-scores.logprob - scores.entropy)[usable].sum()
         return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of a comparison. Checkpoints are folders in Hugging Face format; None if not given.
+
+    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for
+    the next attempt; `trainer` computes the trainer check if the record does not hold its logprobs.
+    """
+
+    model: str
+    dtype: str | None = None
+    device: str = "cpu"
+    temperature: float | None = None
+    previous: str | None = None
+    base: str | None = None
+    scores_folder: Path | None = None
+    trainer: bool = False

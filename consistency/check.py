@@ -1,27 +1,101 @@
-"""Check sampled tokens against a model: score, rescore live, diagnose, probe."""
+"""Check sampled tokens against a model: score, rescore live, diagnose, probe.
 
-from collections.abc import Callable
+Score a check in chunks: logprobs of all tokens, details of a sample and of the worst tokens.
+
+Finished chunks are kept on disk if the request names a folder.
+"""
+
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from consistency.case import Setting
-from consistency.classes import KINDS, added_tokens, token_kinds
+from consistency.case import DTYPES, Request, Setting
+from consistency.cross_checks import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.engine.reply import Top
 from consistency.errors import EngineError, OtherTokenizer
-from consistency.groups import Group, group_by
-from consistency.looks import ProbeInputs, run_probes
-from consistency.noise import noise_of_engine
-from consistency.parts import detail_worst, join_scores, score_chunk
-from consistency.replay import replay, select_rows
-from consistency.request import DTYPES, Request
-from consistency.rescoring import Rescoring
-from consistency.score import Progress, Scorer, Scores, load_scorer
+from consistency.hypotheses import replay, select_rows, spread_rows
+from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
+from consistency.probes import ProbeInputs, noise_of_engine, run_probes
+from consistency.score import (
+    Progress,
+    Scorer,
+    Scores,
+    ScoringKey,
+    load_scorer,
+    load_scores,
+    save_scores,
+    score,
+)
 from consistency.source import Sampled, concatenate, setting_of
-from consistency.third import TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.tokens import Sequences
+from recorder.checksum_json import checksum
+from recorder.environment import folder_identity
+
+TOP_K = 5
+# Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.
+DETAILED_TOKENS = 20_000
+NUM_WORST = 30
+
+
+def score_chunk(
+    scorer: Scorer,
+    sequences: Sequences,
+    request: Request,
+    temperature: float,
+    dtype: str,
+    name: str,
+    progress: Progress,
+) -> Scores:
+    """Score one chunk, or load its scores if an earlier attempt finished it."""
+
+    def compute() -> Scores:
+        rows = spread_rows(sequences, DETAILED_TOKENS)
+        return score(
+            scorer, sequences, temperature=temperature, top_k=TOP_K, detailed_rows=rows, progress=progress
+        )
+
+    if request.scores_folder is None:
+        return compute()
+    file = request.scores_folder / f"{name}.npz"
+    key = ScoringKey(
+        model=checksum(json.dumps(folder_identity(request.model), sort_keys=True).encode()),
+        dtype=dtype,
+        temperature=temperature,
+        top_k=TOP_K,
+        tokens=checksum(
+            np.concatenate([sequences.input_ids, sequences.cu_seqlens, sequences.sampled]).tobytes()
+        ),
+    )
+    if not file.exists():
+        save_scores(file, key, compute())
+    return load_scores(file, key)
+
+
+def detail_worst(
+    scorer: Scorer, sequences: Sequences, scores: Scores, found: Diagnosis, temperature: float
+) -> None:
+    """Compute the details of the rows of the worst tokens and write them into `scores`."""
+    row_of_place = sequences.row_of_token[sequences.scored]
+    worst = found.table.index[worst_tokens(found.table, NUM_WORST)]
+    rows = np.unique(row_of_place[worst[scores.rank[worst] < 0]])
+    if len(rows):
+        places = np.flatnonzero(np.isin(row_of_place, rows))
+        detailed = score(scorer, select_rows(sequences, rows), temperature=temperature, top_k=TOP_K)
+        for name, values in vars(detailed).items():
+            if name != "logprob":
+                getattr(scores, name)[places] = values
+
+
+def join_scores(chunks: Sequence[Scores]) -> Scores:
+    """Concatenate the scores of several chunks."""
+    return Scores(
+        **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])}
+    )
+
 
 Rescorer = Callable[[Scorer, Sequences, float], Rescoring]  # (scorer, rows, temperature)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import to_next_token
 from consistency.case import Noise
-from consistency.estimators import k3
+from consistency.measure import k3
 from consistency.source import published_noise
 from consistency.tokens import Floats, Ints
 

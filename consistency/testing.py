@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consistency import laws
-from consistency.laws import Rows
-from consistency.replay import Transform, preceding_counts
+from consistency import hypotheses
+from consistency.hypotheses import Rows, Transform, preceding_counts
 from consistency.score import Scorer, predictors
 from consistency.tokens import Sequences
 
@@ -27,8 +26,8 @@ class FaultyEngine:
     """
 
     scorer: Scorer
-    draws: Transform = laws.as_is
-    reports: Transform = laws.as_is
+    draws: Transform = hypotheses.as_is
+    reports: Transform = hypotheses.as_is
     temperature: float = 1.0
     noise: float = 0.01
 

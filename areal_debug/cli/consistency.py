@@ -22,8 +22,8 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
+    from consistency.case import Request
     from consistency.check import Checked
-    from consistency.request import Request
     from consistency.source import Sampling
 
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
@@ -153,7 +153,7 @@ def command(
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":
     """Return the options that concern the model's side."""
-    from consistency.request import Request
+    from consistency.case import Request
 
     names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
     return Request(model, **{name: options[name] for name in names})
@@ -202,8 +202,7 @@ def check_live(
     from areal_core.reward import load_reward_fn
     from consistency.answers import compare_answers, load_generating
     from consistency.engine.reply import SamplingParams
-    from consistency.live import check_engines, query_engines, sampled_of, vocabulary_of
-    from consistency.prompts import read_prompts
+    from consistency.live import check_engines, query_engines, read_prompts, sampled_of, vocabulary_of
     from consistency.source import model_dtype
 
     tokenizer = AutoTokenizer.from_pretrained(model)

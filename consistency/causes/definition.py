@@ -3,7 +3,7 @@
 import numpy as np
 
 from consistency.case import Case, Explanation, Finding
-from consistency.replay import Prediction
+from consistency.hypotheses import Prediction
 from consistency.tokens import Floats
 
 T_TOLERANCE = 0.02

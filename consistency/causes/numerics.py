@@ -4,7 +4,7 @@ import numpy as np
 
 from consistency.case import BAD_RATIO, Case, Finding
 from consistency.causes.definition import confidence, explained, replay_evidence
-from consistency.estimators import correlation
+from consistency.measure import correlation
 from consistency.shape import means_by
 
 PERIODS = range(2, 9)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from consistency.engine.http import HttpClient
 from consistency.engine.reply import Identity, Reply, SamplingParams
-from consistency.engine.wire import HttpClient
 from consistency.errors import EngineError
 
 AMBIGUOUS = -1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from consistency.engine.http import HttpClient
 from consistency.engine.reply import NUM_TOPS, Identity, Reply, SamplingParams
-from consistency.engine.wire import HttpClient
 from consistency.errors import EngineError
 
 

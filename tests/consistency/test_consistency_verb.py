@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli.consistency import command
-from consistency import laws, parts
+from consistency import check, hypotheses
 
 from .records import save_model, write_record
 
@@ -57,7 +57,7 @@ def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
 
 
 def test_truncated_engine_exits_1_and_names_option_and_value(model, tmp_path):
-    transform = functools.partial(laws.top_p, top_p=0.8)
+    transform = functools.partial(hypotheses.top_p, top_p=0.8)
     record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     code, found = facts(record)
     assert (code, found["verdict"]) == (1, "mismatch")
@@ -98,9 +98,9 @@ def test_interrupted_scoring_resumes_at_its_step(clean, tmp_path, monkeypatch):
     arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
     _, first = facts(*arguments)
     (tmp_path / "step-000001.npz").unlink()
-    scored, real = [], parts.score
+    scored, real = [], check.score
     monkeypatch.setattr(
-        parts, "score", lambda scorer, rows, **options: scored.append(rows) or real(scorer, rows, **options)
+        check, "score", lambda scorer, rows, **options: scored.append(rows) or real(scorer, rows, **options)
     )
     _, second = facts(*arguments)
     assert len(scored) == 1

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from consistency import laws
+from consistency import hypotheses
 from consistency.diagnose import Diagnosis, diagnose
-from consistency.replay import replay
+from consistency.hypotheses import replay
 from consistency.score import score
 
 from .faults import (
@@ -97,9 +97,9 @@ def test_one_bad_engine_without_its_column_is_unknown_and_it_is_requested():
 
 
 def test_two_faults_at_once_are_both_named():
-    rounded = with_transforms(reports=laws.bfloat16_logits, draws=functools.partial(laws.top_k, top_k=20))(
-        dataclasses.replace(world(), noise=0.002)
-    )
+    rounded = with_transforms(
+        reports=hypotheses.bfloat16_logits, draws=functools.partial(hypotheses.top_k, top_k=20)
+    )(dataclasses.replace(world(), noise=0.002))
     assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
 
 

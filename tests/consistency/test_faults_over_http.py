@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from consistency.engine.reply import SamplingParams
-from consistency.live import Vocabulary, query_engines, sampled_of
-from consistency.prompts import Prompt
+from consistency.live import Prompt, Vocabulary, query_engines, sampled_of
 
 from .fault_server import serving_rows
 from .faults import FAULTS, NUM_ROWS, Given, make_world

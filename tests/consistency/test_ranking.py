@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.ranking import rank_tokens
+from consistency.report import rank_tokens
 from consistency.score import Scores, score_logits
 
 

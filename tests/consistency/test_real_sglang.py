@@ -11,10 +11,10 @@ from areal_core.sglang.client import parse_generate
 from areal_core.sglang.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_debug.cli.consistency import command
-from consistency.alternatives import bos_alternatives, checkpoint_alternative
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
-from consistency.replay import replay
+from consistency.hypotheses import replay
+from consistency.probes import bos_alternatives, checkpoint_alternative
 from consistency.score import load_scorer, score
 from consistency.tokens import Completion, sequences_from_completions
 

@@ -12,8 +12,8 @@ from areal_core.config import SGLangConfig
 from areal_core.sglang.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_debug.cli.consistency import command
+from consistency.case import Request
 from consistency.check import check
-from consistency.request import Request
 from consistency.source import Sampled, Sampling
 from consistency.tokens import Completion, sequences_from_completions
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from consistency.case import NOISE, Alternative
-from consistency.noise import noise_of_model
-from consistency.replay import Replays
+from consistency.hypotheses import Replays
+from consistency.probes import noise_of_model
 from consistency.shape import breaks, explained_by_key, onset, run_lengths, trend
 
 from .tables import table_of

@@ -1,16 +1,28 @@
-"""Score the same tokens with another checkpoint, dtype, quantisation, BOS or architecture."""
+"""Probes: score the sampled tokens again under alternative settings while the verdict is in doubt.
+
+Each probe costs some forward passes over the sample, so probing stops at the first settled verdict.
+
+Score the same tokens with another checkpoint, dtype, quantisation, BOS or architecture.
+
+The noise floor: the published level of a precision, raised by what model or engine show.
+"""
 
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from consistency.case import Alternative
-from consistency.score import Scorer, score, scorer_of
+from consistency.case import DTYPES, Alternative, Noise, Request, Setting
+from consistency.cross_checks import Rescoring
+from consistency.diagnose import Diagnosis, is_accusation
+from consistency.hypotheses import Replays
+from consistency.measure import k3
+from consistency.score import Scorer, load_scorer, score, scorer_of
 from consistency.tokens import Sequences
 
 
@@ -168,3 +180,143 @@ def without_first(sequences: Sequences) -> Sequences:
         engine_logprobs=np.delete(sequences.engine_logprobs, begins),
         cu_seqlens=sequences.cu_seqlens - np.arange(len(sequences.cu_seqlens)),
     )
+
+
+# Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
+NOISE_MARGIN = 1.6
+
+
+def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays) -> Noise:
+    """Return the published noise, or more if this model's logprobs change more between dtypes.
+
+    Those of small models do.
+    """
+    moves = other_dtype.logprobs - replays.base
+    mean_abs, k3_mean = float(np.abs(moves).mean()), float(k3(moves).mean())
+    if published.name == "float32" or NOISE_MARGIN * mean_abs <= published.mean_abs:
+        return published
+    return Noise(
+        f"{published.name}, on this model",
+        max(published.mean_abs, NOISE_MARGIN * mean_abs),
+        max(published.k3, NOISE_MARGIN**2 * k3_mean),
+        f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average",
+    )
+
+
+def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
+    """Return the published noise, or the engine's run-to-run variation if that is larger."""
+    variation = NOISE_MARGIN * rescoring.engine_repeat
+    if not variation > published.mean_abs:
+        return published
+    return Noise(
+        f"{published.name}, on this engine",
+        variation,
+        max(published.k3, variation**2),
+        f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average",
+    )
+
+
+SETTLED_CONFIDENCE = 0.85
+Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
+
+
+@dataclass(frozen=True)
+class ProbeInputs:
+    """The sampled rows, the model that scores them in `dtype`, and how they were sampled."""
+
+    scorer: Scorer
+    rows: Sequences
+    request: Request
+    setting: Setting
+    dtype: str
+
+
+Probe = Callable[[ProbeInputs], list[Alternative]]
+
+
+def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tuple[Diagnosis, Setting]:
+    """Probe until the verdict is settled or no probe is left.
+
+    Returns:
+        The last diagnosis, and the setting with the noise floor of this model.
+    """
+    setting = inputs.setting
+    found = diagnose(setting)
+    alternatives: list[Alternative] = []
+    for probe in PROBES:
+        if is_settled(found):
+            break
+        alternatives += probe(inputs)
+        if probe is probe_dtype:
+            setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))
+        found = diagnose(setting, alternatives=alternatives)
+    return found, setting
+
+
+def is_settled(found: Diagnosis) -> bool:
+    """Return whether another probe could hardly change the verdict."""
+    return found.verdict == "healthy" or any(
+        is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes
+    )
+
+
+def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
+    """Score in the other dtype."""
+    other = "bfloat16" if inputs.dtype == "float32" else "float32"
+    model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
+    temperature = inputs.setting.temperature
+    return [checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)]
+
+
+def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with one BOS more and one less."""
+    bos_token_id = inputs.setting.bos_token_id
+    if bos_token_id is None:
+        return []
+    return bos_alternatives(inputs.scorer, inputs.rows, bos_token_id, inputs.setting.temperature)
+
+
+def probe_quantization(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with the weights rounded as weight-only quantisation rounds them."""
+    return quantized_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
+def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with the request's other checkpoints: stale weights (R24), missing adapter (R32)."""
+    request = inputs.request
+    wanted = (("R24", "the previous checkpoint", request.previous), ("R32", "the base model", request.base))
+    return [
+        checkpoint_alternative(
+            load_scorer(path, DTYPES[inputs.dtype], request.device),
+            inputs.rows,
+            cause,
+            name,
+            inputs.setting.temperature,
+        )
+        for cause, name, path in wanted
+        if path is not None
+    ]
+
+
+def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with one module at a time from the previous checkpoint, if the request names one."""
+    request = inputs.request
+    if request.previous is None:
+        return []
+    previous = load_scorer(request.previous, DTYPES[inputs.dtype], request.device)
+    return partial_alternatives(inputs.scorer, previous, inputs.rows, inputs.setting.temperature)
+
+
+def probe_architecture(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with a detail of the architecture computed as other model families do."""
+    return architecture_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
+PROBES: tuple[Probe, ...] = (
+    probe_dtype,
+    probe_bos,
+    probe_checkpoints,
+    probe_quantization,
+    probe_architecture,
+    probe_partial_update,
+)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from consistency.engine import openai, sglang, vllm
+from consistency.engine.http import HttpClient, base_url
 from consistency.engine.reply import Engine, Identity, Reply, SamplingParams
-from consistency.engine.wire import HttpClient, base_url
 from consistency.errors import EngineError
 
 MAX_CONCURRENT = 64

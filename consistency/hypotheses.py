@@ -3,20 +3,156 @@
 Two criteria over the same transforms: the *residual* finds the transform that explains the reported
 logprobs; the *likelihood* finds the one under which the sampled tokens are most likely, which
 detects a truncated nucleus even if the reported logprobs equal the trainer's to the last digit.
+
+Sampling transforms: distributions that an engine may sample from or report, given full logits.
+
+Each takes `Rows` and returns normalised log probabilities [rows, vocab], minus infinity for tokens
+that the transform excludes.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from consistency import laws
-from consistency.laws import Rows
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
 from consistency.tokens import ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
+
+
+@dataclass
+class Rows:
+    """Rows of logits, float32 [rows, vocab]; `uncapped` are those before the model's own soft cap.
+
+    `seen` counts the earlier occurrences of each token in prompt and output, `seen_output` those in
+    the output alone; int64 [rows, vocab].
+    """
+
+    logits: Tensor
+    uncapped: Tensor
+    temperature: float
+    seen: Tensor
+    seen_output: Tensor
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """Logits divided by the temperature."""
+        return self.logits / self.temperature
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Token ids, most likely first."""
+        return self.scaled.argsort(dim=1, descending=True, stable=True)
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """Number of more likely tokens."""
+        places = torch.arange(self.order.shape[1], device=self.order.device).expand_as(self.order)
+        return torch.empty_like(self.order).scatter_(1, self.order, places)
+
+    @cached_property
+    def mass_before(self) -> Tensor:
+        """Total probability of all more likely tokens."""
+        sorted_probs = torch.softmax(self.scaled, 1).gather(1, self.order)
+        before = sorted_probs.cumsum(1) - sorted_probs
+        return torch.empty_like(before).scatter_(1, self.order, before)
+
+
+def normalised(scores: Tensor) -> Tensor:
+    """log_softmax over the vocabulary."""
+    return torch.log_softmax(scores, 1)
+
+
+def as_is(rows: Rows) -> Tensor:
+    """The trainer's distribution: log_softmax(logits / temperature)."""
+    return normalised(rows.scaled)
+
+
+def largest_logprob(rows: Rows) -> Tensor:
+    """The largest logprob in place of every token's own."""
+    return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
+
+
+def at_temperature(rows: Rows, temperature: float) -> Tensor:
+    """Temperature `temperature` instead of the trainer's."""
+    return normalised(rows.logits / temperature)
+
+
+def _only(rows: Rows, kept: Tensor) -> Tensor:
+    return normalised(rows.scaled.masked_fill(~kept, -torch.inf))
+
+
+def top_p(rows: Rows, top_p: float) -> Tensor:
+    """Nucleus sampling: the fewest tokens with total probability `top_p`, renormalised."""
+    return _only(rows, rows.mass_before < top_p)
+
+
+def top_k(rows: Rows, top_k: float) -> Tensor:
+    """The `top_k` most likely tokens, renormalised."""
+    return _only(rows, rows.rank < round(top_k))
+
+
+def min_p(rows: Rows, min_p: float) -> Tensor:
+    """Tokens at least `min_p` times as likely as the most likely one, renormalised."""
+    threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
+    return _only(rows, rows.scaled >= threshold)
+
+
+def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
+
+    So do vLLM and Transformers.
+    """
+    return _repetition_penalty(rows, rows.seen > 0, penalty)
+
+
+def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """The same for tokens of the output alone, as in SGLang."""
+    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
+
+
+def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
+    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
+
+
+def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Subtract `penalty` from a token's logit for each occurrence in the output."""
+    return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
+
+
+def presence_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Subtract `penalty` from a token's logit if it occurs in the output."""
+    return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
+
+
+def forbidden_token(rows: Rows, token_id: float) -> Tensor:
+    """One token excluded, as EOS is before `min_new_tokens`."""
+    kept = torch.ones_like(rows.scaled, dtype=torch.bool)
+    kept[:, round(token_id)] = False
+    return _only(rows, kept)
+
+
+def bfloat16_logits(rows: Rows) -> Tensor:
+    """Logits rounded to bfloat16 before the softmax."""
+    return normalised(rows.logits.bfloat16().float() / rows.temperature)
+
+
+def soft_cap(rows: Rows, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) in place of the model's own cap; no cap if infinity."""
+    capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
+    return normalised(capped / rows.temperature)
+
+
+def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
+    """Log probabilities with `num_padding` more vocabulary entries of logit 0."""
+    total = rows.scaled.logsumexp(1, keepdim=True)
+    padding = torch.log(torch.tensor(float(num_padding)))
+    return rows.scaled - torch.logaddexp(total, padding)
+
 
 # Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
 # which the screening takes 341.
@@ -74,24 +210,20 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
     repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
     found = [
-        Family("R01", "temperature", laws.at_temperature, temperatures),
-        Family("R03", "top_p", laws.top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
-        Family(
-            "R03", "top_k", laws.top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False
-        ),
-        Family("R03", "min_p", laws.min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
-        Family("R05", "repetition_penalty", laws.repetition_penalty, repetitions),
-        Family("R05", "repetition_penalty of output tokens", laws.output_repetition_penalty, repetitions),
-        Family("R05", "frequency_penalty", laws.frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R05", "presence_penalty", laws.presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R50", "final logit soft cap", laws.soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
-        Family("R50", "no final logit soft cap", laws.soft_cap, (float("inf"),), refine=False),
-        Family("R53", "vocabulary padding rows", laws.padded_vocabulary, tuple(4.0**k for k in range(10))),
+        Family("R01", "temperature", at_temperature, temperatures),
+        Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
+        Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
+        Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
+        Family("R05", "repetition_penalty", repetition_penalty, repetitions),
+        Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),
+        Family("R05", "frequency_penalty", frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R05", "presence_penalty", presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
+        Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
+        Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
     ]
     if eos_token_id is not None:
-        found.append(
-            Family("R06", "EOS forbidden", laws.forbidden_token, (float(eos_token_id),), refine=False)
-        )
+        found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
     return found
 
 
@@ -234,7 +366,7 @@ class Replays:
 def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
     """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
     sample = take_sample(scorer, sequences)
-    references = [laws.as_is, laws.bfloat16_logits, laws.largest_logprob]
+    references = [as_is, bfloat16_logits, largest_logprob]
     base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
