@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_debug.render import format_value
-from areal_debug.replay_ranks import run_once
+from areal_debug.replay.ranks import run_once
 from recorder import Record, RecordError, open_record
 from recorder.archive.pack import archive_record, extract_record
 from recorder.format import ANCHORS_FOLDER

@@ -3,6 +3,8 @@
 Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its
 first line, which is its verdict; with --verbose progress is printed to files, too, and errors with
 tracebacks.
+
+The file into which rank 0 writes its report, for the command that started the ranks.
 """
 
 import functools
@@ -249,3 +251,19 @@ def with_progress(title: str, total: int, work: Callable[[Callable[[object], Non
 def hides_progress() -> bool:
     """Return whether progress bars are off: with --quiet, and where standard error is no terminal."""
     return is_quiet() or not sys.stderr.isatty()
+
+
+REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
+QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
+
+
+def write_report(report: dict[str, Any]) -> None:
+    """Write a report, if the command that started this rank has named a file."""
+    if REPORT_FILE in os.environ:
+        Path(os.environ[REPORT_FILE]).write_text(json.dumps(report))
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Read the report that rank 0 wrote."""
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report

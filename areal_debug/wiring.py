@@ -16,8 +16,8 @@ from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_debug.flags import take_flags
-from areal_debug.replay_observer import replay_reporter
+from areal_debug.replay.observer import replay_reporter
+from areal_debug.train.script_options import take_flags
 from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record

@@ -187,7 +187,7 @@ def is_rank(process: psutil.Process) -> bool:
 def runs_program(process: psutil.Process) -> bool:
     """Whether a process is a Python that runs the program itself, and not a launcher, which has it among its arguments."""
     arguments = process.cmdline()
-    return "areal_debug.script" in arguments and "areal_core.launch.node" not in arguments
+    return "areal_debug.train.script" in arguments and "areal_core.launch.node" not in arguments
 
 
 def end(processes: list[psutil.Process]) -> None:

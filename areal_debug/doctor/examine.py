@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.names import NAMES
-from areal_debug.doctor.reading import Run
+from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules import learning, policy, rollout, supervised
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 from areal_debug.doctor.series import FEWEST_STEPS

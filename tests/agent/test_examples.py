@@ -38,7 +38,7 @@ def test_an_example_trains_and_records_rows_of_conversations(example, num_turns,
     done = subprocess.run(
         [
             sys.executable,
-            *("-m", "areal_debug.script", str(EXAMPLES / f"{example}.py")),
+            *("-m", "areal_debug.train.script", str(EXAMPLES / f"{example}.py")),
             *("--config", str(EXAMPLES / f"{example}.yaml"), "--dump-rollout", str(record)),
             *(*TINY, f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}"),
         ],

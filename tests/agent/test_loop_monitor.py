@@ -6,7 +6,7 @@ import time
 import pytest
 
 from areal_core.rollout.loop_thread import LoopThread
-from areal_debug.loop_monitor import (
+from areal_debug.agent.loop_monitor import (
     BEAT_S,
     LoopMonitor,
     Place,

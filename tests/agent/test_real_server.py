@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from areal_core.config import SGLangConfig
 from areal_core.sglang.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_debug.cli.agent import command
+from areal_debug.agent.command import command
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 

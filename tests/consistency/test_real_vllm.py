@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from areal_core.sglang.server import Server, is_healthy, last_lines
 from areal_core.testing import make_tiny_model
-from areal_debug.cli.consistency import command
+from areal_debug.consistency.command import command
 
 pytestmark = pytest.mark.long
 INSTALL = Path(__file__).parent.parent / "vllm" / "install_vllm.sh"

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.sglang.discovery import FolderNames, discovered_servers, register_server
-from areal_debug.cli.serve import command
-from areal_debug.serve_facts import parse_facts, worth_checking
+from areal_debug.serve.command import command
+from areal_debug.serve.facts import parse_facts, worth_checking
 
 HERE = Path(__file__).parent
 
@@ -169,7 +169,7 @@ def test_a_server_that_joins_a_running_run_serves_its_current_weights(serve, tin
     options = [f"cluster.fileroot={tmp_path}", f"cluster.name_resolve.nfs_record_root={names}"]
     options += [f"actor.path={tiny_model}", "allocation_mode=sglang:d1+fsdp:d1", "total_train_steps=60"]
     options += ["rollout.max_head_offpolicyness=1", "train_dataset.dataset_kwargs.num_rows=256"]
-    script = [sys.executable, "-m", "areal_debug.script", str(HERE / "train_tiny.py")]
+    script = [sys.executable, "-m", "areal_debug.train.script", str(HERE / "train_tiny.py")]
     with (tmp_path / "trainer.log").open("w+") as log:
         run = subprocess.Popen(
             [*script, "--config", str(HERE / "tiny.yaml"), *options],

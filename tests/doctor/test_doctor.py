@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.doctor.reading import find_source, read_run
+from areal_debug.doctor.read import find_source, read_run
 from areal_debug.doctor.series import Series, trend
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
@@ -255,6 +255,6 @@ def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
 
 
 def test_verb_starts_without_torch():
-    code = "import sys; import areal_debug.cli.doctor; print('torch' in sys.modules)"
+    code = "import sys; import areal_debug.doctor.command; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from areal_core.config import PPOConfig, load_expr_config
-from areal_debug.dry_run import plan_run
+from areal_debug.dry_run.plan import plan_run
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_PARAMETERS = 129_920  # of the tiny model, whose output layer is its embedding; a head of values adds 64

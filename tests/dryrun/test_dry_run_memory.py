@@ -7,8 +7,8 @@ import pytest
 from areal_core.allocation import Parallel
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.config.train_engine import FSDPEngineConfig
-from areal_debug.dry_run_states import Model, Shape, not_estimated, state_parts
-from areal_debug.dry_run_step import describe_attention
+from areal_debug.dry_run.memory import Model, Shape, not_estimated, state_parts
+from areal_debug.dry_run.step import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
 PLAIN = TrainEngineConfig(optimizer=OptimizerConfig())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_core.trainer import objective
-from areal_debug.goto_shell import LockstepConsole
+from areal_debug.goto.shell import LockstepConsole
 from replayer.errors import ReplayError
 from replayer.goto import STAGES, goto
 

@@ -27,7 +27,14 @@ def test_the_synchronous_example_trains_on_its_own_weights_samples_and_validates
     example = str(EXAMPLES / "synchronous")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "areal_debug.script", f"{example}.py", "--config", f"{example}.yaml"),
+            *(
+                sys.executable,
+                "-m",
+                "areal_debug.train.script",
+                f"{example}.py",
+                "--config",
+                f"{example}.yaml",
+            ),
             *("--dump-rollout", str(tmp_path / "record"), *TINY),
             *(f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}"),
         ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from areal_debug.cli.trace import command
+from areal_debug.trace.command import command
 
 TINY = Path(__file__).parents[1] / "debug"
 OPTIONS = (

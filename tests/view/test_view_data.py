@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.view import command
-from areal_debug.decoding import load_decoder
-from areal_debug.view_data import read_run, read_step, run_json
-from areal_debug.view_pack import pack_step
-from areal_debug.view_text import BLOCK, redact_tokens, text_of_tokens
+from areal_debug.record.decode import load_decoder
+from areal_debug.view.command import command
+from areal_debug.view.data import read_run, read_step, run_json
+from areal_debug.view.pack import pack_step
+from areal_debug.view.text import BLOCK, redact_tokens, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 

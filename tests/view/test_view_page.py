@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.view import command
-from areal_debug.decoding import load_decoder
-from areal_debug.view_serve import FollowedRecord, make_server
+from areal_debug.record.decode import load_decoder
+from areal_debug.view.command import command
+from areal_debug.view.server import FollowedRecord, make_server
 from recorder import open_record
 from recorder.testing import write_scripted_record
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.reading import Run
+from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import trend
 
 FAR_FROM_ONE = 0.05

@@ -1,7 +1,7 @@
 """Samples that grow longer without reward, are stale, fail, or carry wrong logprobs."""
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.reading import Run
+from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import SYNCHRONOUS
 from areal_debug.doctor.series import trend
 

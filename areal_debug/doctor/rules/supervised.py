@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.reading import Run
+from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
 from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.reading import Run
+from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import SYNCHRONOUS
 
 NAME_THE_CAUSE = "check whether the engine's logprobs are right: areal-debug consistency RECORD"

@@ -9,7 +9,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
-from areal_debug.hang_render import report
+from areal_debug.hang.render import report
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.members import members_of

@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.hang import command
+from areal_debug.hang.command import command
 from hangdoctor.explain import explain, labels
 from hangdoctor.model import Group
 from hangdoctor.report.text import joined_ranges, merged_tree, printable, tree_lines

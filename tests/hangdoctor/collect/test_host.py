@@ -11,7 +11,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.hang_collect import collect
+from areal_debug.hang.collect import collect
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.layout import read_manifest, unpack

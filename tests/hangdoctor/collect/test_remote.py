@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.hang_collect import collect
+from areal_debug.hang.collect import collect
 from hangdoctor.collect.errors import HostsUnknown
 from hangdoctor.collect.layout import read_manifest
 from hangdoctor.collect.remote import Answer, merge_answers, slurm_command, slurm_hosts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.cli.hang_collect import collect
+from areal_debug.hang.collect import collect
 from hangdoctor.collect.layout import read_manifest
 
 START_SLURM = Path(__file__).parents[2] / "slurm/start_slurm.sh"

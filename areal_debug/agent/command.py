@@ -1,0 +1,249 @@
+"""`areal-debug agent`: run an agent alone, under load, or inside the trainer."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, overrides_argument
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    escaped,
+    fail,
+    hidden_output,
+    is_quiet,
+    print_json,
+    print_log_end,
+)
+
+if TYPE_CHECKING:
+    from areal_core.agent.agent_workflow import AgentWorkflow
+    from areal_core.config import PPOConfig
+    from areal_core.rollout.types import InferenceEngine
+    from areal_debug.agent.run import EpisodeReport
+
+EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
+
+
+@click.group(
+    cls=VerbGroup,
+    example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
+)
+def command() -> None:
+    """Run an agent alone, under load, or inside the trainer; show its turns, rewards and failures."""
+
+
+def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the agent, its inference engine, its rows and its own arguments."""
+    options = (
+        click.argument("agent"),
+        click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows."),
+        click.option("--model", metavar="PATH", help="Model to sample in this process; tokenizer of --server."),
+        click.option("--server", metavar="HOST:PORT", help="SGLang server to sample from (see `serve`)."),
+        click.option("--say", multiple=True, metavar="TEXT", help="Scripted reply in place of a model; once per turn."),
+        click.option("--latency", "latency_s", default=0.0, metavar="SECONDS", help="Mean latency of a --say reply."),
+        click.option("--config", "config_file", metavar="FILE", help="Read gconfig and rollout.agent from a run."),
+        click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor."),
+        json_option,
+        overrides_argument,
+    )  # fmt: skip
+    for option in reversed(options):
+        body = option(body)
+    return body
+
+
+@command.command(
+    cls=Verb,
+    short_help="Run one episode and show every turn with its tokens, and the reward",
+    example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
+)
+@engine_options
+@click.option("--index", default=0, show_default=True, help="Row of the data.")
+@errors_as_sentences
+def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
+    """Run one episode of AGENT (MODULE:CLASS or FILE.py:CLASS); show every turn with its tokens,
+    and the reward.
+
+    OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
+    """
+    from areal_debug.agent.render import print_episode
+    from areal_debug.agent.run import run_one
+
+    row = pick_row(data, index)
+    workflow, engine, name = build(agent, **choice)
+    try:
+        report = run_one(workflow, engine, name, row, index)
+    finally:
+        workflow.close()
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_outcome(report) if is_quiet() else print_episode(report)
+    raise SystemExit(0 if report.error is None else 1)
+
+
+def print_outcome(report: "EpisodeReport") -> None:
+    """Print the episode in one line."""
+    outcome = "finished" if report.error is None else f"failed: {escaped(report.error)}"
+    rewards = ", ".join(f"{row.reward:g}" for row in report.rows) or "none"
+    console().print(f"{escaped(report.agent)}: {len(report.turns)} turns, rewards {rewards}, {outcome}")
+
+
+@command.command(
+    cls=Verb,
+    short_help="Run an agent with the concurrency of training; find what blocks its event loop",
+    example=f"areal-debug agent stress {EXAMPLE} --data examples/word_problems.jsonl --server HOST:PORT",
+)
+@engine_options
+@click.option("--batch-size", default=256, show_default=True, type=click.IntRange(1), help="Prompts.")
+@click.option(
+    "--group-size", default=8, show_default=True, type=click.IntRange(1), help="Samples per prompt."
+)
+@errors_as_sentences
+def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
+    """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its
+    event loop.
+    """
+    from areal_debug.agent.engine import read_rows
+    from areal_debug.agent.render import print_stress
+    from areal_debug.agent.stress import stress as run_stress
+
+    rows = read_rows(data)
+    workflow, engine, name = build(agent, **choice)
+    try:
+        report = run_stress(workflow, engine, name, rows, batch_size, group_size)
+    finally:
+        workflow.close()
+    if as_json:
+        print_json(asdict(report) | {"healthy": report.is_healthy})
+    else:
+        print_stress(report)
+    raise SystemExit(0 if report.is_healthy else 1)
+
+
+@command.command(
+    cls=Verb,
+    short_help="Roll out batches through launcher, trainer and servers, and record them",
+    example=f"areal-debug agent rollout {EXAMPLE} --config my.yaml --steps 2 -o runs/record",
+)
+@click.argument("agent")
+@click.option("--config", "config_file", required=True, metavar="FILE", help="YAML file of the run.")
+@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Number of batches.")
+@output_option("Folder of the record; by default next to the run's logs.")
+@force_option
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor.")
+@json_option
+@overrides_argument
+@errors_as_sentences
+def rollout(
+    agent: str,
+    config_file: str,
+    steps: int,
+    output: Path | None,
+    force: bool,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Run AGENT as in training: through launcher, trainer and executor; record the batches for
+    `replay`.
+
+    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
+    by its scheduler.
+    """
+    from areal_core.agent.agents import load_agent
+    from areal_core.paths import record_folder, run_folder
+    from areal_debug.agent.record import describe_step
+    from areal_debug.agent.render import print_rollout
+    from areal_debug.agent.settings import parse_arguments
+    from areal_debug.train.script_options import check_record, flag_overrides, read_config
+    from recorder import open_record
+
+    agent_kwargs = parse_arguments(arguments)
+    load_agent(agent, agent_kwargs)
+    argv = [
+        *("--config", config_file, *flag_overrides("--dump-rollout", str(output or ""), force)),
+        *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
+    ]
+    config = read_config(argv)
+    check_record(config)
+    with hidden_output() if is_quiet() else redirect_stdout(sys.stderr) if as_json else nullcontext():
+        code = launch_rollout(config, argv, agent_kwargs)
+    if code:
+        if is_quiet():
+            print_log_end(run_folder(config, "logs") / "trainer.log")
+        fail(f"the run ended with exit code {code}; its output is above", code)
+    folder = record_folder(config)
+    opened = open_record(folder)
+    facts = [describe_step(opened, step) for step in opened.steps]
+    if as_json:
+        print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
+    else:
+        print_rollout(agent, folder, facts)
+
+
+def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any]) -> int:
+    """Run the trainer with the agent on its ranks and servers; return the exit code."""
+    import json
+
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run as run_attempts
+    from areal_core.paths import run_folder
+    from areal_debug.agent import rollout_script
+
+    allocation = config.allocation
+    if allocation.train is None:
+        fail(
+            "the allocation has no training part, so there is no trainer to roll out in: add one, as in 'sglang:d1+fsdp:d2'"
+        )
+    job = Job(
+        ("-m", "areal_debug.train.script", rollout_script.__file__, *argv),
+        config,
+        allocation,
+        {rollout_script.ARGUMENTS: json.dumps(agent_kwargs)},
+        run_folder(config, "logs"),
+    )
+    return run_attempts(lambda attempt: job)
+
+
+def pick_row(data: str, index: int) -> dict[str, Any]:
+    """Return one row of a data file. Raises DatasetError or ValueError."""
+    from areal_debug.agent.engine import read_rows
+
+    rows = read_rows(data)
+    if not 0 <= index < len(rows):
+        raise ValueError(f"--index is {index} and {data} has {len(rows)} rows; expected 0 to {len(rows) - 1}")
+    return rows[index]
+
+
+def build(
+    agent: str,
+    model: str | None,
+    server: str | None,
+    say: tuple[str, ...],
+    latency_s: float,
+    config_file: str | None,
+    arguments: tuple[str, ...],
+    overrides: tuple[str, ...],
+) -> "tuple[AgentWorkflow, InferenceEngine, str]":
+    """Return the workflow, its inference engine and that engine's name; cheap checks come first."""
+    from areal_core.agent.agent_workflow import AgentWorkflow
+    from areal_core.agent.agents import load_agent
+    from areal_core.engine.errors import EngineError
+    from areal_core.rollout import errors as rollout
+    from areal_debug.agent.engine import EngineChoice, open_engine
+    from areal_debug.agent.settings import parse_arguments, read_settings
+
+    settings = read_settings(config_file, overrides)
+    agent_kwargs = parse_arguments(arguments)
+    load_agent(agent, agent_kwargs)
+    try:
+        engine, tokenizer, name = open_engine(EngineChoice(server, model or settings.model, say, latency_s))
+    except (EngineError, rollout.NoServers, rollout.WrongServer) as error:
+        fail(str(error))
+    return AgentWorkflow(agent, settings.gconfig, tokenizer, settings.agent, agent_kwargs), engine, name

@@ -1,0 +1,209 @@
+"""Print what `areal-debug agent` reports: an episode turn by turn, and an agent under load."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from areal_debug.record.render import CONTROLS, print_legend, style_of
+from areal_debug.render import console, escaped, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from areal_debug.agent.loop_monitor import LoopReport
+    from areal_debug.agent.record import RolloutFacts
+    from areal_debug.agent.run import EpisodeReport, TurnFacts
+    from areal_debug.agent.stress import Latency, StressReport
+
+MAX_STACK_LINES = 12
+
+
+def print_episode(report: "EpisodeReport") -> None:
+    """Print the row, each turn with its sampled tokens coloured by probability, and the rewards."""
+    out = console()
+    out.print(f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}")
+    out.print(f"[dim]row {escaped(json.dumps(report.row, ensure_ascii=False)[:300])}[/dim]")
+    for turn in report.turns:
+        print_turn(turn)
+    if report.turns:
+        print_legend()
+    for row in report.rows:
+        turns = ", ".join(map(str, row.turns))
+        out.print(
+            f"row of turn {turns}: reward {format_number(row.reward)}, "
+            f"{row.num_trained} of {row.num_tokens} tokens in the loss mask"
+        )
+    for note in report.notes:
+        out.print(f"[yellow]note[/yellow]: {escaped(note)}")
+    if report.error is None:
+        out.print(
+            f"[green]finished[/green] after {len(report.turns)} turns in {format_seconds(report.wall_s)}"
+        )
+        return
+    out.print(f"[red]failed[/red] after {len(report.turns)} turns: {escaped(report.error)}")
+    for place in report.error_at or []:
+        out.print(f"  at {escaped(place)}")
+
+
+def print_turn(turn: "TurnFacts") -> None:
+    """Print one call: its numbers, the new messages, the sampled tokens, and what was parsed."""
+    out = console()
+    facts = [
+        f"prompt {turn.num_prompt_tokens} tokens"
+        + (f", starting with the tokens of turn {turn.continues}" if turn.continues is not None else ""),
+        f"sampled {len(turn.tokens)}, {turn.finish}",
+        format_seconds(turn.latency_s),
+    ]
+    if turn.mean_logprob is not None and turn.lowest_logprob is not None:
+        facts.append(f"logprob mean {turn.mean_logprob:.3f}, lowest {turn.lowest_logprob:.2f}")
+    versions = sorted({token.version for token in turn.tokens})
+    facts.append(f"version {', '.join(map(str, versions))}" if versions else "no version")
+    if turn.num_tools:
+        facts.append(f"{turn.num_tools} tools")
+    out.print()
+    out.print(Text(f"turn {turn.turn}", style="bold") + Text("  " + "  ".join(facts), style="dim"))
+    if turn.prefix_mismatch:
+        out.print(
+            f"  [yellow]the template renders an earlier turn differently[/yellow]: {escaped(turn.prefix_mismatch)}"
+        )
+    for message in turn.new_messages:
+        out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
+    sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))
+    out.print(Text(f"  {'sampled':<10}", style="bold blue") + sampled)
+    for call in turn.tool_calls:
+        out.print(
+            Text(f"  {'tool call':<10}", style="bold blue") + Text(f"{call['name']}({call['arguments']})")
+        )
+    if turn.reward is not None:
+        out.print(Text(f"  {'reward':<10}", style="bold blue") + Text(format_number(turn.reward)))
+
+
+def shown(content: Any) -> str:
+    """Return message content as indented text with control characters as symbols."""
+    return str(content).translate(CONTROLS).replace("\n", "\n" + " " * 12)
+
+
+def print_stress(report: "StressReport") -> None:
+    """Print the verdict, the load, latencies, event loops, and what failed or blocked."""
+    out = console()
+    out.print(verdict(report))
+    out.print(
+        f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}  {report.num_prompts} prompts x "
+        f"{report.group_size} samples, at most {report.most_at_once:,} episodes at once, {format_seconds(report.wall_s)}"
+    )
+    per_s = 1 / report.wall_s
+    reward = "none" if report.mean_reward is None else format_number(report.mean_reward)
+    out.print(
+        f"{report.num_finished:,} episodes finished, {report.num_finished * per_s:,.1f}/s; {report.calls.count:,} calls, "
+        f"{report.calls.count * per_s:,.1f}/s; {report.num_output_tokens * per_s:,.0f} tokens/s sampled; mean reward {reward}"
+    )
+    out.print(latency_table({"episode": report.episodes, "call of the engine": report.calls}))
+    out.print(loop_table(report.loops))
+    collection = report.collection
+    out.print(
+        f"[dim]garbage collection stopped all threads for {format_seconds(collection.total_s)} in total, "
+        f"{format_seconds(collection.longest_s)} at most[/dim]"
+    )
+    for loop in report.loops:
+        print_stalls(loop)
+    for group in report.errors:
+        out.print(f"[red]{group.count:,} episodes[/red]: {escaped(group.message)}")
+        for line in group.traceback.rstrip().splitlines()[-MAX_STACK_LINES:]:
+            out.print(Text(f"    {line}", style="dim"))
+
+
+def verdict(report: "StressReport") -> str:
+    """Return one line: ready, or what is wrong and where."""
+    num_failed = sum(group.count for group in report.errors)
+    blocked = [stall for loop in report.loops for stall in loop.blocked()]
+    problems = []
+    if blocked:
+        problems.append(f"blocks its event loop at {escaped(blocked[0].place)}")
+    if num_failed:
+        problems.append(f"{num_failed:,} of {report.episodes.count:,} episodes fail")
+    if problems:
+        return f"[red]not ready[/red]: {'; '.join(problems)}"
+    worst = max(loop.lag_p99_s for loop in report.loops)
+    return f"[green]ready[/green]: no episode fails, nothing blocks a loop (p99 lag {format_seconds(worst)})"
+
+
+def latency_table(rows: "dict[str, Latency]") -> Table:
+    """Make a table of latency percentiles, one row per kind of call."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("latency", "count", "p50", "p90", "p99", "max"):
+        table.add_column(heading, justify="left" if heading == "latency" else "right")
+    for name, latency in rows.items():
+        times = (latency.p50_s, latency.p90_s, latency.p99_s, latency.max_s)
+        table.add_row(name, f"{latency.count:,}", *map(format_seconds, times))
+    return table
+
+
+def loop_table(loops: "list[LoopReport]") -> Table:
+    """Make a table of event-loop lag, one row per loop."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("event loop", "lag p50", "lag p99", "lag max", "late"):
+        table.add_column(heading, justify="left" if heading == "event loop" else "right")
+    for loop in loops:
+        share = loop.late_s / loop.watched_s if loop.watched_s else 0.0
+        lags = (loop.lag_p50_s, loop.lag_p99_s, loop.lag_max_s)
+        table.add_row(loop.name, *map(format_seconds, lags), f"{share:.0%} of the time")
+    return table
+
+
+def print_stalls(loop: "LoopReport") -> None:
+    """Print each place that blocked a loop, with its stack, or a late loop's busiest places."""
+    out = console()
+    for stall in loop.stalls:
+        style = "red" if stall in loop.blocked() else "yellow"
+        out.print(
+            f"[{style}]{loop.name} loop was blocked[/] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
+            f"the longest {format_seconds(stall.longest_s)}, at {escaped(stall.place)}"
+        )
+        for line in stall.stack[-MAX_STACK_LINES:]:
+            out.print(Text(f"    {line}", style="dim"))
+    if not loop.stalls and loop.late_s > loop.watched_s / 5:
+        places = ", ".join(f"{share:.0%} {escaped(place)}" for place, share in loop.busiest)
+        out.print(f"[yellow]{loop.name} loop busy[/yellow], not blocked; most at {places}")
+
+
+def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
+    """Print what was recorded of the agent, one line per step, and the commands that read it."""
+    out = console()
+    out.print(f"[bold]{escaped(agent)}[/bold]  recorded in {escaped(str(record))}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (
+        "step",
+        "prompts",
+        "rows",
+        "tokens in loss mask",
+        "reward mean",
+        "lowest",
+        "highest",
+        "equal",
+        "versions",
+    ):
+        table.add_column(heading, justify="right")
+    for name in ("turns: rows", "finished: rows"):
+        table.add_column(name)
+    for facts in steps:
+        rewards = (facts.mean_reward, facts.lowest_reward, facts.highest_reward)
+        table.add_row(
+            str(facts.step),
+            str(facts.num_prompts),
+            str(facts.num_rows),
+            f"{facts.num_trained:,} of {facts.num_tokens:,}",
+            *map(format_number, rewards),
+            str(facts.prompts_of_equal_reward),
+            ", ".join(map(str, facts.versions)),
+            ", ".join(f"{turns}: {rows}" for turns, rows in facts.turns.items()),
+            ", ".join(f"{reason}: {rows}" for reason, rows in facts.finished.items()),
+        )
+    out.print(table)
+    if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
+        out.print(
+            "[yellow]the samples of every prompt have equal rewards[/yellow]: group normalisation makes all advantages 0"
+        )
+    out.print(
+        f"[dim]areal-debug record show {escaped(str(record))}   areal-debug replay {escaped(str(record))}[/dim]"
+    )

@@ -1,0 +1,243 @@
+"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token, and
+explain differences.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    hides_progress,
+    is_quiet,
+    print_json,
+    refuse_existing,
+)
+
+if TYPE_CHECKING:
+    from consistency.case import Request
+    from consistency.check import Checked
+    from consistency.source import Sampling
+
+GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug consistency runs/record\n"
+    "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
+)
+@click.argument("record", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="URL",
+    help="A live engine instead of a record: SGLang, vLLM or OpenAI-compatible. May be repeated.",
+)
+@click.option(
+    "--model",
+    help="Weights that should have sampled; by default those that the recorded run started from.",
+)
+@click.option(
+    "--step",
+    "steps",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Number of the step; by default the first, which the starting weights sampled. May be repeated.",
+)
+@click.option(
+    "--prompts",
+    "--dataset",
+    "prompts",
+    help="Prompts for a live engine: a JSONL or text file, or a Hugging Face dataset.",
+)
+@click.option("--split", help="Split of the dataset.")
+@click.option(
+    "--num-prompts", type=click.IntRange(1), default=64, show_default=True, help="Number of prompts."
+)
+@click.option(
+    "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions per prompt."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a completion."
+)
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Of a live engine, or an imported record."
+)
+@click.option("--top-k", type=int, help="Of a live engine, or an imported record.")
+@click.option(
+    "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
+)
+@click.option(
+    "--reward", default=GSM8K_REWARD, show_default=True, help="Grades answers: package.module.function."
+)
+@click.option(
+    "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
+)
+@click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
+@click.option("--base", help="Model without its adapter, to recognise an adapter that was not loaded.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; by default the trainer's."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0),
+    help="Of the trainer's logprobs, and of a live engine's sampling; by default as recorded, or 1.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
+@click.option(
+    "--scores",
+    "scores_folder",
+    type=click.Path(path_type=Path),
+    help="Folder that keeps finished scores; a later call continues from them.",
+)
+@click.option(
+    "--gate",
+    default="",
+    metavar="METRIC=LIMIT,...",
+    help="Exit 1 when a metric is beyond its limit: mean_abs=0.02,k3=0.002.",
+)
+@output_option("Write the report as one HTML page, too.")
+@force_option
+@json_option
+@errors_as_sentences
+def command(
+    record: Path | None,
+    engines: tuple[str, ...],
+    model: str | None,
+    steps: tuple[int, ...],
+    gate: str,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's
+    logprobs.
+
+    Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
+    """
+    if (record is None) == (not engines):
+        fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
+    if output is not None:
+        refuse_existing(output, force)
+    from areal_debug.consistency.render import print_report, print_verdict
+    from consistency.report import check_gates, document, exit_code
+
+    if record is not None:
+        checked, request, source = check_recorded(record, steps, model, options)
+    else:
+        checked, request, source = check_live(engines, model, options)
+    gates = check_gates(gate, checked.diagnosis.measurement.metrics)
+    if output is not None:
+        from areal_debug.consistency.page import write_page
+
+        write_page(output, checked, gates, request, source)
+    if as_json:
+        print_json(source | {"model": request.model} | document(checked, gates))
+    elif is_quiet():
+        print_verdict(console(), checked)
+    else:
+        print_report(console(), checked, gates, request, source)
+    raise SystemExit(exit_code(checked, gates))
+
+
+def request_of(model: str, options: dict[str, Any]) -> "Request":
+    """Return the options that concern the model's side."""
+    from consistency.case import Request
+
+    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
+    return Request(model, **{name: options[name] for name in names})
+
+
+def check_recorded(
+    path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
+) -> tuple["Checked", "Request", dict[str, Any]]:
+    """Check some steps of a record; return the check, its request, and its source for the report."""
+    from consistency.check import check
+    from consistency.source import read_record
+    from recorder import open_record
+
+    record = open_record(path)
+    if not record.steps:
+        fail(f"{path} holds no committed step: nothing to check")
+    steps = steps or record.steps[:1]
+    model = model or record.header.model["path"]
+    if not model:
+        fail(f"{path} does not name the model that sampled it: give --model PATH")
+    request = request_of(model, options)
+    sampled = read_record(record, steps, None if record.header.config else assumed_sampling(model, options))
+    total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
+    with progress_bar("scoring", total) as advance:
+        return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
+
+
+def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
+    """Sampling of an imported record by options and checkpoint; engines serve bfloat16 by default."""
+    from consistency.source import Sampling, model_dtype
+
+    temperature = 1.0 if options["temperature"] is None else options["temperature"]
+    dtype = options["dtype"] or model_dtype(model)
+    greedy = temperature == 0.0
+    return Sampling(temperature, options["top_p"], options["top_k"], greedy, dtype, engine_dtype="bfloat16")
+
+
+def check_live(
+    engines: tuple[str, ...], model: str | None, options: dict[str, Any]
+) -> tuple["Checked", "Request", dict[str, Any]]:
+    """Check samples of live engines; return the check, its request, and its source for the report."""
+    if model is None or options["prompts"] is None:
+        fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
+    from transformers import AutoTokenizer
+
+    from areal_core.reward import load_reward_fn
+    from consistency.answers import compare_answers, load_generating
+    from consistency.engine.reply import SamplingParams
+    from consistency.live import check_engines, query_engines, read_prompts, sampled_of, vocabulary_of
+    from consistency.source import model_dtype
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    vocabulary = vocabulary_of(tokenizer)
+    prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"])
+    temperature = 1.0 if options["temperature"] is None else options["temperature"]
+    law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
+    request = request_of(model, options)
+    with progress_bar("sampling", len(prompts) * options["num_samples"]) as advance:
+        conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, advance)
+    sampled = sampled_of(conversation, options["dtype"] or model_dtype(model))
+    with progress_bar("scoring", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())) as advance:
+        checked = check_engines(conversation, sampled, request, vocabulary, advance)
+    source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
+    if options["answers"]:
+        source["answers"] = asdict(
+            compare_answers(
+                engines,
+                prompts,
+                replace(law, temperature=0.0, top_p=1.0, top_k=None),
+                vocabulary,
+                load_generating(model, checked.dtype, request.device),
+                load_reward_fn(options["reward"]),
+            )
+        )
+    return checked, request, source
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error with its rate; yields the function that advances it."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(show_speed=True))
+    err = console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=hides_progress()) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

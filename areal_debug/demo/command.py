@@ -1,0 +1,198 @@
+"""`areal-debug demo`: SFT, GRPO, record and bit-identical replay of a tiny model."""
+
+import os
+import shlex
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    print_json,
+    refuse_existing,
+    sparkline,
+)
+
+DEMO = Path(__file__).parents[1] / "demo"
+OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
+
+
+@click.command(cls=Verb, example="areal-debug demo -o runs/demo --steps 10")
+@output_option("New folder for everything; by default a new one below runs/.")
+@force_option
+@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="GRPO steps.")
+@click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="FSDP2 ranks.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of all random numbers.")
+@json_option
+@errors_as_sentences
+def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int, as_json: bool) -> None:
+    """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the
+    record bit for bit.
+    """
+    from areal_debug.replay.ranks import replay_on_ranks
+    from areal_debug.replay.render import print_verdict
+    from areal_debug.train.script_options import read_config
+    from replayer.request import Request
+
+    output = new_folder(output, force)
+    hidden = as_json or is_quiet()
+    out = Console(quiet=True) if hidden else console()
+    options = [
+        *("--config", str(DEMO / "grpo.yaml")),
+        *(f"cluster.fileroot={output}/runs", f"seed={seed}", f"total_train_steps={steps}"),
+        *(f"actor.path={output}/model", f"allocation_mode=embedded|fsdp:d{nproc}"),
+    ]
+    read_config(options)  # fails fast, before any process starts
+    out.print("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
+    fine_tune(out, output, seed)
+    out.print(f"\n[bold]2. GRPO on {nproc} FSDP2 ranks, every step recorded.[/bold]")
+    run_bar(
+        out,
+        "GRPO",
+        "grpo.py",
+        [*options, "--dump-rollout", str(output / "record")],
+        nproc,
+        output,
+        "grpo",
+        steps,
+    )
+    show_rewards(out, stats_file(output, "grpo"))
+    out.print("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]")
+    report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc, hidden)
+    if as_json:
+        print_json({"output": str(output), "replay": report.to_dict()})
+    else:
+        print_verdict(console(), report)
+        print_next(out, output, steps)
+    raise SystemExit(0 if report.identical else 1)
+
+
+def new_folder(output: Path | None, force: bool) -> Path:
+    """Return the requested folder, or the next free one below runs/; with `force`, remove an
+    earlier demo from it.
+
+    Raises:
+        ValueError: the folder has content, or with `force`, content that is not of a demo.
+    """
+    if output is None:
+        names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in range(1, 10_000))
+        output = next(path for path in names if not path.exists())
+    else:
+        refuse_existing(output, force)
+        present = {path.name for path in output.iterdir()} if output.exists() else set()
+        if foreign := sorted(present - OUTPUTS):
+            raise ValueError(
+                f"{output} holds {foreign[0]}, which no demo wrote: give a new folder with --output"
+            )
+        for name in present:
+            shutil.rmtree(output / name)
+    return output.resolve()
+
+
+def fine_tune(out: Console, output: Path, seed: int) -> None:
+    """Make the model and fine-tune it on examples; write it to `output/model`."""
+    arguments = ["--config", str(DEMO / "sft.yaml"), f"cluster.fileroot={output}/runs", f"seed={seed}"]
+    run_bar(
+        out, "SFT", "sft.py", [*arguments, f"actor.path={output}/model-untrained"], 1, output, "sft", None
+    )
+    trained = next((output / "runs" / "checkpoints").glob("*/demo/sft/default/final"))
+    trained.rename(output / "model")
+
+
+def run_bar(
+    out: Console,
+    title: str,
+    script: str,
+    arguments: list[str],
+    num_ranks: int,
+    output: Path,
+    trial: str,
+    total: int | None,
+) -> None:
+    """Run a script of the demo on its ranks, under a progress bar that counts the lines of its
+    statistics.
+    """
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.torchrun import run_ranks
+
+    ended = threading.Event()
+    columns = (
+        TextColumn("   {task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} steps"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task(f"{title}: starting {num_ranks} process{'es' * (num_ranks > 1)}", total=None)
+
+        def follow() -> None:
+            while not ended.wait(0.2):
+                if steps := count_steps(output, trial):
+                    progress.update(task, description=title, completed=steps, total=total)
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        try:
+            command = ["-m", "areal_debug.train.script", str(DEMO / script), *arguments]
+            code = run_ranks(command, num_ranks, DETERMINISTIC, output / "logs" / trial, echo=False)
+        finally:
+            ended.set()
+            follower.join()
+    log = output / "logs" / trial / "trainer.log"
+    if code != 0:
+        fail(
+            "\n".join(
+                [
+                    f"{title} ended with exit code {code}; the end of {log}:",
+                    *log.read_text().splitlines()[-15:],
+                ]
+            ),
+            code,
+        )
+    out.print(f"   {title}: {count_steps(output, trial)} steps")
+
+
+def stats_file(output: Path, trial: str) -> Path | None:
+    """Return the statistics file of a run of the demo, once it exists."""
+    return next((output / "runs" / "logs").glob(f"*/demo/{trial}/stats.jsonl"), None)
+
+
+def count_steps(output: Path, trial: str) -> int:
+    """Return the number of steps that a run has finished."""
+    file = stats_file(output, trial)
+    return file.read_text().count("\n") if file else 0
+
+
+def show_rewards(out: Console, file: Path | None) -> None:
+    """Print the mean reward of every step as a sparkline."""
+    from areal_core.telemetry.loggers import read_stats
+
+    assert file is not None
+    rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(file)]
+    out.print(f"   reward {rewards[0]:.2f} [cyan]{sparkline(rewards)}[/cyan] {rewards[-1]:.2f}")
+
+
+def print_next(out: Console, output: Path, steps: int) -> None:
+    """Print the output folder and the next commands to try."""
+    shown = os.path.relpath(output)
+    shown = str(output) if shown.startswith("..") else shown
+    record = shlex.quote(f"{shown}/record")
+    command = sys.argv[0] if sys.argv[0].startswith(".") else "areal-debug"  # as it was called
+    out.print(f"\n[bold]Files:[/bold] {shown}")
+    out.print("[bold]Try next:[/bold]")
+    out.print(
+        f"   {command} record show {record} --step {steps - 1}", "# every token, coloured by its logprob"
+    )
+    out.print(
+        f"   {command} replay {record} --to-step {min(2, steps - 1)} --json", "# the comparison as JSON"
+    )
+    out.print(f"   {command} record verify {record}", "# every byte against its checksum")

@@ -1,0 +1,172 @@
+"""Print the reports of `diff` and `bisect-step`: verdict, first difference, stages, next steps."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from areal_debug.record.decode import load_decoder
+from areal_debug.render import console, difference_table, escaped, format_number
+
+if TYPE_CHECKING:
+    from recorder import Record
+    from replayer.bisect import FirstStep
+    from replayer.diff import Context, DiffReport
+    from replayer.layers import LayersReport
+    from replayer.stages import StageDifference
+
+SHOWN_OF_A_STAGE = 3
+REFUTED_BY = {
+    "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
+    "input": "replay A with B's options: if that differs from A, the input is not the only cause",
+    "environment": "run B again where these are equal: if it still differs, they were not the cause",
+    "kernel noise": "areal-debug preflight on this machine: if two runs of one step are bit-identical, it is not noise",
+    "unknown": "a replay of both records on one machine that reproduces neither",
+}
+
+
+def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: bool) -> None:
+    """Print the complete report."""
+    out = console()
+    print_verdict(left, right, report)
+    if report.first is not None:
+        print_stages(report, show_all)
+    for title, items in (
+        ("Set differently in the config", report.set_differently.config),
+        ("Different environment", report.set_differently.environment),
+        ("Different model files", report.set_differently.model),
+    ):
+        if items:
+            out.print()
+            out.print(difference_table(title, items, headings=("what", "A", "B")))
+    print_not_compared(report)
+    if report.verdict is not None:
+        out.print(f"\n[dim]would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
+
+
+def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None:
+    """Print whether the records are the same; if not, the first difference and its cause."""
+    out = console()
+    if report.first is None or report.verdict is None:
+        count = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
+        out.print(f"[bold green]Same:[/bold green] {count} compared, all bit-identical.")
+        return
+    out.print(
+        f"[bold red]Different:[/bold red] the records diverge first in step {report.step}, stage {report.first.stage}. "
+        f"[dim]{report.num_compared} of {report.num_shared} common steps compared[/dim]"
+    )
+    out.print(f"[bold]{report.verdict.cause}[/bold]: {escaped(report.verdict.why)}")
+    out.print(f"first        {escaped(describe(report.first))}")
+    print_context(left, right, report)
+
+
+def describe(difference: "StageDifference") -> str:
+    """Describe one difference: name, location, both values, and how many elements differ."""
+    words = [difference.name]
+    if difference.minibatch is not None:
+        words.append(f"minibatch {difference.minibatch}")
+    if (place := difference.place) is not None:
+        words.append(
+            f"rank {place.rank}, row {place.row} (prompt {place.prompt_id}, sample {place.sample_id})"
+        )
+        if place.token is not None:
+            words.append(f"token {place.token}")
+    text = f"{', '.join(words)}: {show(difference.left)} in A, {show(difference.right)} in B"
+    if difference.num_compared > 1:
+        text += f"; {difference.num_different:,} of {difference.num_compared:,} differ"
+    if difference.largest is not None:
+        text += f", by at most {format_number(difference.largest)}" if difference.num_compared > 1 else ""
+    return text
+
+
+def show(value: object) -> str:
+    """Format a value of a record; None is "absent"."""
+    if value is None:
+        return "absent"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def print_context(left: "Record", right: "Record", report: "DiffReport") -> None:
+    """Print the text around the first token that differs, on both sides."""
+    from replayer.diff import find_context
+
+    assert report.first is not None
+    assert report.step is not None
+    context = find_context(left, right, report.step, report.first)
+    if context is None:
+        return
+    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
+    for name, ids in (("A", context.left), ("B", context.right)):
+        console().print(Text(f"text in {name}    ", style="dim") + marked(ids, context, decode))
+
+
+def marked(ids: tuple[int, ...], context: "Context", decode: Callable[[list[int]], str]) -> Text:
+    """Return the text of some tokens, the one in question between brackets."""
+    before, token, after = list(ids[: context.at]), list(ids[context.at :][:1]), list(ids[context.at + 1 :])
+    parts = [repr(decode(part))[1:-1] if part else "" for part in (before, token, after)]
+    return Text.assemble((parts[0], "dim"), "[", (parts[1], "bold"), "]", (parts[2], "dim"))
+
+
+def print_stages(report: "DiffReport", show_all: bool) -> None:
+    """Print every stage, in order, with its differences."""
+    from replayer.stages import STAGES
+
+    out = console()
+    out.print()
+    for stage in STAGES:
+        found = [difference for difference in report.differences if difference.stage == stage]
+        if not found:
+            word = "not recorded" if stage in report.not_compared else "[green]same[/green]"
+            out.print(f"  {stage:<11}{word}")
+            continue
+        shown = found if show_all else found[:SHOWN_OF_A_STAGE]
+        for number, difference in enumerate(shown):
+            out.print(
+                f"  {stage if number == 0 else '':<11}[red]differs[/red]  {escaped(describe(difference))}"
+            )
+        if len(found) > len(shown):
+            out.print(f"  {'':<11}... and {len(found) - len(shown)} more: --all lists them")
+
+
+def print_not_compared(report: "DiffReport") -> None:
+    """Print the steps and stages that could not be compared."""
+    out = console()
+    if report.not_compared:
+        stages = ", ".join(report.not_compared)
+        out.print(
+            f"[dim]not recorded on both sides: {stages}; debug.dump_scope=full records all stages[/dim]"
+        )
+    for name, steps in (("A", report.only_left), ("B", report.only_right)):
+        if steps:
+            out.print(f"[dim]{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {name}[/dim]")
+
+
+def print_first_step(found: "FirstStep") -> None:
+    """Print the step after which the weights diverge, and how few steps were read to find it."""
+    out = console()
+    read = f"[dim]{found.num_read} of {found.num_steps:,} steps read, no step was replayed[/dim]"
+    if found.step is None:
+        out.print(f"[bold green]The weights never differ[/bold green] up to step {found.last_same}. {read}")
+    else:
+        before = (
+            "it is the first step that both records have"
+            if found.last_same is None
+            else f"they were the same after step {found.last_same}"
+        )
+        out.print(f"[bold red]The weights differ after step {found.step}[/bold red]; {before}. {read}")
+
+
+def print_layers(report: "LayersReport") -> None:
+    """Print the first layer that differs when the step is replayed."""
+    out = console()
+    if report.name is None:
+        out.print(
+            f"[bold]layers[/bold]       all {report.num_calls} layer calls agree when step {report.step} is replayed here from "
+            "both records: the cause is not in the records (hardware, kernels, code)"
+        )
+        return
+    why = "its input differs already" if report.input_differs else "its input is the same"
+    out.print(
+        f"[bold]layers[/bold]       the first call that differs is {escaped(report.name)} "
+        f"(call {report.index:,} of {report.num_calls:,}, rank {report.rank}); {why}"
+    )

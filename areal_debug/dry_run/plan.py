@@ -1,0 +1,241 @@
+"""Plan a run from its options and local files: no network, no device, no process.
+
+The functions of a real run are called, not copied: allocation, placement, number of steps and
+periods are computed by the same code.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_core.allocation import Allocation, Parallel
+from areal_core.config.checks import engines_of
+from areal_core.config.experiment import DatasetConfig, TimerConfig
+from areal_core.dataset.read import get_dataset, jsonl_of_split, read_rows
+from areal_core.errors import ConfigError
+from areal_core.launch.job import Job
+from areal_core.launch.placement import Placement, place
+from areal_core.paths import run_folder
+from areal_core.trainer.build import count_steps, load_tokenizer
+from areal_core.trainer.checkpointing import Frequency
+from areal_debug.dry_run.memory import Memory, estimate_memory
+from areal_debug.dry_run.step import AnyConfig, Stage, plan_step, plan_upkeep
+
+METHODS = {
+    "rl": "policy optimisation",
+    "sft": "supervised fine-tuning",
+    "rw": "reward model",
+    "dpo": "direct preference optimisation",
+}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Processes of one kind: how many, with how many devices each, and where."""
+
+    what: str
+    count: int
+    devices_each: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows of the dataset and steps of the run.
+
+    If the rows cannot be counted here, `rows` is the reason and `total` an upper bound from the
+    config.
+    """
+
+    num_rows: int | None
+    rows: str
+    per_epoch: int | None
+    total: int | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that is known about a run before it starts."""
+
+    script: str
+    config_file: str
+    method: str
+    model: str
+    allocation: str
+    processes: tuple[Processes, ...]
+    steps: Steps | None  # None: the allocation has no training part
+    memory: Memory
+    step: tuple[Stage, ...]
+    upkeep: tuple[Stage, ...]
+    logs: str
+    notes: tuple[str, ...]
+
+
+def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]) -> DryRun:
+    """Plan a run whose config has been checked; `notes` are those of `load_with_notes`.
+
+    Raises:
+        ConfigError: the job cannot be placed, has no step to train, or needs a package that is not
+            installed.
+        DatasetError: the dataset is local and cannot be read.
+    """
+    allocation = config.allocation
+    refuse_missing_packages(config)
+    steps = plan_length(config) if allocation.train is not None else None
+    step = plan_step(config, allocation) if steps is not None else ()
+    upkeep = plan_upkeep(config, lambda timer: describe_period(timer, steps)) if steps is not None else ()
+    return DryRun(
+        script=str(script),
+        config_file=config_file,
+        method=METHODS[config.train_dataset.type],
+        model=config.actor.path,
+        allocation=str(allocation),
+        processes=tuple(place_processes(config, allocation)),
+        steps=steps,
+        memory=estimate_memory(config, allocation),
+        step=tuple(step),
+        upkeep=tuple(upkeep),
+        logs=str(run_folder(config, "logs")),
+        notes=(*notes, *note_on_devices(config, allocation)),
+    )
+
+
+def refuse_missing_packages(config: AnyConfig) -> None:
+    """Raise ConfigError for a package that an option needs and that is not installed."""
+    needed = {
+        "stats_logger.wandb.mode": ("wandb", config.stats_logger.wandb.mode != "disabled"),
+        "stats_logger.trackio.mode": ("trackio", config.stats_logger.trackio.mode != "disabled"),
+        "scheduler.type": ("ray", config.scheduler.type == "ray"),
+        "use_liger": ("liger_kernel", any(engine.use_liger for _, engine in engines_of(config))),
+    }
+    for option, (package, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{option} needs the package {package}, which is not installed here: install it"
+            )
+
+
+def plan_length(config: AnyConfig) -> Steps:
+    """Count rows, steps per epoch, and steps of the run, as far as local files allow.
+
+    Raises:
+        ConfigError: the run would have no step.
+    """
+    data = config.train_dataset
+    if config.debug.replay_rollout_data:
+        return Steps(None, "a replay has the steps of its record", None, None)
+    num_rows, text = count_rows(config, data)
+    if num_rows is None:
+        return Steps(None, text, None, config.total_train_steps)
+    return Steps(num_rows, text, num_rows // data.batch_size, count_steps(config, num_rows))
+
+
+def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:
+    """Count the rows of a dataset and name their source; else None and the reason."""
+    path = Path(data.path)
+    if data.path != "arithmetic" and not path.exists():
+        return None, f"{data.path} is not a local file or folder"
+    if path.is_dir() and jsonl_of_split(path, data.split) is None:
+        return None, f"{data.path} contains no JSONL files"
+    if data.max_length is None:
+        return len(read_rows(data.path, data.split, dict(data.dataset_kwargs))), data.path
+    if not Path(config.tokenizer_path or config.actor.path).is_dir():
+        return (
+            None,
+            f"rows of more than {data.max_length} tokens are dropped, and the tokenizer is not a local folder",
+        )
+    rows = get_dataset(data, tokenizer=load_tokenizer(config))
+    return len(rows), f"{data.path}, prompts of at most {data.max_length} tokens"
+
+
+def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes]:
+    """Place servers and ranks on devices or machines. Raises ConfigError if they do not fit."""
+    with_servers = not config.debug.replay_rollout_data
+    job = Job((), config, allocation, {}, run_folder(config, "logs"), with_servers)
+    found, is_local = [], config.scheduler.type in (None, "local")
+    placement = None if is_local else place(job)
+    num_taken = 0
+    if job.num_servers:
+        assert allocation.rollout is not None
+        num_taken = allocation.rollout.world_size
+        where = (
+            on_this_machine(config, 0, num_taken)
+            if placement is None
+            else on_machines(placement.server_nodes, placement)
+        )
+        found.append(Processes("SGLang server", job.num_servers, num_taken // job.num_servers, where))
+    if allocation.train is not None:
+        world = allocation.train.world_size
+        where = (
+            on_this_machine(config, num_taken, world)
+            if placement is None
+            else on_machines(range(placement.num_trainer_nodes), placement)
+        )
+        kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
+        found.append(Processes(kind, world, 1, where + describe_groups(allocation.train)))
+    return found
+
+
+def describe_groups(sizes: Parallel) -> str:
+    """Describe how ranks share rows; empty if none do.
+
+    For example `; 2 groups of 4 with the same rows: 2 share the tokens (c) x 2 share the layers
+    (t)`.
+    """
+    shared = {"tokens (c)": sizes.context, "layers (t)": sizes.tensor}
+    text = " x ".join(f"{size} share the {what}" for what, size in shared.items() if size > 1)
+    num_groups = f"{sizes.data} group{'s' * (sizes.data != 1)}"
+    return text and f"; {num_groups} of {sizes.context * sizes.tensor} with the same rows: {text}"
+
+
+def on_this_machine(config: AnyConfig, first: int, count: int) -> str:
+    """Name the devices that the local launcher assigns: servers take the first ones."""
+    if config.device == "cpu":
+        return "CPU of this machine"
+    return f"GPU {numbers(range(first, first + count))} of the machine where it is started"
+
+
+def on_machines(nodes: Sequence[int], placement: Placement) -> str:
+    """Name the machines of a scheduler's job, the trainer's first."""
+    return f"machine {numbers(nodes)} (of {placement.num_nodes}, from 0)"
+
+
+def numbers(found: Sequence[int]) -> str:
+    """Format a range as `0-3`, or `2`."""
+    low, high = min(found), max(found)
+    return f"{low}" if low == high else f"{low}-{high}"
+
+
+def note_on_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
+    """Note if the allocation needs more devices on one machine than the config declares."""
+    sides = [side for side in (allocation.rollout, allocation.train) if side is not None]
+    num_devices = max if allocation.kind == "colocated" else sum
+    needed, per_node = num_devices(side.world_size for side in sides), config.cluster.n_gpus_per_node
+    if config.device == "cpu" or config.scheduler.type in ("ray", "slurm") or needed <= per_node:
+        return []
+    return [
+        f"the allocation {allocation} needs {needed} devices on one machine and cluster.n_gpus_per_node is {per_node}: "
+        "to use several machines, set scheduler.type to ray or slurm"
+    ]
+
+
+def describe_period(timer: TimerConfig, steps: Steps | None) -> str:
+    """Return `every 2 epochs or 600 seconds: 5 times, first after step 57`; empty if never.
+
+    Steps count from 0.
+    """
+    periods = {"epoch": timer.freq_epochs, "step": timer.freq_steps, "second": timer.freq_secs}
+    given = [unit if period == 1 else f"{period} {unit}s" for unit, period in periods.items() if period]
+    if not given:
+        return ""
+    text = f"every {' or '.join(given)}"
+    if steps is None or steps.total is None or steps.per_epoch is None:
+        return text
+    frequency = Frequency(timer.freq_epochs, timer.freq_steps, None, max(steps.per_epoch, 1))
+    due = [step for step in range(steps.total) if frequency.is_due(step)]
+    if not due:
+        return f"{text}: not once in {steps.total} steps" if not timer.freq_secs else text
+    at_least = "at least " if timer.freq_secs else ""
+    times = "once" if len(due) == 1 else f"{len(due)} times"
+    return f"{text}: {at_least}{times}, first after step {due[0]}"

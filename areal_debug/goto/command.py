@@ -1,0 +1,127 @@
+"""`areal-debug goto`: open a shell or debugger at any step of a recorded run, with the trainer's
+state there.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
+from areal_debug.goto.render import GotoOptions
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, refuse_existing
+
+STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
+
+
+@click.command(cls=Verb, example="areal-debug goto runs/record --step 12 --shell")
+@click.argument("record", type=click.Path())
+@step_option("the last")
+@click.option("--shell", is_flag=True, help="Open a Python shell there; each line runs on all ranks.")
+@click.option("--pdb", "with_pdb", is_flag=True, help="Stop there in the debugger, inside the trainer.")
+@click.option(
+    "--at", "stage", type=click.Choice(STAGES), default="batch", show_default=True, help="Stage of the step."
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank of --pdb.")
+@output_option("Write the weights before the step into this folder, as a Hugging Face model.")
+@force_option
+@model_option
+@click.option("--keep-going", is_flag=True, help="Continue after a step that differs from its record.")
+@json_option
+@errors_as_sentences
+def command(
+    record: str,
+    step: int | None,
+    shell: bool,
+    with_pdb: bool,
+    stage: str,
+    rank: int,
+    output: Path | None,
+    force: bool,
+    model: str | None,
+    keep_going: bool,
+    as_json: bool,
+) -> None:
+    """Replay RECORD from the nearest anchor (a checkpoint in the record) up to a step, and stop
+    there.
+
+    Every bit on the way is compared. The shell has model, optimizer, batch, plan and outcome (as
+    recorded), trainer, tokenizer, and what the stage has computed: inputs with their advantages,
+    logprobs and loss, gradients.
+
+    Exit code 0: reached, every bit as recorded. 1: an earlier step, or the weights, differ from the
+    record.
+    """
+    from recorder import open_record
+    from replayer.preconditions import check_anchor, check_model, check_steps_present, step_range
+
+    do = check_action(shell, with_pdb, stage, as_json)
+    if output is not None:
+        refuse_existing(output, force)
+    opened = open_record(record)
+    num_ranks = opened.header.world_size
+    if rank >= num_ranks:
+        raise ValueError(f"--rank {rank}: the record has ranks 0 to {num_ranks - 1}")
+    step = step_range(opened, step, step)[1]
+    check_steps_present(opened, step, step)
+    check_anchor(opened, step)
+    check_model(opened, model or opened.header.config["actor"]["path"], step)
+    save = None if output is None else str(output)
+    options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
+    report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
+    if as_json:
+        print_json(report)
+    elif is_quiet() and not do:
+        console().print("all identical" if report["faithful"] else "not faithful", f"up to step {step}")
+    raise SystemExit(0 if report["faithful"] else 1)
+
+
+def check_action(shell: bool, with_pdb: bool, stage: str, as_json: bool) -> str:
+    """Return "shell", "pdb" or "" for neither. Raises ValueError for options that exclude each other."""
+    if shell and with_pdb:
+        raise ValueError("--shell and --pdb exclude each other: choose one")
+    if (shell or with_pdb) and as_json:
+        raise ValueError("--json excludes --shell and --pdb, which are interactive: choose one")
+    if stage != "batch" and not (shell or with_pdb):
+        raise ValueError(f"--at {stage} chooses where to stop: add --shell or --pdb")
+    return "shell" if shell else "pdb" if with_pdb else ""
+
+
+def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
+    """Run a task of `replay_rank` on ranks that have this terminal and return its report.
+
+    A failure ends the command with their exit code.
+    """
+    import os
+
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.node import RANK_LOGS
+    from areal_core.launch.processes import thread_limits
+    from areal_debug.render import REPORT_FILE, read_report
+
+    agent = ["-m", "areal_core.launch.node", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [
+        sys.executable,
+        *(agent if num_ranks > 1 else []),
+        "-m",
+        "areal_debug.replay.on_rank",
+        *arguments,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        environment = DETERMINISTIC | {REPORT_FILE: str(report), RANK_LOGS: folder}
+        process = subprocess.Popen(command, env=os.environ | thread_limits(1) | environment)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the shell
+        code = process.wait()
+        signal.signal(signal.SIGINT, before)
+        if code != 0 or not report.exists():
+            fail(
+                f"the replay ended with exit code {code} before it reached the step; its output is above",
+                code or 1,
+            )
+        return read_report(report)

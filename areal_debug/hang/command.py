@@ -1,0 +1,104 @@
+"""`areal-debug hang`: find out why a job hangs and which ranks block it."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option
+from areal_debug.render import errors_as_sentences, fail, print_json, refuse_existing
+
+
+@click.group(
+    cls=VerbGroup,
+    invoke_without_command=True,
+    example="areal-debug hang\nareal-debug hang watch -- python train.py",
+    lazy={"collect": "hang_collect:collect", "watch": "hang_watch:watch"},
+)
+@click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
+@json_option
+@click.pass_context
+@errors_as_sentences
+def command(ctx: click.Context, pids: tuple[int, ...], as_json: bool) -> None:
+    """Find out why a job hangs and which ranks block it.
+
+    Without a command: collect the stacks of the ranks on this host (or of --pid) and diagnose them.
+
+    Exit code 0: not hung. 1: a hang was found. 2: inconclusive.
+    """
+    if ctx.invoked_subcommand is None:
+        from areal_debug.hang.collect import live
+
+        sys.exit(live(pids, as_json))
+
+
+@command.command(
+    cls=Verb,
+    short_help="Classify a hang from saved stacks",
+    example="areal-debug hang diagnose stacks.tar.gz -o hang.html -o hang.md",
+)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--world-size", type=int, help="Number of trainer ranks that the job should have.")
+@click.option("--mapping", type=click.Path(path_type=Path, dir_okay=False), help="File with lines FILE RANK.")
+@output_option("Write a page (.html) or text for an issue (.md), too; may be repeated.", multiple=True)
+@force_option
+@json_option
+@errors_as_sentences
+def diagnose(
+    paths: tuple[Path, ...],
+    world_size: int | None,
+    mapping: Path | None,
+    output: tuple[Path, ...],
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Classify a hang from saved stacks: folders, tars or files of any format.
+
+    Exit code 0: not hung. 1: a hang was found. 2: inconclusive.
+    """
+    from areal_debug.hang.render import show_diagnosis
+    from hangdoctor.diagnose import diagnose as judge
+    from hangdoctor.parse.read import parse_mapping, read_snapshot
+
+    pages = output_by_ending(output, force)
+    try:
+        names = parse_mapping(mapping.read_text()) if mapping else {}
+        snapshot = read_snapshot(paths, world_size, names)
+    except OSError as error:
+        fail(str(error))
+    sys.exit(
+        show_diagnosis(judge(snapshot), snapshot, as_json, html=pages.get(".html"), markdown=pages.get(".md"))
+    )
+
+
+def output_by_ending(outputs: tuple[Path, ...], force: bool) -> dict[str, Path]:
+    """Return the files to write by their ending. Raises ValueError for another ending or an
+    existing file.
+    """
+    for path in outputs:
+        if path.suffix not in (".html", ".md"):
+            raise ValueError(f"--output is {path}: expected a name that ends in .html or .md")
+        refuse_existing(path, force)
+    return {path.suffix: path for path in outputs}
+
+
+@command.command(
+    cls=Verb,
+    short_help="Explain the pattern behind a label, or list all labels",
+    example="areal-debug hang explain straggler_or_not_hung",
+)
+@click.argument("label", required=False)
+@json_option
+@errors_as_sentences
+def explain(label: str | None, as_json: bool) -> None:
+    """Explain the pattern behind a LABEL of a diagnosis; without one, list all labels."""
+    from hangdoctor.explain import explain as lesson
+    from hangdoctor.explain import labels
+
+    text = lesson(label)
+    if not as_json:
+        click.echo(text)
+    elif label is None:
+        print_json({"labels": labels()})
+    else:
+        print_json({"label": label, "explanation": text})

@@ -1,0 +1,90 @@
+"""`areal-debug record archive` and `extract`: convert a record into one zarr store, and back into
+files.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    format_bytes,
+    print_json,
+    refuse_existing,
+    with_progress,
+)
+
+if TYPE_CHECKING:
+    from recorder.archive.pack import Archived
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a record into one compressed zarr store",
+    example="areal-debug record archive runs/record --to s3://bucket/record",
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
+@force_option
+@json_option
+@errors_as_sentences
+def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
+    """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
+    the folder.
+    """
+    from recorder import open_record
+    from recorder.archive.pack import archive_record
+
+    num_steps = len(open_record(record).steps)
+    archived = with_progress(
+        "archiving", num_steps, lambda tick: archive_record(record, destination, force, tick)
+    )
+    if as_json:
+        print_json(asdict(archived))
+    else:
+        print_archived(archived)
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write an archive's files into a folder",
+    example="areal-debug record extract s3://bucket/record --to runs/record",
+)
+@click.argument("archive", type=click.Path(path_type=Path))
+@click.option("--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder.")
+@force_option
+@json_option
+@errors_as_sentences
+def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
+    """Write the files of an archive into a folder, bit for bit as they were recorded."""
+    from areal_debug.train.script_options import clear_for_record
+    from recorder import open_record
+    from recorder.archive.pack import extract_record
+
+    refuse_existing(destination, force)
+    num_steps = len(open_record(archive).steps)
+    if force:
+        clear_for_record(destination, archive)
+    with_progress("extracting", num_steps, lambda tick: extract_record(archive, destination, tick))
+    if as_json:
+        print_json({"archive": str(archive), "record": str(destination), "num_steps": num_steps})
+    else:
+        console().print(f"{num_steps} steps in {destination}, as they were recorded")
+
+
+def print_archived(archived: "Archived") -> None:
+    """Print the place and size of the archive, and the size of its source."""
+    tokens = max(1, archived.num_tokens)
+    out = console()
+    out.print(
+        f"{archived.num_steps} steps, {archived.num_tokens:,} tokens: {format_bytes(archived.archive_bytes)}, "
+        f"{archived.archive_bytes / tokens:.3g} bytes per token, in {archived.location}"
+    )
+    out.print(
+        f"the source has {format_bytes(archived.source_bytes)}, {archived.source_bytes / tokens:.3g} bytes per token",
+        style="dim",
+    )

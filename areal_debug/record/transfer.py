@@ -1,0 +1,130 @@
+"""`areal-debug record import`: write a record from the files of another framework.
+
+`areal-debug record export`: write the steps of a record in the format of another tool.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
+from areal_debug.render import console, errors_as_sentences, escaped, print_json
+
+if TYPE_CHECKING:
+    from recorder.importers.importing import Imported
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a record from rollout files of another framework",
+    example="areal-debug record import rollouts/ --to runs/record --config my.yaml --model MODEL",
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--from", "format_name", help="The format; by default recognised by names and contents.")
+@click.option(
+    "--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder for the record."
+)
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file of the run that will train on it.")
+@click.option("--set", "settings", multiple=True, hidden=True)
+@click.option("--model", type=click.Path(), help="The model that the first step starts from.")
+@force_option
+@json_option
+@overrides_argument
+@errors_as_sentences
+def import_record(
+    source: Path,
+    format_name: str | None,
+    destination: Path,
+    config: Path | None,
+    settings: tuple[str, ...],
+    model: str | None,
+    force: bool,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL,
+    ROLL, xtuner, open-instruct or AReaL.
+
+    Pickles are read in a separate process that imports nothing they name. With --config and --model
+    the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
+    replay DEST -o X` records the replay.
+    """
+    from recorder.importers.importing import import_record as write_record
+
+    options = resolve_config(config, (*settings, *overrides), model)
+    name = "slime" if format_name == "miles" else format_name
+    imported = write_record(source, destination, name, options, model, force)
+    if as_json:
+        print_json(asdict(imported) | {"record": str(destination)})
+    else:
+        print_imported(imported, destination)
+
+
+def resolve_config(
+    config: Path | None, settings: tuple[str, ...], model: str | None
+) -> dict[str, Any] | None:
+    """Return the checked options of a run from a YAML file; None without one."""
+    if config is None:
+        return None
+    from areal_core.config import GRPOConfig, config_to_dict, load_expr_config
+
+    overrides = [*settings, *([f"actor.path={model}"] if model else [])]
+    resolved, _ = load_expr_config(["--config", str(config), *overrides], GRPOConfig)
+    return config_to_dict(resolved)
+
+
+def print_imported(imported: "Imported", destination: Path) -> None:
+    """Print what was imported, and what the format could not carry."""
+    out = console()
+    out.print(
+        f"{len(imported.steps)} steps of {imported.format}: {imported.num_samples} samples, "
+        f"{imported.num_tokens:,} tokens, in {destination}"
+    )
+    out.print("not carried by the format, or assumed:")
+    for note in imported.notes:
+        out.print(escaped(f"  {note}"))
+
+
+FORMATS = ("jsonl", "pt", "parquet", "slime")
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a record as JSON lines, torch tensors, Parquet or slime's rollout data",
+    example="areal-debug record export runs/record --format jsonl --to samples.jsonl",
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "format_name", type=click.Choice(FORMATS), required=True, help="Format of the files."
+)
+@click.option(
+    "--to",
+    "destination",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to write; pt and slime have one per step: put {step} into its name.",
+)
+@step_option("all steps")
+@force_option
+@json_option
+@errors_as_sentences
+def export(
+    record: Path, format_name: str, destination: Path, step: int | None, force: bool, as_json: bool
+) -> None:
+    """Write the samples of RECORD as JSON lines, torch tensors, Parquet or slime's rollout data."""
+    from recorder.exporters.exporting import export_record
+
+    exported = export_record(record, format_name, destination, step, force)
+    if as_json:
+        print_json(asdict(exported))
+        return
+    out = console()
+    out.print(f"{len(exported.steps)} steps in {exported.files[0]}" + and_more(len(exported.files) - 1))
+    out.print(escaped(f"not carried by {format_name}: {'; '.join(exported.lost)}"), style="dim")
+
+
+def and_more(count: int) -> str:
+    """Return " and 3 more files", or nothing."""
+    return f" and {count} more files" if count else ""

@@ -1,0 +1,178 @@
+"""`areal-debug replay`: run a record again without an inference engine, unchanged or with changes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.cli import (
+    Verb,
+    force_option,
+    json_option,
+    model_option,
+    nproc_option,
+    output_option,
+    overrides_argument,
+)
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, with_progress
+
+if TYPE_CHECKING:
+    from recorder import Record
+    from replayer.check import ReplayReport
+    from replayer.request import Request
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug replay runs/record\n"
+    "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if",
+)
+@click.argument("record", type=click.Path())
+@click.option(
+    "--from-step",
+    type=int,
+    metavar="N",
+    help="First step to report; earlier ones are run if no anchor is nearer.",
+)
+@click.option("--to-step", type=int, metavar="N", help="Last step to run.")
+@nproc_option
+@model_option
+@click.option("--set", "settings", multiple=True, hidden=True)
+@click.option("--filter", "row_filter", metavar="EXPR", help="Train only on rows for which this is true.")
+@click.option(
+    "--edit", type=click.Path(), help="Python file with edit(batch, step): returns the batch to train on."
+)
+@click.option("--reward", metavar="MODULE:FN", help="Compute every reward again with this function.")
+@output_option("Record this replay into a new folder.")
+@force_option
+@click.option(
+    "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
+)
+@json_option
+@overrides_argument
+@errors_as_sentences
+def command(
+    record: str,
+    from_step: int | None,
+    to_step: int | None,
+    nproc: int | None,
+    model: str | None,
+    settings: tuple[str, ...],
+    row_filter: str | None,
+    edit: str | None,
+    reward: str | None,
+    output: Path | None,
+    force: bool,
+    explain: int | None,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Train again on the batches of RECORD, and compare every loss, gradient norm and parameter,
+    bit by bit.
+
+    \b
+    Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
+    What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
+    Why:             --explain STEP
+
+    A filter may use reward, prompt, completion (token ids), prompt_text, completion_text,
+    finish_reason, logprobs, versions, prompt_id, sample_id and step. RECORD is never written to.
+
+    Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
+    beyond it. 2: inconclusive.
+    """
+    from recorder import open_record
+    from replayer.preconditions import check_replayable, step_range
+    from replayer.request import Request
+
+    opened = open_record(record)
+    check_replayable(opened)
+    if explain is not None:
+        explain_step(opened, explain, model, as_json)
+        return
+    first, last = step_range(opened, from_step, to_step)
+    changes = (*settings, *overrides)
+    record_to = None if output is None else str(output)
+    request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to)
+    check_request(opened, request, force)
+    report = run_replay(opened, request, nproc, as_json)
+    print_replay(report, as_json)
+    assert report.verdict is not None
+    raise SystemExit(report.verdict.exit_code)
+
+
+def check_request(record: "Record", request: "Request", force: bool) -> None:
+    """Check all inputs before a process starts, cheapest first; then clear the output with `force`.
+
+    Raises ReplayError, RecordError or ConfigError. A damaged record ends the command with code 1.
+    """
+    from dataclasses import replace
+
+    from areal_debug.train.script_options import clear_for_record
+    from replayer.preconditions import check_anchor, check_edits, check_model, check_steps_present
+    from replayer.request import replay_config
+
+    check_edits(record, replace(request, record_to=None) if force else request)
+    replay_config(record, request.model, request.settings)
+    check_steps_present(record, request.first, request.last)
+    check_anchor(record, request.first)
+    check_model(record, request.model or record.header.config["actor"]["path"], request.first)
+    refuse_damage(request.record, len(record.steps))
+    if force and request.record_to is not None:
+        clear_for_record(Path(request.record_to), request.record)
+
+
+def run_replay(record: "Record", request: "Request", nproc: int | None, as_json: bool) -> "ReplayReport":
+    """Replay on the ranks of this machine and return the judged report."""
+    from areal_debug.replay.ranks import replay_on_ranks
+
+    if record.uncommitted and not as_json:
+        note(f"not finished when the run ended, left out: step {', '.join(map(str, record.uncommitted))}")
+    hidden = as_json or is_quiet()
+
+    def report_rerun(why: str) -> None:
+        if not is_quiet():
+            console(stderr=as_json).print(why, highlight=False)
+
+    return replay_on_ranks(request, nproc or record.header.world_size, hidden, report_rerun)
+
+
+def print_replay(report: "ReplayReport", as_json: bool) -> None:
+    """Print the verdict, or the comparison with the record where options were changed."""
+    from areal_debug.replay.render import print_comparison, print_verdict
+
+    if as_json:
+        print_json(report.to_dict())
+    elif report.guarantee.kind == "changed":
+        print_comparison(console(), report)
+    else:
+        print_verdict(console(), report)
+
+
+def explain_step(record: "Record", step: int, model: str | None, as_json: bool) -> None:
+    """Print each sample's contribution to a step's loss and gradient."""
+    from areal_debug.replay.ranks import report_of_ranks
+    from areal_debug.replay.render import print_explanation
+    from replayer.preconditions import check_model, check_steps_present, step_range
+
+    step_range(record, step, step)
+    check_steps_present(record, step, step)
+    check_model(record, model or record.header.config["actor"]["path"], step)
+    arguments = ["-m", "areal_debug.replay.on_rank", "explain", record.path, str(step), model or ""]
+    found = report_of_ranks(arguments, record.header.world_size)
+    if as_json:
+        print_json(found)
+    else:
+        print_explanation(console(), record, found)
+
+
+def refuse_damage(record: str | Path, num_steps: int) -> None:
+    """End the command with code 1, naming the first damaged files and tensors, if any byte has
+    changed.
+    """
+    from replayer.preconditions import verify_bytes
+
+    problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))
+    if problems:
+        named = "; ".join(str(problem) for problem in problems[:5])
+        fail(f"the record is damaged: {named}", code=1)

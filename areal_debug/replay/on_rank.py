@@ -1,0 +1,185 @@
+"""One rank of a replay: `python -m areal_debug.replay.on_rank TASK ARGUMENT...`.
+
+`TASKS` names what a rank can be started for. Every rank of a task runs the same function; rank 0
+writes the report for the command that started the ranks. A task imports what it needs itself, so
+that no rank loads (or initialises) the modules of another task.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_debug.train.script import mistakes_as_sentences
+
+if TYPE_CHECKING:
+    from areal_core.trainer.rl import Observer, PPOTrainer
+    from areal_debug.goto.render import GotoOptions
+    from recorder import Record
+    from replayer.goto import Scene
+    from replayer.layers import Call
+    from replayer.request import Request
+    from replayer.run import MakeObserver
+
+
+def main(task: str, *arguments: str) -> None:
+    """Run a task on this rank. A user's error ends it with one sentence instead of a traceback."""
+    with mistakes_as_sentences():
+        TASKS[task](*arguments)
+
+
+def replay_steps(request_text: str) -> None:
+    """Replay steps and print each as it is compared; the command prints the verdict.
+
+    Args:
+        request_text: a `replayer.request.Request` as JSON.
+    """
+    from areal_debug.replay.observer import replay_reporter
+    from replayer.check import StoppedAtDifference
+    from replayer.request import parse_request
+    from replayer.run import replay
+
+    request = parse_request(request_text)
+    observers: list[MakeObserver] = [partial(replay_reporter, with_verdict=False)]
+    if request.record_to is not None:
+        observers.append(record_again)
+    try:
+        replay(request, observers)
+    except StoppedAtDifference:
+        return  # the report contains the difference
+
+
+def record_again(record: "Record", trainer: "PPOTrainer", request: "Request") -> "Observer":
+    """Make an observer that records this replay into `request.record_to`."""
+    from areal_debug.wiring import recorder_of
+    from recorder import Recording, RecordingOptions
+
+    assert request.record_to is not None
+    scope = "full" if record.header.recording.scope == "full" else "plan"
+    return recorder_of(trainer, Path(request.record_to), RecordingOptions(Recording(scope), text=True))
+
+
+def explain_step(record: str, step: str, model: str) -> None:
+    """Compute each sample's share of a step's loss and gradient.
+
+    Args:
+        model: folder of the run's first weights; "" for the path in the record.
+    """
+    from areal_debug.render import write_report
+    from replayer.explain import explain
+
+    found = explain(record, int(step), model or None)
+    if is_first_rank():
+        write_report(found.to_dict())
+
+
+def go_to_step(record: str, step: str, options_text: str) -> None:
+    """Replay up to a step and open the requested shell or debugger there; rank 0 prints the way.
+
+    Args:
+        options_text: `GotoOptions` as JSON.
+    """
+    from rich.console import Console
+
+    from areal_debug.goto.render import GotoOptions, print_report
+    from areal_debug.render import console, write_report
+    from areal_debug.replay.render import print_step
+    from replayer.goto import goto
+
+    options = GotoOptions(**json.loads(options_text))
+    out = console() if is_first_rank() and not options.as_json else Console(quiet=True)
+    report = goto(
+        record,
+        int(step),
+        lambda scene: visit(scene, options),
+        stage=options.stage,
+        model=options.model,
+        keep_going=options.keep_going,
+        finish_step=options.do == "pdb",
+        on_step=lambda result: print_step(out, result),
+    )
+    print_report(out, report)
+    if is_first_rank():
+        write_report(report.to_dict())
+
+
+def visit(scene: "Scene", options: "GotoOptions") -> None:
+    """Save the weights, open a shell or open the debugger, as requested; a collective."""
+    from areal_core.engine.checkpoint.hf_folder import save_hf
+    from areal_debug.goto.shell import open_debugger, open_shell
+
+    if options.save is not None:
+        save_hf(options.save, scene.trainer.actor, scene.trainer.tokenizer)
+    if options.do == "shell":
+        open_shell(scene)
+    elif options.do == "pdb":
+        open_debugger(scene, options.pdb_rank)
+
+
+def trace_last_step(request_text: str) -> None:
+    """Replay up to the last step of a request and record what each layer computes in it.
+
+    Args:
+        request_text: a `replayer.request.Request` as JSON.
+    """
+    from areal_debug.render import write_report
+    from replayer.layers import trace_layers
+    from replayer.request import parse_request
+    from replayer.run import replay
+
+    request = parse_request(request_text)
+    traces: list[list[Call]] = []
+    replay(request, [trace_layers(request.last, traces.extend)])
+    if traces:
+        write_report({"calls": [[asdict(call) for call in calls] for calls in traces]})
+
+
+def take_one_step(folder: str, keep: str, *config_arguments: str) -> None:
+    """Train one step of a configured run and write its bits into `folder`.
+
+    Where deterministic mode is not available, the step runs without it, so that the report can show
+    the noise.
+
+    Args:
+        keep: JSON list of the parameters whose values are written, too.
+        config_arguments: as `load_expr_config` takes them.
+    """
+    from areal_core.config import PPOConfig, config_to_dict, load_expr_config
+    from areal_core.engine.determinism import enforce_determinism
+    from areal_core.engine.errors import DeterminismError
+    from replayer.preflight import save_bits, take_step
+    from replayer.preflight_checks import check_process, write_repeat
+
+    config, _ = load_expr_config(list(config_arguments), PPOConfig)
+    wanted = config_to_dict(config)
+    if config.deterministic:
+        try:
+            enforce_determinism()
+        except DeterminismError:
+            config.deterministic = False  # the findings name what is missing
+    bits = take_step(config, json.loads(keep))
+    rank = bits.process.rank
+    save_bits(bits, Path(folder), rank)
+    if rank == 0:
+        write_repeat(Path(folder), bits.outcome, check_process(wanted, bits.process))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, also where no launcher has numbered the ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+TASKS: dict[str, Callable[..., None]] = {
+    "replay": replay_steps,  # areal-debug replay: REQUEST
+    "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL
+    "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
+    "layers": trace_last_step,  # areal-debug bisect-step --layers: REQUEST
+    "preflight": take_one_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
+}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,304 @@
+"""Print a replay: what was set differently, its guarantee, one line per step, a verdict.
+
+Print `replay --explain`: the samples of a step by their share of its gradient.
+
+Print recorded against replayed statistics after a change: two curves and two means each.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_debug.render import difference_table, escaped, format_number, format_value, sparkline
+from recorder import Record
+from replayer.check import GRAD_NORM, LOSS, RankDifference, ReplayReport, StepResult
+
+SHOWN_OF_A_KIND = 2
+EXPECTED = {
+    "bitwise": "bit-identical numbers",
+    "noise": "numbers within a few times this machine's noise floor",
+    "statistical": "agreement over many steps, not of single steps",
+    "changed": "different numbers, because something was set differently",
+    "unrecorded": "nothing to compare with",
+}
+
+
+def print_start(out: Console, report: ReplayReport) -> None:
+    """Print what was set differently and which guarantee follows, before the first number."""
+    header = report.set_differently
+    assert header is not None
+    for title, differences in (
+        ("Set differently in the config", header.config),
+        ("Different environment", header.environment),
+        ("Different model files", header.model),
+    ):
+        if differences:
+            out.print(difference_table(title, differences))
+            out.print()
+    if report.guarantee.kind != "bitwise":
+        out.print(f"[bold]Expect[/bold] {EXPECTED[report.guarantee.kind]}:")
+        for reason in report.guarantee.reasons:
+            out.print(f"  {escaped(reason)}")
+        out.print()
+
+
+def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None:
+    """Print one line, and below it the first differences of each kind if `in_detail`."""
+    numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
+    if result.identical:
+        out.print(
+            f"step {result.step:>4}  [green]identical[/green]  {numbers}  "
+            f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in total[/dim]"
+        )
+        return
+    if not result.num_compared:
+        out.print(f"step {result.step:>4}  {numbers}  [dim]not recorded[/dim]")
+        return
+    if not in_detail:
+        recorded = [format_number(result.recorded[name]) for name in (LOSS, GRAD_NORM)]
+        out.print(f"step {result.step:>4}  {numbers}  [dim]recorded {recorded[0]} and {recorded[1]}[/dim]")
+        return
+    out.print(f"step {result.step:>4}  [red]differs in {len(result.differences)} values[/red]  {numbers}")
+    by_kind = {
+        kind: [d for d in result.differences if d.kind == kind] for kind in ("loss", "stat", "parameter")
+    }
+    shown = [difference for same in by_kind.values() for difference in same[:SHOWN_OF_A_KIND]]
+    for difference in shown:
+        out.print(f"           {describe(difference)}")
+    if len(result.differences) > len(shown):
+        out.print(f"           ... and {len(result.differences) - len(shown)} more")
+
+
+def describe(difference: RankDifference) -> str:
+    """Return one value, recorded and replayed."""
+    recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
+    rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
+    return escaped(f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}")
+
+
+def print_verdict(out: Console, report: ReplayReport) -> None:
+    """Print whether the replay met its guarantee, and where it diverged first."""
+    first, count = report.first_different, len(report.steps)
+    if report.guarantee.kind == "unrecorded":
+        out.print(
+            f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
+        )
+        out.print("`--output FOLDER` records what comes out, and that record replays bit by bit.")
+        return
+    if first is None:
+        out.print(
+            f"[bold green]Bit-identical:[/bold green] {count} of {count} steps: every loss, gradient norm, statistic and "
+            f"parameter checksum has the recorded bits."
+        )
+        return
+    num_different = sum(not result.identical for result in report.steps)
+    kinds = sorted({difference.kind for difference in first.differences})
+    where = f"{num_different} of {count} steps; the first is step {first.step} ({', '.join(kinds)})."
+    verdict = report.verdict
+    if verdict is None:
+        out.print(f"[bold yellow]Inconclusive:[/bold yellow] bits differ in {where}")
+        out.print(
+            "A difference is allowed here, see above. `areal-debug replay` measures this machine's noise floor and compares."
+        )
+    elif report.guarantee.kind in ("noise", "statistical"):
+        print_distance(out, report, where)
+    else:
+        out.print(f"[bold red]Different:[/bold red] {where}")
+        out.print(reason_of(report))
+
+
+def print_distance(out: Console, report: ReplayReport, where: str) -> None:
+    """Print a verdict in units of the noise floor or of standard errors."""
+    verdict = report.verdict
+    assert verdict is not None
+    unit = "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
+    word = {
+        "within": f"[bold green]Within {unit}:[/bold green]",
+        "unclear": "[bold yellow]Inconclusive:[/bold yellow]",
+        "different": "[bold red]Different:[/bold red]",
+    }[verdict.finding]
+    out.print(f"{word} bits differ in {where}")
+    if verdict.k is None:
+        out.print("Too few values could be compared: replay more steps.")
+        return
+    at = f" in step {verdict.step}" if verdict.step is not None else ""
+    out.print(f"The largest difference is {verdict.k:.3g} x {unit}: {verdict.where}{at}.")
+    if verdict.finding == "within":
+        out.print(
+            f"A defect smaller than that cannot be excluded; the guarantee is {report.guarantee.kind}, not bitwise."
+        )
+    elif verdict.finding == "unclear":
+        out.print(
+            "This is above the noise floor and below what a defect usually causes: replay on the recorded machine."
+        )
+
+
+def reason_of(report: ReplayReport) -> str:
+    """Return where to search for the cause of different numbers."""
+    header = report.set_differently
+    if report.guarantee.kind == "changed" or (header is not None and not header.identical):
+        return "The cause is what was set differently, see above."
+    return "Nothing was set differently: check the code, the hardware, and for kernels that are not deterministic."
+
+
+EXPLAIN_SHOWN = 10
+COLUMNS = ("rank", "row", "prompt", "sample", "minibatch", "reward", "advantage", "tokens")
+
+
+def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> None:
+    """Print the verdict, a table, and the text of the sample with the largest gradient."""
+    samples, step = found["samples"], found["step"]
+    first = samples[0]
+    norms = ", ".join(format_number(norm) for norm in found["grad_norms"])
+    out.print(
+        f"[bold]Step {step}[/bold]: {len(samples)} samples, gradient norm {norms} (by minibatch). The largest gradient is that of "
+        f"[bold]rank {first['rank']}, row {first['row']}[/bold] (prompt {first['prompt_id']}, sample {first['sample_id']}): "
+        f"{100 * first['gradient_share']:.3g} % of the minibatch's gradient, {100 * first['loss_share']:.3g} % of its loss."
+    )
+    if not found["faithful"]:
+        out.print(
+            "[yellow]The replay up to this step differs from the record: shares are those of the replay.[/yellow]"
+        )
+    out.print(explain_table(samples[:EXPLAIN_SHOWN]))
+    if len(samples) > EXPLAIN_SHOWN:
+        out.print(f"... and {len(samples) - EXPLAIN_SHOWN} with smaller gradients; --json has all of them")
+    print_text(out, record, step, first)
+    out.print(
+        f"[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. "
+        f"Next: areal-debug record show {escaped(str(record.path))} --step {step}[/dim]"
+    )
+
+
+def explain_table(samples: list[dict[str, Any]]) -> Table:
+    """Make a table with one row per sample."""
+    found = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (*COLUMNS, "loss", "of loss", "of gradient", "own norm"):
+        found.add_column(heading, justify="right")
+    for s in samples:
+        names = (s["rank"], s["row"], s["prompt_id"], s["sample_id"], s["minibatch"])
+        numbers = (s["reward"], s["advantage"], s["num_trained_tokens"], s["loss"])
+        found.add_row(
+            *(str(name) for name in names),
+            *(format_number(number) for number in numbers),
+            f"{100 * s['loss_share']:.3g} %",
+            f"{100 * s['gradient_share']:.3g} %",
+            f"{s['gradient_norm']:.3g} x",
+        )
+    return found
+
+
+def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) -> None:
+    """Print prompt and completion, if the record contains text."""
+    text = record.step(step).text(sample["rank"])
+    if text is None:
+        return
+    line = next(line for line in text if line["row"] == sample["row"])
+    out.print()
+    for name in ("prompt", "completion"):
+        out.print(f"[bold]{name}[/bold]  {escaped(repr(line[name]))}")
+    out.print()
+
+
+# Listed first; the rest follows by how much it changed.
+FIRST = (
+    "ppo_actor/task_reward/avg",
+    "ppo_actor/update/loss",
+    "ppo_actor/update/grad_norm",
+    "ppo_actor/update/entropy/avg",
+    "ppo_actor/update/clip_ratio/avg",
+    "ppo_actor/update/importance_weight/avg",
+)
+WHATIF_SHOWN = 16
+CURVE_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One statistic over the common steps.
+
+    `moved` is the mean distance relative to the recorded size.
+    """
+
+    name: str
+    recorded: tuple[float, ...]
+    replayed: tuple[float, ...]
+
+    @property
+    def moved(self) -> float:
+        """Relative mean distance; 0 if both curves are equal."""
+        pairs = list(zip(self.recorded, self.replayed, strict=True))
+        distance = sum(abs(a - b) for a, b in pairs if math.isfinite(a - b))
+        size = sum(abs(a) for a, _ in pairs if math.isfinite(a))
+        return 0.0 if distance == 0 else distance / size if size else math.inf
+
+
+def curves_of(report: ReplayReport) -> list[Curve]:
+    """Return the statistics: those in `FIRST`, then the others by how much they changed."""
+    names = {name for step in report.steps for name in step.recorded.keys() & step.replayed.keys()}
+    curves = [curve(report, name) for name in names if not name.endswith(("__count", "/min", "/max"))]
+    order = {name: position for position, name in enumerate(FIRST)}
+    return sorted(curves, key=lambda c: (order[c.name] if c.name in order else len(order), -c.moved, c.name))
+
+
+def curve(report: ReplayReport, name: str) -> Curve:
+    """Collect one statistic over the steps that have it on both sides."""
+    both = [step for step in report.steps if name in step.recorded and name in step.replayed]
+    return Curve(name, tuple(s.recorded[name] for s in both), tuple(s.replayed[name] for s in both))
+
+
+def print_comparison(out: Console, report: ReplayReport) -> None:
+    """Print a table of the statistics that changed."""
+    curves = curves_of(report)
+    moved = [c for c in curves if c.moved > 0]
+    first = report.first_different
+    out.print()
+    if first is None:
+        out.print(f"[bold]Nothing changed:[/bold] all {len(report.steps)} steps have the recorded bits.")
+        return
+    kinds = ", ".join(sorted({difference.kind for difference in first.differences}))
+    out.print(
+        f"[bold]Recorded against replayed[/bold] over {len(report.steps)} steps, which diverge in step {first.step} ({kinds}):"
+    )
+    out.print(whatif_table(moved[:WHATIF_SHOWN]))
+    if len(moved) > WHATIF_SHOWN:
+        out.print(
+            f"... and {len(moved) - WHATIF_SHOWN} statistics that changed less; --json lists all of them"
+        )
+    same = [c.name for c in curves if c.moved == 0]
+    out.print(f"[dim]{len(same)} statistics did not change. The record was not modified.[/dim]")
+
+
+def whatif_table(curves: list[Curve]) -> Table:
+    """Make a table with two curves per statistic, on one scale, and their means."""
+    found = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("statistic", "recorded", "replayed"):
+        found.add_column(heading)
+    for heading in ("mean recorded", "mean replayed", "change"):
+        found.add_column(heading, justify="right")
+    for item in curves:
+        left, right = on_one_scale(item.recorded, item.replayed)
+        means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
+        found.add_row(
+            escaped(item.name),
+            f"[cyan]{left}[/cyan]",
+            f"[magenta]{right}[/magenta]",
+            *(format_number(mean) for mean in means),
+            moved_text(item.moved),
+        )
+    return found
+
+
+def moved_text(moved: float) -> str:
+    """Format the change as a percentage, at most "> 1000 %"."""
+    if math.isinf(moved):
+        return "from 0"
+    return "> 1000 %" if moved > 10 else f"{100 * moved:.3g} %"
+
+
+def on_one_scale(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[str, str]:
+    """Return two sparklines with a common scale."""
+    bars = sparkline([*left, *right], width=min(2 * CURVE_WIDTH, 2 * len(left)))
+    return bars[: len(bars) // 2], bars[len(bars) // 2 :]

@@ -1,0 +1,164 @@
+"""`areal-debug serve`: start, list and stop inference servers to debug agents against."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.cli import Verb, json_option
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json
+
+if TYPE_CHECKING:
+    from areal_debug.serve.keeper import ServeSpec
+    from areal_debug.serve.state import ServerState
+
+
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug serve --model MODEL --background\nareal-debug serve --stop",
+)
+@click.option("--model", help="Checkpoint folder, or a name on the hub.")
+@click.option(
+    "--backend",
+    type=click.Choice(["sglang", "embedded"]),
+    default="sglang",
+    show_default=True,
+    help="Kind of inference engine.",
+)
+@click.option("--background", is_flag=True, help="Return once it is healthy; it outlives the shell.")
+@click.option("--status", is_flag=True, help="List the servers and their health.")
+@click.option("--stop", is_flag=True, help="Stop all servers, or the one at --port.")
+@click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device of the model."
+)
+@click.option("--dtype", default="auto", show_default=True, help="Data type of the weights.")
+@click.option("--context-length", type=int, help="Longest sequence; by default the model's.")
+@click.option("--names", "names_root", default="/tmp/areal/name_resolve", show_default=True,
+              help="Folder of the run's names (cluster.name_resolve.nfs_record_root).")  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to become ready."
+)
+@json_option
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@errors_as_sentences
+def command(
+    model: str | None,
+    backend: str,
+    background: bool,
+    status: bool,
+    stop: bool,
+    join: str | None,
+    host: str,
+    port: int,
+    device: str,
+    dtype: str,
+    context_length: int | None,
+    names_root: str,
+    timeout_s: float,
+    as_json: bool,
+    arguments: tuple[str, ...],
+) -> None:
+    """Serve a model until it is stopped, and print AREAL_LLM_SERVER_ADDRS=host:port once it is
+    healthy.
+
+    ARGUMENTS after -- go to the server itself: areal-debug serve --model M -- --enable-multimodal.
+    """
+    from areal_core.errors import ServerFailed
+    from areal_debug.serve.start import plan_server
+
+    if status or stop:
+        (show_status if status else stop_servers)(port, as_json)
+        return
+    if model is None:
+        raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
+    spec = plan_server(
+        model=model,
+        engine=backend,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+        run=join,
+        names_root=names_root,
+        ready_timeout_s=timeout_s,
+        arguments=list(arguments),
+    )
+    report(as_json, f"starting {backend} on {spec.address}; its log is {spec.log}")
+    try:
+        serve(spec, background, as_json)
+    except ServerFailed as failure:
+        fail(str(failure), 1)
+
+
+def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
+    """Start the server, here or in the background, and print its facts once it is ready."""
+    from areal_debug.serve.keeper import keep, keep_in_background
+
+    if background:
+        show_facts(keep_in_background(spec), as_json)
+        report(
+            as_json, "it outlives this shell: see `areal-debug serve --status`, `areal-debug serve --stop`"
+        )
+        return
+    keep(spec, lambda state: show_facts(state, as_json))
+
+
+def show_facts(state: "ServerState", as_json: bool) -> None:
+    """Query the server's facts and print them; with --quiet its address alone."""
+    from areal_core.sglang.server import Server
+    from areal_debug.serve.facts import read_facts
+    from areal_debug.serve.render import address_line, facts_document, print_facts
+
+    facts = read_facts(Server(state.address))
+    if as_json:
+        print_json(facts_document(facts, state))
+    elif is_quiet():
+        console().print(address_line(facts.address), markup=False)
+    else:
+        print_facts(console(), facts, state)
+    sys.stdout.flush()
+
+
+def show_status(port: int, as_json: bool) -> None:
+    """List the servers; exit code 0 if there is at least one and all are healthy."""
+    from areal_debug.serve.render import print_statuses, status_of, statuses_document
+
+    statuses = [status_of(state) for state in servers_at(port)]
+    if as_json:
+        print_json(statuses_document(statuses))
+    else:
+        print_statuses(console(), statuses)
+    raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
+
+
+def stop_servers(port: int, as_json: bool) -> None:
+    """Stop the servers; exit code 1 if there is none."""
+    from areal_debug.serve.state import stop_keeper
+
+    states = servers_at(port)
+    for state in states:
+        stop_keeper(state)
+    if as_json:
+        print_json({"stopped": [state.address for state in states]})
+    else:
+        listed = ", ".join(state.address for state in states)
+        console().print(f"stopped {listed}" if states else "there is no server to stop", markup=False)
+    raise SystemExit(0 if states else 1)
+
+
+def servers_at(port: int) -> "list[ServerState]":
+    """Return the known servers, or those at one port."""
+    from areal_debug.serve.state import known_servers
+
+    return [state for state in known_servers() if port in (0, int(state.address.rpartition(":")[2]))]
+
+
+def report(as_json: bool, text: str) -> None:
+    """Print progress on standard error."""
+    if not as_json:
+        note(text)

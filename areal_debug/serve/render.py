@@ -1,0 +1,124 @@
+"""Print the reports of `areal-debug serve`: a server's properties, and the known servers."""
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_core.sglang.server import ADDRESSES_VARIABLE, Server, is_healthy
+from areal_debug.render import format_seconds
+from areal_debug.serve.facts import ServerFacts, worth_checking
+from areal_debug.serve.state import ServerState
+
+STYLES = {"ready": "green", "starting": "yellow"}
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """A known server and its current state.
+
+    `now` is ready, starting, not answering, failed, or gone (killed with its keeper).
+    """
+
+    state: ServerState
+    now: str
+
+    @property
+    def is_well(self) -> bool:
+        """True if the server is ready or starting."""
+        return self.now in ("ready", "starting")
+
+
+def status_of(state: ServerState) -> ServerStatus:
+    """Determine the state of a server from its keeper process and its health check."""
+    if state.phase == "failed":
+        return ServerStatus(state, "failed")
+    if not state.keeper_lives:
+        return ServerStatus(state, "gone")
+    if state.phase == "starting":
+        return ServerStatus(state, "starting")
+    return ServerStatus(state, "ready" if is_healthy(Server(state.address)) else "not answering")
+
+
+def address_line(address: str) -> str:
+    """Return the environment variable with which another process uses the server."""
+    return f"{ADDRESSES_VARIABLE}={address}"
+
+
+def print_facts(out: Console, facts: ServerFacts, state: ServerState) -> None:
+    """Print what runs, what to check, and the address, last and on a line of its own."""
+    out.print(Text(f"{facts.version} serves {facts.model_path} on {facts.device}", style="bold"))
+    for name, value in shown_facts(facts, state).items():
+        out.print(Text(f"  {name:<16}", style="dim") + Text(value))
+    for note in worth_checking(facts):
+        out.print(Text("  check           ", style="yellow") + Text(note))
+    out.print(Text(address_line(facts.address)))
+
+
+def shown_facts(facts: ServerFacts, state: ServerState) -> dict[str, str]:
+    """Return the properties that are printed, one per line."""
+    sampling = ", ".join(f"{name} {value:g}" for name, value in facts.model_sampling.items())
+    return {
+        "weights": f"version {facts.weight_version}",
+        "context length": "-" if facts.context_length is None else f"{facts.context_length:,} tokens",
+        "dtype": facts.dtype,
+        "input": {True: "text and images", False: "text only", None: "text"}[facts.multimodal],
+        "sampling": f"defaults of {facts.sampling_defaults or 'the engine'}"
+        + (f"; the model's own: {sampling}" if sampling else ""),
+        "attention": f"{facts.attention_backend or '-'}, {facts.tensor_size} rank{'s' * (facts.tensor_size != 1)}",
+        "log": state.log,
+        **({"joined": state.run} if state.run else {}),
+    }
+
+
+def facts_document(facts: ServerFacts, state: ServerState) -> dict[str, Any]:
+    """Return the same properties as JSON types."""
+    return {
+        "address": facts.address,
+        "environment": address_line(facts.address),
+        "server": asdict(facts),
+        "state": asdict(state),
+        "worth_checking": worth_checking(facts),
+    }
+
+
+def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
+    """Print one line per server, then the messages of those with problems."""
+    if not statuses:
+        out.print("no known server: start one with `areal-debug serve --model M --background`")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("address", "state", "engine", "up", "joined", "model", "log"):
+        table.add_column(heading)
+    for status in statuses:
+        state = status.state
+        up = format_seconds(time.time() - state.keeper_started) if status.is_well else "-"
+        table.add_row(
+            state.address,
+            Text(status.now, style=STYLES.get(status.now, "red")),
+            state.engine,
+            up,
+            state.run or "-",
+            Text(os.path.relpath(state.model) if len(state.model) > 60 else state.model),
+            Text(state.log),
+        )
+    out.print(table)
+    for status in statuses:
+        if status.state.message:
+            out.print(Text(f"{status.state.address} {status.state.message}", style="red"))
+    ready = [status.state.address for status in statuses if status.now == "ready"]
+    if ready:
+        out.print(Text(address_line(",".join(ready))))
+
+
+def statuses_document(statuses: list[ServerStatus]) -> dict[str, Any]:
+    """Return the same states as JSON types."""
+    ready = [status.state.address for status in statuses if status.now == "ready"]
+    return {
+        "servers": [asdict(status.state) | {"now": status.now} for status in statuses],
+        "environment": address_line(",".join(ready)) if ready else None,
+    }

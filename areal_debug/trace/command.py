@@ -1,0 +1,34 @@
+"""`areal-debug trace`: show where slow steps spent their time, from the trace of a run."""
+
+from pathlib import Path
+
+import click
+
+from areal_debug.cli import Verb, json_option, step_option
+from areal_debug.render import console, errors_as_sentences, print_json
+
+
+@click.command(cls=Verb, example="areal-debug trace runs/logs")
+@click.argument("run", metavar="RUN_OR_FILE", type=click.Path(path_type=Path))
+@step_option("the slowest after the first")
+@click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
+@json_option
+@errors_as_sentences
+def command(run: Path, step: int | None, all_steps: bool, as_json: bool) -> None:
+    """Show where the steps of a traced run spent their time, and what to change.
+
+    RUN_OR_FILE is the folder of a run's logs, or a trace.json. A run is traced with
+    rollout.enable_rollout_tracing=true or perf_tracer.enabled=true. Exit code 1: a step took more
+    than twice the median.
+    """
+    from areal_debug.trace.read import read_run
+    from areal_debug.trace.render import MAX_LINES, print_report, report_document
+    from areal_debug.trace.steps import report_on
+
+    trace = read_run(run)
+    report = report_on(trace, step)
+    if as_json:
+        print_json(report_document(trace, report))
+    else:
+        print_report(console(), trace, report, len(report.steps) if all_steps else MAX_LINES)
+    raise SystemExit(1 if report.slow else 0)

@@ -1,0 +1,242 @@
+"""`areal-debug train`: run a training script on all its ranks and servers; record or replay it on
+request.
+
+Print the environment presets of `train --debug-env list`.
+"""
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_core.launch.debug_env import PRESETS
+from areal_debug.cli import Verb, force_option, overrides_argument
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    escaped,
+    fail,
+    hidden_output,
+    is_quiet,
+    print_json,
+    print_log_end,
+)
+
+
+def print_presets() -> None:
+    """Print each preset: what it finds, what it costs, and what each of its variables does."""
+    out = console()
+    width = max(len(f"{name}={value}") for preset in PRESETS for name, value in preset.variables.items())
+    for preset in PRESETS:
+        out.print(f"[bold]{preset.name}[/bold]  {escaped(preset.purpose)}")
+        out.print(f"  cost: {escaped(preset.cost)}")
+        for name, value in preset.variables.items():
+            setting = f"{name}={value}"
+            out.print(f"  {escaped(setting):<{width}}  [dim]{escaped(preset.meaning[name])}[/dim]")
+        out.print()
+    out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")
+
+
+if TYPE_CHECKING:
+    from areal_core.allocation import Allocation
+    from areal_core.config import PPOConfig
+
+
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug train examples/gsm8k_grpo.py --config my.yaml --dump-rollout runs/record\n"
+    "areal-debug train gsm8k_grpo --config my.yaml --dry-run actor.optimizer.lr=1e-5",
+)
+@click.argument("script")
+@click.option(
+    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
+)
+@click.option(
+    "--dump-rollout", is_flag=False, flag_value="", metavar="[DIR]", help="Record every step (into DIR)."
+)
+@click.option("--replay-rollout", metavar="DIR", help="Train from a record, without an inference engine.")
+@force_option
+@click.option(
+    "--debug-env",
+    metavar="PRESETS",
+    callback=lambda context, _, names: list_or_split(context, names),
+    is_eager=True,
+    help="Environment presets for the ranks, as nccl,hang; 'list' explains them.",
+)
+@click.option("--watch", is_flag=True, help="Watch the run and diagnose a hang before anything kills it.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what the run would do and need; start and download nothing."
+)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the same facts as JSON.")
+@overrides_argument
+@errors_as_sentences
+def command(
+    script: str,
+    config_file: str | None,
+    dump_rollout: str | None,
+    replay_rollout: str | None,
+    force: bool,
+    debug_env: list[str],
+    watch: bool,
+    dry_run: bool,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Run SCRIPT (a file, or the name of an example) on its ranks and servers.
+
+    OPTION=VALUE changes an option of the config: actor.optimizer.lr=1e-5.
+    """
+    from areal_core.launch.debug_env import debug_environment, make_folders
+    from areal_core.paths import run_folder
+    from areal_debug.train.script_options import find_script, flag_overrides, read_config
+
+    path = find_script(script)
+    flags: list[str] = []
+    if dump_rollout is not None:
+        flags += flag_overrides("--dump-rollout", dump_rollout, force)
+    if replay_rollout is not None:
+        flags += flag_overrides("--replay-rollout", replay_rollout)
+    arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *flags, *overrides]
+    if dry_run:
+        raise SystemExit(print_plan(path, arguments, as_json))
+    if as_json:
+        fail("--json goes with --dry-run")
+    config = read_config(arguments, path)
+    allocation = check_allocation(config)
+    logs = run_folder(config, "logs")
+    env = debug_environment(debug_env, logs)
+    if watch:
+        raise SystemExit(watch_run(logs))
+    make_folders(env)
+    with hidden_output() if is_quiet() else nullcontext():
+        code = run_script(path, arguments, config, allocation, env, logs)
+    if is_quiet():
+        print_end(code, logs / "trainer.log")
+    raise SystemExit(code)
+
+
+def check_allocation(config: "PPOConfig") -> "Allocation":
+    """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError
+    or ReplayError.
+    """
+    from areal_debug.train.script_options import check_record
+
+    allocation = config.allocation
+    if allocation.train is not None:
+        check_record(config)
+    elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:
+        fail(
+            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
+        )
+    return allocation
+
+
+def run_script(
+    path: Path,
+    arguments: list[str],
+    config: "PPOConfig",
+    allocation: "Allocation",
+    env: dict[str, str],
+    logs: Path,
+) -> int:
+    """Run the script, restarted as the config's `recover` section says; return the exit code."""
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run
+    from areal_debug.render import REPORT_FILE, read_report
+
+    replays = config.debug.replay_rollout_data
+    # Not in a temporary folder, which other machines would not see.
+    report = logs / "replay_report.json"
+    report.unlink(missing_ok=True)
+    if replays:
+        config.recover.mode = "disabled"
+
+    def make_job(attempt: int) -> Job:
+        script_argv = (
+            "-m",
+            "areal_debug.train.script",
+            str(path),
+            *arguments,
+            *attempt_overrides(config, attempt),
+        )
+        return Job(
+            script_argv, config, allocation, {**env, REPORT_FILE: str(report)}, logs, with_servers=not replays
+        )
+
+    code = run(make_job)
+    if code == 0 and replays:
+        code = replay_exit_code(read_report(report))
+    return code
+
+
+def print_end(code: int, log: Path) -> None:
+    """Print the outcome of a run whose output was hidden; for a failure, the end of its log on
+    standard error.
+    """
+    if code:
+        print_log_end(log)
+    console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
+
+
+def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
+    """Print what the run would do; return exit code 0, or 2 for a config that it would refuse."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
+    from dataclasses import asdict
+
+    from areal_core.config.loading import load_with_notes
+    from areal_debug.dry_run.plan import plan_run
+    from areal_debug.dry_run.render import print_dry_run
+    from areal_debug.train.script_options import check_record, config_class
+
+    try:
+        config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
+        run = plan_run(script, config_file, config, notes)
+        check_record(config)
+    except ValueError as error:
+        if not as_json:
+            raise
+        print_json({"would_run": False, "problems": str(error).splitlines()})
+        return 2
+    if as_json:
+        print_json({"would_run": True, **asdict(run)})
+    else:
+        print_dry_run(console(), run)
+    return 0
+
+
+def replay_exit_code(report: dict[str, Any]) -> int:
+    """Return 0 for equal bits, 2 where bits may differ, which only `areal-debug replay` can judge,
+    1 for other bits.
+    """
+    if report["identical"]:
+        return 0
+    return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
+
+
+def list_or_split(context: click.Context, names: str | None) -> list[str]:
+    """Return the named presets; 'list' explains all of them and exits."""
+    if names == "list":
+        print_presets()
+        context.exit()
+    return names.split(",") if names else []
+
+
+def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
+    """Return the overrides of a restarted run: the existing record is its own, to continue or to
+    replace.
+    """
+    return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
+
+
+def watch_run(logs: Path) -> int:
+    """Run this same command, without --watch, as a watched child; post-mortems go next to the logs."""
+    from areal_debug.hang.watch import post_mortem, report
+    from hangdoctor.watch.loop import Plan, watch_command
+
+    command = [sys.executable, *(argument for argument in sys.argv if argument != "--watch")]
+    return watch_command(command, Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S")), post_mortem, report)

@@ -1,0 +1,88 @@
+"""Run a user's script on a rank; a user's mistake ends it with one sentence and code 2, not a
+traceback per rank.
+
+`python -m areal_debug.train.script SCRIPT.py ARGUMENTS`. Errors of other kinds keep their traceback.
+"""
+
+import logging
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script as `__main__`, with its own arguments and its folder on the path."""
+    script = arguments[0]
+    sys.argv = arguments
+    # The command has printed the notes once.
+    logging.getLogger("areal_core.config").setLevel(logging.ERROR)
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with mistakes_as_sentences():
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def mistakes_as_sentences() -> Iterator[None]:
+    """Print the errors that our packages raise for users as one sentence, on the first rank that
+    has one.
+    """
+    from areal_core.agent.errors import AgentError
+    from areal_core.engine.errors import CheckpointNotWritten, EngineError
+    from areal_core.errors import ConfigError, DatasetError, RewardError
+    from areal_core.rollout import errors as rollout
+    from recorder import DamagedRecord, RecordError
+    from replayer.errors import ReplayError
+
+    try:
+        yield
+    except (DamagedRecord, CheckpointNotWritten) as error:
+        end(f"Error: {error}", 1)
+    except (
+        ConfigError,
+        DatasetError,
+        RewardError,
+        EngineError,
+        AgentError,
+        RecordError,
+        ReplayError,
+    ) as error:
+        end(f"Error: {error}{notes_of(error)}", 2)
+    except (
+        rollout.ServerDied,
+        rollout.WeightUpdateFailed,
+        rollout.RequestRefused,
+        rollout.NothingAccepted,
+        rollout.RolloutStuck,
+    ) as error:
+        end(f"Error: {error}{notes_of(error)}", 1)
+    except (
+        rollout.NoServers,
+        rollout.UnsupportedSampling,
+        rollout.PromptTooLong,
+        rollout.MalformedEpisode,
+    ) as error:
+        end(f"Error: {error}{notes_of(error)}", 2)
+
+
+def notes_of(error: Exception) -> str:
+    """Return the notes that were added to the error, for example the episode's name."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
+def end(message: str, code: int) -> None:
+    """Print the message and exit at once: other ranks may wait in a collective, and a clean exit
+    would wait for them.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank meanwhile
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Checks before a training script starts: the script, its options (from its text, not by running
+it), its record.
+
+The two flags of a training script, and the options that they set.
+"""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+LOADERS = ("load_expr_config", "wire")
+METHODS: dict[str, type[Any]] = {
+    "GRPOConfig": GRPOConfig,
+    "PPOConfig": PPOConfig,
+    "SFTConfig": SFTConfig,
+    "RWConfig": RWConfig,
+    "DPOConfig": DPOConfig,
+}
+
+
+def options_of_script(text: str) -> type[Any] | None:
+    """Return the config class that the script passes to `load_expr_config` or `wire`; None where it
+    is unknown.
+
+    For a class that the script itself derives from one of ours, the fields that it adds are options
+    without a type.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return None  # the run will report it with its line
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    wanted = next((name for call in ast.walk(tree) if (name := loaded_class(call)) is not None), None)
+    own: list[str] = []
+    while wanted in classes:
+        node = classes.pop(wanted)
+        own += [
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
+        wanted = next((last_name(base) for base in node.bases), None)
+    if wanted not in METHODS:
+        return None
+    method = METHODS[wanted]
+    if not own:
+        return method
+    return make_dataclass(
+        method.__name__, [(name, Any, field(default=None)) for name in own], bases=(method,)
+    )
+
+
+def loaded_class(node: ast.AST) -> str | None:
+    """Return `X` of a call `load_expr_config(arguments, X)`."""
+    if isinstance(node, ast.Call) and last_name(node.func) in LOADERS and len(node.args) == 2:
+        return last_name(node.args[1])
+    return None
+
+
+def last_name(node: ast.expr) -> str | None:
+    """Return `c` of `a.b.c`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def read_options(script: Path) -> type[Any] | None:
+    """Return `options_of_script` of a file."""
+    return options_of_script(script.read_text(encoding="utf-8", errors="replace"))
+
+
+def find_script(name: str) -> Path:
+    """Return a file, or `examples/NAME.py` of this checkout.
+
+    Raises:
+        ValueError: neither exists.
+    """
+    for path in (Path(name), EXAMPLES / f"{name}.py"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
+
+
+def read_config(arguments: list[str], script: Path | None = None) -> PPOConfig:
+    """Return the config as the script will read it. Raises ConfigError."""
+    from areal_core.config import load_expr_config
+
+    return load_expr_config(arguments, config_class(arguments, script))[0]
+
+
+def config_class(arguments: list[str], script: Path | None = None) -> type[PPOConfig]:
+    """Return the config class that the script uses, else that of the method for the data set's
+    type.
+    """
+    from areal_core.config.loading import read_yaml, split_arguments
+
+    if script is not None and (used := read_options(script)) is not None:
+        return used
+    data = read_yaml(split_arguments(arguments)[0]).get("train_dataset")
+    kind = str(data.get("type")) if isinstance(data, dict) else ""
+    methods: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
+    return methods.get(kind, PPOConfig)
+
+
+def check_record(config: PPOConfig) -> None:
+    """Check that this run may write its record, or can replay it. Raises RecordError or
+    ReplayError.
+    """
+    from areal_core.paths import record_folder
+    from recorder import open_record
+    from recorder.header import check_folder
+    from replayer.preconditions import check_model
+
+    folder = record_folder(config)
+    if config.debug.dump_rollout_data:
+        # A recovered run appends to its record.
+        may_continue = config.recover.mode not in ("disabled", "off")
+        check_folder(folder, config.debug.overwrite or may_continue)
+    if config.debug.replay_rollout_data:
+        check_model(open_record(folder), config.actor.path)
+
+
+def clear_for_record(folder: Path, source: str | Path) -> None:
+    """Empty a folder of an earlier record, for --force.
+
+    Raises:
+        RecordExists: it holds something that is not part of a record.
+        ValueError: the record that is read is inside the folder, or the folder inside the record.
+    """
+    from recorder.header import check_folder, clear_record
+
+    new, old = folder.resolve(), Path(source).resolve()
+    if new.is_relative_to(old) or old.is_relative_to(new):
+        raise ValueError(f"{folder} overlaps the record {source} that is read: choose another folder")
+    check_folder(folder, overwrite=True)
+    if folder.exists():
+        clear_record(folder)
+
+
+OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_rollout_data"}
+
+
+def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without the two flags, and the overrides that the flags set."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in OPTIONS:
+            rest.append(argument)
+            continue
+        if not equals and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
+            value = arguments.pop(0)
+        overrides += flag_overrides(name, value)
+    return rest, overrides
+
+
+def flag_overrides(flag: str, folder: str, overwrite: bool = False) -> list[str]:
+    """Return the options that a flag sets. Recorded and replayed bits are equal only in a
+    deterministic run.
+    """
+    return [
+        f"debug.{OPTIONS[flag]}=true",
+        "deterministic=true",
+        *([f"debug.path={folder}"] if folder else []),
+        *(["debug.overwrite=true"] if overwrite else []),
+    ]

@@ -1,0 +1,235 @@
+"""Read the data of a page from a record: curves of the run, columns of a step."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
+from recorder.errors import StepNotRecorded
+from recorder.reader import Record, RecordedStep
+
+MAX_CURVE_STEPS = 1000
+# Curves from the outcome's statistics: label on the page, and the names that trainers record.
+STATS = {
+    "loss": ("ppo_actor/update/loss", "ppo_actor/update/actor_loss/avg", "loss"),
+    "grad norm": ("ppo_actor/update/grad_norm", "grad_norm"),
+    "entropy": ("ppo_actor/update/entropy/avg", "ppo_actor/update/entropy"),
+}
+# Per-token columns of the trainer, aligned to the previous token, and their labels on the page.
+TRAINER_COLUMNS = {
+    "prox_logp": "trainer logprob",
+    "ref_logp": "reference logprob",
+    "advantages": "advantage",
+    "returns": "return",
+    "entropy": "entropy",
+}
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run over its steps. `curves` have one value per step, NaN where it was not recorded."""
+
+    record: str
+    header: dict[str, str]
+    clip: tuple[float, float] | None  # the ratio is clipped outside this range
+    steps: list[int]
+    curves: dict[str, list[float]]
+    num_steps: int  # of the record; `steps` may be a selection
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step over all ranks: rows one after another, columns aligned to the token itself."""
+
+    step: int
+    version: int
+    rows: dict[str, np.ndarray]  # [rows]
+    tokens: dict[str, np.ndarray]  # [tokens]
+    text: TokenText
+    recorded_text: (
+        list[tuple[str, str]] | None
+    )  # prompt and completion of each row, where tokens have no text
+    missing: dict[str, str] = field(default_factory=dict)  # absent columns, and how to record them
+
+
+def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) -> RunView:
+    """Read the curves of a run; of more than `MAX_CURVE_STEPS` steps, evenly spaced ones."""
+    chosen = record.steps
+    if len(chosen) > MAX_CURVE_STEPS:
+        places = np.linspace(0, len(record.steps) - 1, MAX_CURVE_STEPS).round().astype(int)
+        chosen = tuple(record.steps[place] for place in places)
+    points = [step_point(record.step(step), tick) for step in chosen]
+    header = record.header
+    return RunView(
+        record=str(record.path),
+        header={
+            "recorded": header.created,
+            "model": str(header.model["path"]),
+            "allocation": str(header.allocation),
+            "scope": header.recording.scope,
+            "ranks": str(header.num_ranks),
+        },
+        clip=clip_range(header.config),
+        steps=list(chosen),
+        curves=curves_of(points),
+        num_steps=len(record.steps),
+    )
+
+
+def curves_of(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return one list per curve, NaN where a step has no value."""
+    names = list(dict.fromkeys(name for point in points for name in point))
+    return {name: [point.get(name, math.nan) for point in points] for name in names}
+
+
+def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, float]:
+    """Return a step's value on every curve."""
+    arrays = [
+        step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"])
+        for rank in range(step.manifest.num_ranks)
+    ]
+    lengths = np.concatenate([np.diff(a["cu_seqlens"]) for a in arrays])
+    rewards = np.concatenate([a["rewards"] for a in arrays])
+    versions = np.concatenate([a["versions"][a["loss_mask"] > 0] for a in arrays])
+    point = {"reward": mean(rewards), "length": mean(lengths)}
+    # The batch was trained on by the version before the one that the step produced.
+    point["staleness"] = step.manifest.version - 1 - mean(versions)
+    point |= stats_point(step)
+    tick(step)
+    return point
+
+
+def stats_point(step: RecordedStep) -> dict[str, float]:
+    """Return the curves from the outcome; empty if the scope excludes it."""
+    try:
+        stats = step.outcome(0).stats
+    except StepNotRecorded:
+        return {}
+    found = {name: [key for key in keys if key in stats] for name, keys in STATS.items()}
+    return {name: stats[keys[0]] for name, keys in found.items() if keys}
+
+
+def mean(values: np.ndarray) -> float:
+    """Return the mean; NaN of an empty array."""
+    return float(values.mean()) if len(values) else math.nan
+
+
+def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the ratios between which a token has a gradient, for both signs of the advantage."""
+    actor = config.get("actor")
+    if not isinstance(actor, dict) or not isinstance(actor.get("eps_clip"), float):
+        return None
+    low = actor["eps_clip"]
+    high = actor.get("eps_clip_higher") or low
+    return 1 - low, 1 + high
+
+
+def read_step(
+    step: RecordedStep, decode: Decode | None, patterns: Sequence[re.Pattern[str]] = ()
+) -> StepView:
+    """Read a step as columns, redacted by `patterns`, which needs `decode`.
+
+    Raises:
+        ValueError: there are patterns and no tokenizer, so that token ids would reveal the text.
+    """
+    if patterns and decode is None:
+        raise ValueError(
+            "cannot redact: the tokenizer of this record is not available, and token ids reveal the text to anyone who has it; "
+            "restore the model at its recorded path"
+        )
+    ranks = range(step.manifest.num_ranks)
+    batches = [step.batch(rank) for rank in ranks]
+    lengths = [np.diff(batch["cu_seqlens"]) for batch in batches]
+    bounds = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    tokens = {
+        key: np.concatenate([batch[key] for batch in batches])
+        for key in ("input_ids", "loss_mask", "logprobs", "versions")
+    }
+    text = text_of_tokens(tokens.pop("input_ids"), bounds, decode)
+    if patterns:
+        text = redact_tokens(text, bounds, patterns)
+    trained = tokens["loss_mask"] > 0
+    computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained)
+    return StepView(
+        step=step.manifest.step,
+        version=step.manifest.version - 1,
+        rows={
+            "rank": np.repeat(np.arange(len(batches)), [len(n) for n in lengths]).astype(np.uint32),
+            "row": np.concatenate([np.arange(len(n)) for n in lengths]).astype(np.uint32),
+            "length": np.concatenate(lengths).astype(np.uint32),
+            **{
+                name: np.concatenate([batch[key] for batch in batches]).astype(dtype)
+                for name, key, dtype in (
+                    ("prompt", "prompt_id", np.int32),
+                    ("sample", "sample_id", np.int32),
+                    ("reward", "rewards", np.float32),
+                    ("finish", "finish_reason", np.uint8),
+                )
+            },
+        },
+        tokens={
+            "mask": tokens["loss_mask"].astype(np.uint8),
+            "logprob": tokens["logprobs"].astype(np.float32),
+            "version": tokens["versions"].astype(np.int32),
+            **computed,
+        },
+        text=text,
+        recorded_text=None if decode else recorded_texts(step),
+        missing=missing,
+    )
+
+
+def trainer_columns(
+    step: RecordedStep, bounds: np.ndarray, logprobs: np.ndarray, trained: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the trainer's per-token columns, aligned to their token, and why others are absent."""
+    wider = "record with debug.dump_scope=full"
+    try:
+        ranks = [step.learning(rank) for rank in range(step.manifest.num_ranks)]
+    except StepNotRecorded:
+        return {}, dict.fromkeys(("trainer logprob", "ratio", "advantage", "entropy"), wider)
+    found = {}
+    for key, name in TRAINER_COLUMNS.items():
+        if all(key in rank for rank in ranks):
+            flat = np.concatenate([rank[key] for rank in ranks]).astype(np.float32)
+            moved = np.concatenate([[0], flat[:-1]]).astype(np.float32)
+            # No prediction for the first token of a row.
+            moved[bounds[:-1][bounds[:-1] < len(moved)]] = 0
+            found[name] = moved
+    # Without a forward pass of its own the trainer copies the engine's logprobs: a ratio of 1 would
+    # look like a measurement.
+    if "trainer logprob" in found and np.array_equal(found["trainer logprob"][trained], logprobs[trained]):
+        del found["trainer logprob"]
+    needed = "needs actor.recompute_logprob=true or actor.use_decoupled_loss=true"
+    missing = {name: needed for name in ("trainer logprob", "entropy") if name not in found}
+    return found, missing | ({"ratio": needed} if "trainer logprob" in missing else {})
+
+
+def recorded_texts(step: RecordedStep) -> list[tuple[str, str]] | None:
+    """Return the recorded text of the rows of all ranks, or None."""
+    ranks = [step.text(rank) for rank in range(step.manifest.num_ranks)]
+    if any(rank is None for rank in ranks):
+        return None
+    return [(line["prompt"], line["completion"]) for rank in ranks if rank is not None for line in rank]
+
+
+def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:
+    """Return the run without matches of the patterns in its names and paths."""
+    document = asdict(run)
+    document["record"] = redact_text(run.record, patterns)
+    document["header"] = {name: redact_text(value, patterns) for name, value in run.header.items()}
+    return RunView(**document)
+
+
+def run_json(run: RunView) -> str:
+    """Return the run as JSON for the page; values that are not finite are null."""
+    curves = {
+        name: [value if math.isfinite(value) else None for value in values]
+        for name, values in run.curves.items()
+    }
+    return json.dumps(asdict(run) | {"curves": curves}, allow_nan=False)

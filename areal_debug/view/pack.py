@@ -1,0 +1,58 @@
+"""Pack a step for a page: a JSON header, then its columns as typed arrays, in one gzip stream.
+
+    uint32 header size | header, padded to 8 bytes | column | column | ...
+    (little-endian; columns start at multiples of 8 bytes)
+
+The header lists each column's name, kind, type and length in order; the page makes typed arrays of
+them without a copy.
+"""
+
+import gzip
+import json
+
+import numpy as np
+
+from areal_debug.view.data import StepView
+
+TYPES = {"float32": "Float32Array", "int32": "Int32Array", "uint32": "Uint32Array", "uint16": "Uint16Array"}
+TYPES |= {"uint8": "Uint8Array", "int8": "Int8Array"}
+ALIGNMENT = 8
+LEVEL = 5  # of gzip; 9 takes three times as long and saves two percent
+
+
+def pack_step(view: StepView) -> bytes:
+    """Return the complete step, compressed."""
+    columns = {("row", name): array for name, array in view.rows.items()}
+    columns |= {("token", name): narrowed(array) for name, array in view.tokens.items()}
+    columns["token", "index"] = narrowed(view.text.index)
+    header = {
+        "step": view.step,
+        "version": view.version,
+        "texts": view.text.texts,
+        "ids": view.text.ids,
+        "recorded": view.recorded_text,
+        "missing": view.missing,
+        "columns": [
+            {"kind": kind, "name": name, "type": TYPES[array.dtype.name], "length": len(array)}
+            for (kind, name), array in columns.items()
+        ],
+    }
+    encoded = json.dumps(header, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    encoded += b" " * (-(4 + len(encoded)) % ALIGNMENT)
+    parts = [len(encoded).to_bytes(4, "little"), encoded]
+    for array in columns.values():
+        data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        parts += [data, bytes(-len(data) % ALIGNMENT)]
+    return gzip.compress(b"".join(parts), LEVEL, mtime=0)
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """Cast integers to the narrowest type of the page that represents them."""
+    if array.dtype.kind == "f" or not len(array):
+        return array
+    low, high = int(array.min()), int(array.max())
+    for name in ("uint8", "int8", "uint16"):
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return array.astype(name)
+    return array

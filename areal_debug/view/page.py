@@ -1,0 +1,44 @@
+"""The page as one file: style, script and data are inline, its policy forbids requests."""
+
+import base64
+import re
+from functools import cache
+from html import escape
+from pathlib import Path
+
+from areal_debug.view.data import RunView, StepView, run_json
+from areal_debug.view.pack import pack_step
+
+PAGES = Path(__file__).parent / "pages"
+SCRIPTS = ("load", "colours", "charts", "table", "sample", "app")
+PLACEHOLDER = re.compile(r"\{(connect|title|style|run|step|script)\}")
+
+
+def static_page(run: RunView, step: StepView) -> str:
+    """Return the page of one step, without a server."""
+    packed = base64.b64encode(pack_step(step)).decode()
+    return filled(f"{run.record}, step {step.step}", "'none'", run, packed)
+
+
+def served_page(run: RunView) -> str:
+    """Return the page without a step: it requests `run.json` and `step/N` from its server."""
+    return filled(run.record, "'self'", run, "")
+
+
+def filled(title: str, connect: str, run: RunView, step: str) -> str:
+    """Fill each placeholder of the template once, so that no data is taken for a placeholder."""
+    values = {
+        "title": escape(title),
+        "connect": connect,
+        "style": page_file("view.css"),
+        "run": run_json(run).replace("<", "\\u003c"),
+        "step": step,
+        "script": "\n".join(page_file(f"view_{name}.js") for name in SCRIPTS),
+    }
+    return PLACEHOLDER.sub(lambda place: values[place[1]], page_file("view.html"))
+
+
+@cache
+def page_file(name: str) -> str:
+    """Return the text of a file in `pages`."""
+    return (PAGES / name).read_text(encoding="utf-8")
