@@ -1,5 +1,6 @@
-"""`areal-debug`: one file per verb, imported only when that verb runs; and the options that verbs
-share.
+"""`areal-debug`: the table of verbs, and the options that they share.
+
+Each verb is a folder, `areal_debug/VERB/command.py`, imported only when that verb runs.
 """
 
 import difflib
@@ -95,7 +96,7 @@ class VerbGroup(click.Group):
     misspelled one.
 
     Args:
-        lazy: `module:attribute` below `areal_debug.cli` of verbs that are defined in other files.
+        lazy: `module:attribute` below `areal_debug` of verbs that are defined in other files.
         sections: titles and one-line helps of verbs, so that `--help` imports none of them; without
             it the verbs' own `short_help`.
     """
@@ -121,7 +122,7 @@ class VerbGroup(click.Group):
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = self.lazy[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(f"areal_debug.cli.{module}"), attribute)
+        command: click.Command = getattr(importlib.import_module(f"areal_debug.{module}"), attribute)
         command.short_help = command.short_help or VERBS.get(cmd_name)
         return command
 
@@ -157,7 +158,7 @@ class VerbGroup(click.Group):
 @click.group(
     cls=VerbGroup,
     example="areal-debug train examples/gsm8k_grpo.py --dump-rollout runs/record\nareal-debug replay runs/record",
-    lazy={name: f"{name.replace('-', '_')}:command" for name in VERBS},
+    lazy={name: f"{name}.command:command" for name in VERBS} | {"bisect-step": "diff.bisect_step:command"},
     sections=SECTIONS,
 )
 @click.version_option(package_name="areal-debug", prog_name="areal-debug")

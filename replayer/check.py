@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from recorder import Outcome, OutcomeObserver, Record, RecordHeader
+from recorder import OutcomeObserver, Record
 from recorder.difference import Difference, find_differences
 from recorder.environment import diff_environment
 from recorder.format import Outcome, RecordHeader, outcome_document

@@ -21,9 +21,9 @@ from types import FrameType, TracebackType
 
 BEAT_S = 0.01
 SAMPLE_S = 0.02
-NOT_USER_CODE = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+NOT_USER_CODE = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[2]))
 ASYNCIO = "/asyncio/"
-EXAMPLES = str(Path(__file__).parents[1] / "examples")
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def write_page(
     file: Path, checked: Checked, gates: Sequence[Gate], request: Request, context: dict[str, Any]
 ) -> None:
     """Write the page atomically."""
-    write_template(file, "consistency.html", page_facts(checked, gates, request, context))
+    write_template(file, "consistency/consistency.html", page_facts(checked, gates, request, context))
 
 
 def page_facts(

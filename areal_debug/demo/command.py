@@ -22,7 +22,7 @@ from areal_debug.render import (
     sparkline,
 )
 
-DEMO = Path(__file__).parents[1] / "demo"
+DEMO = Path(__file__).parent
 OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
 
 

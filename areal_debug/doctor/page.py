@@ -39,7 +39,7 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
         ],
         "absent": [name.replace("_", " ") for name in found.absent],
     }
-    write_template(file, "doctor.html", facts)
+    write_template(file, "doctor/doctor.html", facts)
 
 
 def alarm_facts(run: Run, alarm: Alarm) -> dict[str, Any]:

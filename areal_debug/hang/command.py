@@ -13,7 +13,7 @@ from areal_debug.render import errors_as_sentences, fail, print_json, refuse_exi
     cls=VerbGroup,
     invoke_without_command=True,
     example="areal-debug hang\nareal-debug hang watch -- python train.py",
-    lazy={"collect": "hang_collect:collect", "watch": "hang_watch:watch"},
+    lazy={"collect": "hang.collect:collect", "watch": "hang.watch:watch"},
 )
 @click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
 @json_option

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     cls=VerbGroup,
     example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
     lazy={
-        "archive": "record_archive:archive",
-        "extract": "record_archive:extract",
-        "import": "record_import:import_record",
-        "export": "record_export:export",
+        "archive": "record.archive:archive",
+        "extract": "record.archive:extract",
+        "import": "record.transfer:import_record",
+        "export": "record.transfer:export",
     },
 )
 def command() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 LOADERS = ("load_expr_config", "wire")
 METHODS: dict[str, type[Any]] = {

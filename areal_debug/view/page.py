@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_debug.view.data import RunView, StepView, run_json
 from areal_debug.view.pack import pack_step
 
-PAGES = Path(__file__).parent / "pages"
+ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("load", "colours", "charts", "table", "sample", "app")
 PLACEHOLDER = re.compile(r"\{(connect|title|style|run|step|script)\}")
 
@@ -33,12 +33,12 @@ def filled(title: str, connect: str, run: RunView, step: str) -> str:
         "style": page_file("view.css"),
         "run": run_json(run).replace("<", "\\u003c"),
         "step": step,
-        "script": "\n".join(page_file(f"view_{name}.js") for name in SCRIPTS),
+        "script": "\n".join(page_file(f"{name}.js") for name in SCRIPTS),
     }
     return PLACEHOLDER.sub(lambda place: values[place[1]], page_file("view.html"))
 
 
 @cache
 def page_file(name: str) -> str:
-    """Return the text of a file in `pages`."""
-    return (PAGES / name).read_text(encoding="utf-8")
+    """Return the text of a file in `assets`."""
+    return (ASSETS / name).read_text(encoding="utf-8")

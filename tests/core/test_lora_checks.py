@@ -73,7 +73,10 @@ def test_servers_get_merged_weights_unless_adapters_are_asked_for():
             },
             "sglang.lora_target_modules is ['q_proj'] and actor.target_modules is ['q_proj', 'v_proj']",
         ),
-        ({"rollout": {"pause_mode": "in_place"}}, "only one that is cut takes the new one: set it to abort"),
+        (
+            {"rollout": {"pause_mode": "in_place"}},
+            "only an aborted one uses the new adapter: set it to abort",
+        ),
         ({"gconfig": {"lora_name": ""}}, "gconfig.lora_name is empty"),
         ({"ref": {"path": "m", "use_lora": True}}, "ref.use_lora is True and ref is not trained"),
         ({"actor": {"peft_type": "ia3"}}, "actor.peft_type is 'ia3'; expected one of 'lora'"),

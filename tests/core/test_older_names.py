@@ -38,7 +38,7 @@ def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had(
 def test_switched_off_correction_is_told_to_stay_on():
     actor, told = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
     assert actor == {}
-    assert "all the same, unbounded" in told[0]
+    assert "behaviour policy, unbounded" in told[0]
 
 
 GROUP = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}

@@ -88,7 +88,7 @@ def test_help_and_completion_import_no_verb():
     code = (
         "import sys; from areal_debug.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in sys.modules if m.startswith('areal_debug.cli.') or m in ('torch', 'rich')])"
+        "print([m for m in sys.modules if m.endswith('.command') or m in ('torch', 'rich')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

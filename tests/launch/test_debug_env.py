@@ -23,7 +23,7 @@ def test_presets_add_up_and_name_files_of_the_run(tmp_path):
 
 def test_an_unknown_preset_is_refused_with_those_that_exist(tmp_path):
     with pytest.raises(
-        ConfigError, match="there is no preset 'nvcc'; expected some of nccl, distributed, hang, cuda"
+        ConfigError, match="there is no preset 'nvcc'; expected any of nccl, distributed, hang, cuda"
     ):
         debug_environment(["nccl", "nvcc"], tmp_path)
 
