@@ -3,6 +3,8 @@ PYTHON ?= python3
 LIGHT_TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
+# Of `make test`; tests of one folder run in one worker.
+WORKERS ?= 2
 # One thread a process: two ranks and a server share the cores, more threads only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -19,7 +21,7 @@ demo-real: env
 	$(BIN)/python examples/demo_real.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: env lint
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadgroup
 
 test-long: env lint
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800

@@ -19,6 +19,12 @@ def pytest_sessionfinish(session, exitstatus):
     session.config.stash[EXIT_STATUS] = int(exitstatus)
 
 
+def pytest_collection_modifyitems(items):
+    """Let one worker run all tests of a folder: they share session fixtures, such as servers and records."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(str(item.path.parent.relative_to(ROOT))))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """End with the status of the tests, without the destructors of native libraries.
