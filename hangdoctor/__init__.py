@@ -1,1 +1,1 @@
-"""From stacks of all ranks to the class of a hang, its culprits and the evidence."""
+"""Diagnose a hang from the stacks of all ranks: its class, its culprits and the evidence."""

@@ -1,9 +1,9 @@
-"""A snapshot understood: for each process where it stands, whether it moved, and what else goes on inside it.
+"""The analysed snapshot: for each process its wait, whether it moved, and its other threads.
 
 Snapshot -> by process: threads of the best sample -> Stance of the main thread
-                        other threads and /proc    -> what the main thread really waits for
+                        other threads and /proc    -> what the main thread waits for
                         all samples                -> moved or not
-         -> Case: ranks (the job's own), others (engines, children), missing
+         -> Case: ranks (of the job itself), others (engines, children), missing
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,8 @@ from hangdoctor.movement import BUSY_CPU_FRACTION, cpu_fraction, has_moved, has_
 from hangdoctor.threads import ThreadStance, best_sample, effective, view
 from hangdoctor.waits import Stance
 
-# A wait that spins or polls runs as well: its switches say nothing. These kinds only run when there is work.
+# A wait that spins or polls runs as well: its context switches prove nothing. These kinds only run
+# when there is work.
 WORKING_KINDS = (
     "running", "blocked", "compile", "import", "load", "file", "checkpoint", "lock", "gil", "backward", "data", "http",
 )  # fmt: skip
@@ -23,10 +24,11 @@ WORKING_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One process of the job, over all samples.
+    """The state of one process of the job, over all samples.
 
-    `moved`: the main thread stood elsewhere in the program; `ran`: the kernel switched to it in between;
-    `cpu_fraction`: CPU seconds of the process per second. Each is None where the samples cannot tell.
+    `moved`: the main thread was at another place of the program; `ran`: the kernel switched to it
+    in between; `cpu_fraction`: CPU seconds of the process per second. Each is None where the
+    samples are inconclusive.
     """
 
     name: str
@@ -47,18 +49,23 @@ class Standing:
 
     @property
     def busy(self) -> bool:
+        """True if the process uses more than half a CPU core."""
         return self.cpu_fraction is not None and self.cpu_fraction > BUSY_CPU_FRACTION
 
     @property
     def works(self) -> bool:
-        """Whether it gets something done: it computes, or its main thread ran although it waits for nobody."""
+        """True if it makes progress: it computes, or its main thread ran although it waits for no
+        peer.
+        """
         return self.busy or (bool(self.ran) and self.stance.kind in WORKING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Everything a rule looks at. `ranks` are the trainer's ranks, or those of the only role there is;
-    `span_s` is the time between the first and the last sample.
+    """The input of every rule.
+
+    `ranks` are the ranks of the trainer, or of the only role there is; `span_s` is the time between
+    the first and the last sample, in seconds.
     """
 
     snapshot: Snapshot
@@ -72,6 +79,7 @@ class Case:
 
     @property
     def num_samples(self) -> int:
+        """The number of samples."""
         return self.snapshot.num_samples
 
     @property
@@ -81,14 +89,16 @@ class Case:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that exist or should exist."""
         return len(self.ranks) + len(self.missing)
 
     def children_of(self, name: str) -> list[Standing]:
+        """Return the child processes of the process called `name`."""
         return [other for other in self.others if other.parent == name]
 
 
 def build_case(snapshot: Snapshot) -> Case:
-    """Understand a snapshot. Cost is linear in processes; equal stacks are understood once."""
+    """Analyse a snapshot. Cost is linear in processes; equal stacks are analysed once."""
     by_process: dict[str, list[ProcessDump]] = defaultdict(list)
     for dump in snapshot.dumps:
         by_process[dump.name].append(dump)
@@ -96,14 +106,14 @@ def build_case(snapshot: Snapshot) -> Case:
     standings = [standing_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
     role = primary_role(standings)
     ranks = [s for s in standings if s.role == role and s.rank is not None and s.threads]
-    others = [named(s, role) for s in standings if s.role != role or s.rank is None]
+    others = [named(s) for s in standings if s.role != role or s.rank is None]
     present = {s.rank for s in ranks}
     if role == "trainer" and snapshot.expected:
         missing = {rank: status for rank, status in snapshot.expected.items() if rank not in present}
         certain = True
     else:
         top = max((rank for rank in present if isinstance(rank, int)), default=-1)
-        # A few gaps may be ranks that died; many only mean that somebody saved some of the ranks.
+        # A few gaps may be ranks that died; many only mean that some of the ranks were saved.
         sparse = top > 2 * len(present) + 8
         missing = {rank: "gone" for rank in range(0 if sparse else top) if rank not in present}
         certain = False
@@ -122,19 +132,22 @@ def build_case(snapshot: Snapshot) -> Case:
 
 
 def primary_role(standings: list[Standing]) -> str:
-    """`trainer` where there is one; else the role that most ranked processes have."""
+    """Return `trainer` where there is one, else the role that most ranked processes have."""
     counts = Counter(s.role for s in standings if s.rank is not None)
     return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
 
 
-def named(standing: Standing, primary: str) -> Standing:
-    """Ranks of another role are known by their process name: number 1 of the engine is not rank 1."""
+def named(standing: Standing) -> Standing:
+    """Identify a rank of another role by its process name: number 1 of the engine is not rank 1."""
     return replace(standing, rank=standing.name) if standing.rank is not None else standing
 
 
 def standing_of(
     dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
 ) -> Standing:
+    """Return the state of one process from its dumps. `seen` caches the stances of equal thread
+    lists.
+    """
     dumps = sorted(dumps, key=lambda dump: dump.sample)
     views = [view(dump.threads, seen, source) for dump in dumps]
     at = best_sample(views)

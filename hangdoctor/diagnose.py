@@ -1,7 +1,7 @@
-"""Snapshot in, diagnosis out: understand, ask every rule, prefer the most certain answer, say what came
-second.
+"""Turn a snapshot into a diagnosis: apply every rule, prefer the most certain verdict, keep the
+others.
 
-Snapshot -> build_case -> wait_for_graph -> rules -> Verdicts -> Diagnosis
+    Snapshot -> build_case -> wait_for_graph -> rules -> Verdicts -> Diagnosis
 """
 
 from dataclasses import replace
@@ -21,11 +21,14 @@ MAX_EDGES = 6
 
 
 def diagnose(snapshot: Snapshot) -> Diagnosis:
-    """Name the class of a hang, its culprits and the evidence. Pure: reads nothing but the snapshot."""
+    """Return the class of a hang, its culprits and the evidence. Pure: reads nothing but the
+    snapshot.
+    """
     case = build_case(snapshot)
     graph = wait_for_graph(case)
     verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
-    # Sorting is stable: among equally certain verdicts the order of the rules decides. `unknown` is asked last.
+    # Sorting is stable: among equally certain verdicts the order of the rules decides.
+    # `unknown` comes last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
     first = blamed_elsewhere(case, first)
     classes = stack_classes(case.ranks)
@@ -48,7 +51,9 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
 
 
 def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
-    """A rank that waits for an engine or another role is a victim where that role's own ranks show a hang of theirs."""
+    """Replace `external_wait` where the ranks of another role (an engine, a reward service) hang
+    themselves: the rank that waits for them is a victim.
+    """
     if verdict.label != "external_wait":
         return verdict
     for role in sorted({s.role for s in case.others} - {"child", "launcher"}):
@@ -67,26 +72,30 @@ def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
 
 
 def weighed(verdict: Verdict, case: Case) -> Verdict:
-    """A verdict from stacks held against the records: agreement makes it surer, contradiction is shown and costs."""
-    behind, said = recorded_behind(case)
+    """Weigh a verdict from stacks against the records: agreement raises its confidence,
+    contradiction is reported and lowers it.
+    """
+    behind, finding = recorded_behind(case)
     blamed = set(verdict.culprits)
     if not behind or not blamed or not case.ranks or verdict.label in ("collective_mismatch", "unknown"):
         return verdict
     agrees = blamed == set(behind)
     level = LEVELS.index(verdict.confidence)
     if agrees:
-        # A rank that works is behind as well: agreement cannot make a hang of it.
-        level, fact = min(level + 1, 2) if level else 0, f"agrees with the stacks: {said}"
+        # A rank that computes is behind as well: agreement does not make it a hang.
+        level, fact = min(level + 1, 2) if level else 0, f"agrees with the stacks: {finding}"
     elif blamed.isdisjoint(behind):
-        level, fact = max(level - 1, 0), f"contradicts the stacks: {said}"
+        level, fact = max(level - 1, 0), f"contradicts the stacks: {finding}"
     else:
-        fact = said
+        fact = finding
     evidence = Evidence(rank_ranges(behind), fact)
     return replace(verdict, confidence=LEVELS[level], evidence=(*verdict.evidence, evidence))
 
 
 def recorded_behind(case: Case) -> tuple[tuple[int, ...], str]:
-    """Ranks that Flight Recorder, or else RAS, puts behind the others."""
+    """Return the ranks that Flight Recorder, or else RAS, reports as behind, and the finding as
+    text.
+    """
     for finding in case.findings:
         if finding.kind == "behind":
             return finding.odd_ranks, f"Flight Recorder, group {finding.group}: {finding.detail}"
@@ -94,16 +103,16 @@ def recorded_behind(case: Case) -> tuple[tuple[int, ...], str]:
 
 
 def reproduction(verdict: Verdict, classes: tuple[StackClass, ...]) -> tuple[NextStep, ...]:
-    """The fewest ranks that keep the pattern: one of each place where ranks stand."""
+    """Return the smallest job that keeps the pattern: one rank of each place where ranks wait."""
     if verdict.label in ("nccl_timeout", "straggler_or_not_hung", "unknown") or not 2 <= len(classes) <= 8:
         return ()
     kept = rank_ranges(c.ranks[0] for c in classes if c.ranks)
-    why = f"the smallest job that can keep the pattern has one rank of each place: here those of {kept}"
+    why = f"the smallest job that can show the pattern has one rank of each place: here those of {kept}"
     return (NextStep(f"torchrun --nproc-per-node {len(classes)} ...", why),)
 
 
 def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:
-    """Ranks that wait for others and are not to blame; none where nothing hangs."""
+    """Return the ranks that wait for others and are not to blame; none where nothing hangs."""
     if verdict.label == "straggler_or_not_hung" and not verdict.culprits:
         return ()
     blamed = set(verdict.culprits)
@@ -120,19 +129,22 @@ def str_last(rank: Rank) -> tuple[bool, Rank]:
 
 
 def waits(graph: Graph) -> tuple[Evidence, ...]:
-    """The wait-for graph, edge by edge, where it leads to a source; in a circle every edge would say the same."""
+    """Return the wait-for graph edge by edge where it leads to a source; in a cycle all edges are
+    alike.
+    """
     edges = graph.edges[:MAX_EDGES] if graph.sources else ()
     return tuple(Evidence(edge.source, f"waits for {edge.target}, which {edge.reason}") for edge in edges)
 
 
 def notes(snapshot: Snapshot) -> tuple[Evidence, ...]:
-    """What the reader should know about the input itself."""
+    """Return notes about the input itself (files not read, hosts not reached)."""
     shown = snapshot.notes[:5]
     more = len(snapshot.notes) - len(shown)
     return tuple(Evidence("", note) for note in (*shown, *([f"and {more} more notes"] if more > 0 else [])))
 
 
 def group_of(stack_class: StackClass) -> Group:
+    """Return a stack class as a group of the diagnosis."""
     first = stack_class.members[0]
     return Group(
         ranks=rank_ranges(stack_class.ranks),
@@ -146,7 +158,7 @@ def group_of(stack_class: StackClass) -> Group:
 def rank_map(
     case: Case, graph: Graph, verdict: Verdict, classes: tuple[StackClass, ...]
 ) -> tuple[RankVerdict, ...]:
-    """One cell per rank that exists or should, in rank order."""
+    """Return one cell per rank that exists or should exist, in rank order."""
     group_number = {m.name: i for i, c in enumerate(classes) for m in c.members}
     waiting = {s.name for s in graph.waiting_ranks}
     blamed = set(verdict.culprits)
@@ -163,6 +175,7 @@ def rank_map(
 
 
 def part_of(standing: Standing, blamed: set[Rank], waiting: set[str]) -> str:
+    """Return the part of a rank in the hang: culprit, victim, running or other."""
     if standing.rank in blamed:
         return "culprit"
     if standing.name in waiting and not standing.moved:

@@ -1,13 +1,15 @@
-"""What can be wrong with the input of hangdoctor, as exceptions whose text says what to do next.
+"""Errors in the input of hangdoctor; the text of each says what to do next.
 
 ValueError
-    HangInputError        nothing can be said of this input: not a dump, no ranks, too large
-        UnreadableDump    one file cannot be read as what it claims to be; the reader goes on and notes it
+    HangInputError        the input cannot be diagnosed: not a dump, no ranks, too large
+        UnreadableDump    one file is not what it claims to be; the reader notes it and continues
 """
 
 
 class HangInputError(ValueError):
-    """The input as a whole is no use: what is wrong, the value seen, what to do next."""
+    """The input as a whole is unusable; the text gives what is wrong, the value seen, what to do
+    next.
+    """
 
 
 class UnreadableDump(HangInputError):

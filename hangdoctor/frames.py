@@ -1,9 +1,9 @@
-"""Frames as the same text on every machine: qualified names cut to their last part, paths to what is below
-site-packages.
+"""Normalise frames to the same text on every machine.
 
-py-spy 0.4.3 prints `Condition.wait`, older ones `wait`; one host has
-`/opt/venv/lib/python3.11/site-packages/torch/..`, another `torch/..`. Ranks are compared, and rules are
-matched, on what is left: last part of the name, end of the path, line.
+Qualified names are cut to their last component, paths to what is below site-packages: py-spy 0.4.3
+prints `Condition.wait`, older ones `wait`; one host has
+`/opt/venv/lib/python3.11/site-packages/torch/..`, another `torch/..`. Ranks are compared, and rules
+are matched, on the remaining text: last component of the name, end of the path, line.
 """
 
 import re
@@ -14,7 +14,7 @@ from hangdoctor.model import Frame, Thread
 LIBRARY_ROOT = re.compile(
     r"^.*/(?:site-packages|dist-packages)/|^.*/lib/python3\.\d+/|^.*/lib64/python3\.\d+/"
 )
-# What stands between a caller and the call it makes, and never waits by itself.
+# Frames between a caller and the call it makes, which never wait themselves.
 WRAPPERS = {
     ("wrapper", "torch/distributed/c10d_logger.py"),
     ("wrapped_fn", "deepspeed/utils/nvtx.py"),
@@ -58,19 +58,23 @@ LIBRARIES = (
 
 @lru_cache(maxsize=65536)
 def last_name(function: str) -> str:
-    """`DistributedDataParallel.forward` -> `forward`; `deco.<locals>.wrapper` -> `wrapper`; `<lambda>` stays."""
+    """Map `DistributedDataParallel.forward` to `forward`, `deco.<locals>.wrapper` to `wrapper`;
+    `<lambda>` stays.
+    """
     return function.rsplit(".", 1)[-1] if "." in function and "::" not in function else function
 
 
 @lru_cache(maxsize=65536)
 def short_file(file: str) -> str:
-    """A path from below site-packages or the standard library, else its last three parts."""
+    """Return a path from below site-packages or the standard library, else its last three
+    components.
+    """
     plain = file.replace("\\", "/")
     cut = LIBRARY_ROOT.sub("", plain)
     if cut != plain:
         return cut
     parts = plain.split("/")
-    for library in LIBRARIES:  # a checkout that is run from its source tree
+    for library in LIBRARIES:  # run from a source checkout
         name = library.rstrip("/")
         if library.endswith("/") and name in parts[:-1] and len(parts) > 3:
             return "/".join(parts[parts.index(name) :])
@@ -79,7 +83,7 @@ def short_file(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def is_library(file: str) -> bool:
-    """Whether a short path is somebody's library rather than the user's program."""
+    """True if a short path belongs to a library rather than to the user's program."""
     return (
         file in STANDARD
         or file.startswith(STANDARD_FOLDERS)
@@ -90,7 +94,7 @@ def is_library(file: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def normal(frame: Frame) -> Frame:
-    """A frame with its short name and path; native frames keep their name without arguments."""
+    """Return a frame with short name and path; native frames keep their name without arguments."""
     if frame.native:
         return Frame(frame.function, frame.file.rsplit("/", 1)[-1], 0, True)
     return Frame(last_name(frame.function), short_file(frame.file), frame.line)
@@ -98,28 +102,32 @@ def normal(frame: Frame) -> Frame:
 
 @lru_cache(maxsize=65536)
 def normal_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """A stack without wrappers, innermost first."""
+    """Return a stack without wrappers, innermost first."""
     short = (normal(frame) for frame in frames)
     return tuple(frame for frame in short if (frame.function, frame.file) not in WRAPPERS)
 
 
 def python_only(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the Python frames of a stack."""
     return tuple(frame for frame in frames if not frame.native)
 
 
 def user_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The calls that the user's own program makes, innermost first: the place where a wait was asked for."""
+    """Return the calls of the user's own program, innermost first: the call path to the wait."""
     return tuple(frame for frame in frames if not frame.native and not is_library(frame.file))
 
 
 def show(frame: Frame) -> str:
+    """Return a frame as `function (file:line)`."""
     return (
         f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
     )
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
-    """The main thread: by name, else by what only it runs, else the only one; never by its place in the dump."""
+    """Return the main thread: by name, else by frames that only it has, else the only one; never by
+    its position in the dump.
+    """
     for thread in threads:
         if thread.name == "MainThread" and thread.frames:
             return thread
@@ -127,7 +135,7 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
         outer = [frame.function for frame in thread.frames[-4:]]
         if "<module>" in outer or "_run_module_as_main" in outer or "spawn_main" in outer:
             return thread
-    # Unnamed threads that `threading` started end in _bootstrap; autograd's have no Python entry at all.
+    # Unnamed threads of `threading` have _bootstrap outermost; autograd's have no Python entry.
     started = [
         t
         for t in threads

@@ -1,8 +1,8 @@
-"""What recorded operations say: which rank is behind on which group, and who disagrees on an operation.
+"""Compare recorded operations: which rank is behind in which group, and which ranks disagree.
 
-Flight Recorder numbers the collectives of each group on each rank. Ranks that stand at the same number must
-agree on operation, sizes and dtype; a rank whose last number is lower has not come yet. Stacks then say where
-it is instead.
+Flight Recorder numbers the collectives of each group on each rank. Ranks at the same number must
+agree on operation, sizes and dtype; a rank whose last number is lower has not arrived yet. Stacks
+then show where it is instead.
 """
 
 from collections import Counter, defaultdict
@@ -30,7 +30,9 @@ class Finding:
 
 
 def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
-    """Disagreements of all groups, the most telling first: other operation, other size, behind, all the same."""
+    """Return the disagreements of all groups, the most specific first: operation, dtype, size,
+    behind, same.
+    """
     by_group: dict[str, dict[int, list[CollectiveRecord]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if not record.is_p2p:
@@ -41,14 +43,16 @@ def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
 
 
 def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> Finding | None:
-    """The first sequence number at which the ranks of one group part, or None where they all are done."""
+    """Return the first sequence number at which the ranks of one group diverge, or None where all
+    are done.
+    """
     last = {rank: max(r.sequence for r in entries) for rank, entries in ranks.items()}
     first = {rank: min(r.sequence for r in entries) for rank, entries in ranks.items()}
     by_sequence: dict[int, dict[int, CollectiveRecord]] = defaultdict(dict)
     for rank, entries in ranks.items():
         for record in entries:
             by_sequence[record.sequence][rank] = record
-    start = max(first.values())  # rings forget: compare only what every rank still remembers
+    start = max(first.values())  # ring buffers: compare only what every rank still has
     for sequence in sorted(by_sequence):
         if sequence >= start and (odd := disagreement(group, sequence, by_sequence[sequence])):
             return odd
@@ -69,7 +73,7 @@ def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> Finding 
 
 
 def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> Finding | None:
-    """Ranks whose operation, dtype or size at one number differs from most."""
+    """Return the ranks whose operation, dtype or size at one number differs from the majority."""
     if len(at) < 2:
         return None
     any_operation = next(iter(at.values())).operation
@@ -90,7 +94,9 @@ def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> 
 
 
 def minority(values: dict[int, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks whose value is not the most frequent one, and those whose is; in a tie all are odd."""
+    """Return the ranks whose value is not the most frequent one, and the others; in a tie all are
+    odd.
+    """
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
         return (), tuple(sorted(values))
@@ -101,13 +107,15 @@ def minority(values: dict[int, object]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def behind_by_ras(ranks: Iterable[RasRank]) -> tuple[tuple[int, ...], str]:
-    """Ranks that RAS calls missing, or whose operation count is lower than another's on the same communicator."""
+    """Return the ranks that RAS reports missing, or whose operation count on a communicator is
+    lower than another's, with the finding as text.
+    """
     by_communicator: dict[str, list[RasRank]] = defaultdict(list)
     for rank in ranks:
         by_communicator[rank.communicator].append(rank)
     for name, group in by_communicator.items():
         if dead := tuple(sorted({r.rank for r in group if r.status in ("MISSING", "DEAD", "UNRESPONSIVE")})):
-            return dead, f"RAS: communicator {name} has no answer from them"
+            return dead, f"RAS: communicator {name} gets no response from them"
         counts = {r.rank: r.operations for r in group if r.operations is not None}
         if counts and len(set(counts.values())) > 1:
             top = max(counts.values())

@@ -1,12 +1,10 @@
-"""Who waits for whom. Ranks that nobody can blame further are the sources: culprits; the rest are their
-victims.
+"""The wait-for graph of the ranks. Ranks that wait for no other rank are the sources: the culprits.
 
-    rank in a collective  ->  every rank that has not come to it
+    rank in a collective  ->  every rank that has not reached it
     rank in send/recv     ->  its peer, or every rank that is not there either
-    rank in anything else ->  nobody of the job: a source (its child, engine, lock or file is named beside it)
+    rank in anything else ->  no rank of the job: a source (reported with its child, engine, lock, file)
 
-Nodes are clusters of ranks that wait at the same place, so that a hundred thousand ranks are a handful of
-nodes.
+Nodes are clusters of ranks that wait at the same place, so that 100,000 ranks are a few nodes.
 """
 
 from collections import defaultdict
@@ -19,7 +17,7 @@ from hangdoctor.model import Frame
 from hangdoctor.patterns import ROOTED
 from hangdoctor.waits import Stance
 
-# Waits that a child process can be meant by.
+# Waits that may be for a child process.
 CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
 
 
@@ -33,12 +31,13 @@ class Cluster:
 
     @property
     def ranks(self) -> str:
+        """The ranks of the cluster as ranges."""
         return rank_ranges(m.rank for m in self.members if m.rank is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`source` waits for `target`, which `reason`; both are rank ranges or process names."""
+    """`source` waits for `target`, for `reason`; both are rank ranges or process names."""
 
     source: str
     target: str
@@ -47,7 +46,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`waiting` clusters need other ranks to go on, `sources` do not; `edges` say which needs which."""
+    """`waiting` clusters need other ranks to continue, `sources` do not; `edges` connect them."""
 
     waiting: tuple[Cluster, ...]
     sources: tuple[Cluster, ...]
@@ -55,15 +54,17 @@ class Graph:
 
     @property
     def source_ranks(self) -> tuple[Standing, ...]:
+        """The processes of all source clusters."""
         return tuple(member for cluster in self.sources for member in cluster.members)
 
     @property
     def waiting_ranks(self) -> tuple[Standing, ...]:
+        """The processes of all waiting clusters."""
         return tuple(member for cluster in self.waiting for member in cluster.members)
 
 
 def wait_for_graph(case: Case) -> Graph:
-    """Clusters of the case's ranks, largest first, and the edges between them."""
+    """Return the clusters of the case's ranks, largest first, and the edges between them."""
     clusters = cluster(case.ranks)
     waiting = tuple(c for c in clusters if c.stance.waits_for_peers)
     sources = tuple(c for c in clusters if not c.stance.waits_for_peers)
@@ -71,7 +72,9 @@ def wait_for_graph(case: Case) -> Graph:
 
 
 def cluster(ranks: tuple[Standing, ...]) -> tuple[Cluster, ...]:
-    """Ranks by (kind, operation, path to the wait), then joined where a root and the others differ by a line only."""
+    """Group ranks by (kind, operation, path to the wait); root and others of a rooted collective
+    are joined although they differ by a line.
+    """
     by_place: dict[tuple[str, str, tuple[Frame, ...]], list[Standing]] = defaultdict(list)
     paths: dict[int, tuple[Frame, ...]] = {}
     for standing in ranks:
@@ -89,7 +92,9 @@ def cluster(ranks: tuple[Standing, ...]) -> tuple[Cluster, ...]:
 
 
 def path_to(stance: Stance) -> tuple[Frame, ...]:
-    """The calls that led to the wait, innermost first, without what the waiting library does inside it."""
+    """Return the calls that led to the wait, innermost first, without the frames inside the waiting
+    library.
+    """
     python = python_only(stance.frames)
     if stance.frame in python and stance.kind in ("collective", "p2p"):
         inside_library = stance.frame not in stance.chain
@@ -98,19 +103,24 @@ def path_to(stance: Stance) -> tuple[Frame, ...]:
 
 
 def place_key(operation: str, path: tuple[Frame, ...]) -> object:
-    """What makes two waits the same place: in a rooted collective root and others stand on different lines."""
+    """Return the key that makes two waits the same place: in a rooted collective, root and others
+    are on different lines.
+    """
     if operation in ROOTED or "object" in operation:
         return tuple((frame.function, frame.file) for frame in path)
     return path
 
 
 def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Cluster, ...]) -> tuple[Edge, ...]:
+    """Return the edges from waiting clusters to sources and missing ranks, and from sources to
+    their children.
+    """
     edges = []
     missing = rank_ranges(case.missing)
     for waiter in waiting[:50]:
         what = f"{waiter.stance.operation or waiter.stance.kind}"
         targets = [s.ranks for s in sources[:50]] or [w.ranks for w in waiting[:50] if w is not waiter]
-        edges += [Edge(waiter.ranks, target, f"has not come to {what}") for target in targets]
+        edges += [Edge(waiter.ranks, target, f"has not reached {what}") for target in targets]
         if missing:
             edges.append(Edge(waiter.ranks, missing, f"is missing in {what}"))
     for source in [s for s in sources[:50] if s.stance.kind in CHILD_KINDS]:
@@ -122,7 +132,7 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
 
 
 def same_place(clusters: tuple[Cluster, ...]) -> bool:
-    """Whether all waiting ranks may be in one and the same operation.
+    """Return whether all waiting ranks may be in the same operation.
 
     A wait for the device hides which collective the device is in, so it agrees with any.
     """

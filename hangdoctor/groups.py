@@ -1,7 +1,8 @@
-"""Equivalence classes: ranks whose main threads stand at the same place, their ranges, and where they part.
+"""Equivalence classes: ranks whose main threads are at the same place, their ranges, and where they
+diverge.
 
-The tree is that of STAT (LLNL): stacks merged from the outside in, every branch with the ranks that took it;
-the first branch below the common prefix is where the ranks' ways part.
+Stacks are compared from the outermost frame in, as in STAT (LLNL): the first frame below the common
+prefix is where the ranks diverge.
 """
 
 from collections import defaultdict
@@ -22,21 +23,12 @@ class StackClass:
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
+        """The ranks of the class."""
         return tuple(m.rank for m in self.members if m.rank is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A node of the merged tree: a frame, the ranks that pass through it, and what they call next."""
-
-    frame: Frame
-    ranks: tuple[Rank, ...]
-    children: tuple["Branch", ...]
-    ending: tuple[Rank, ...]
-
-
 def rank_ranges(ranks: Iterable[Rank]) -> str:
-    """`0-2,5-7` for numbers; names follow as they are, the first twenty of them."""
+    """Format ranks as `0-2,5-7`; names follow unchanged, the first twenty of them."""
     given = list(ranks)
     numbers = sorted({rank for rank in given if isinstance(rank, int)})
     parts, start = [], 0
@@ -49,7 +41,7 @@ def rank_ranges(ranks: Iterable[Rank]) -> str:
 
 
 def stack_classes(standings: Sequence[Standing]) -> tuple[StackClass, ...]:
-    """Classes by what is waited for and the Python stack, largest first, then by lowest rank."""
+    """Group processes by wait and Python stack, largest class first, then by lowest rank."""
     members: dict[tuple[str, int], list[Standing]] = defaultdict(list)
     stacks: dict[tuple[Frame, ...], int] = {}
     by_identity: dict[int, int] = {}
@@ -63,7 +55,7 @@ def stack_classes(standings: Sequence[Standing]) -> tuple[StackClass, ...]:
 
 
 def common_prefix(stacks: Sequence[Sequence[Frame]]) -> int:
-    """How many outermost frames all stacks share, lines included."""
+    """Return how many outermost frames all stacks share, lines included."""
     if not stacks:
         return 0
     depth = 0
@@ -74,24 +66,8 @@ def common_prefix(stacks: Sequence[Sequence[Frame]]) -> int:
 
 
 def first_divergent(stack: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> Frame | None:
-    """The outermost frame of `stack` that differs from the way all `others` took; None where it lies on their way."""
+    """Return the outermost frame of `stack` that differs from the path of all `others`, or None
+    where it lies on their path.
+    """
     depth = common_prefix([stack, *others])
     return stack[-1 - depth] if depth < len(stack) else None
-
-
-def merged_tree(classes: Sequence[StackClass], depth: int = 0) -> tuple[Branch, ...]:
-    """The prefix tree of all classes, from the outermost frame in; branches in order of size."""
-    by_frame: dict[Frame, list[StackClass]] = defaultdict(list)
-    for stack_class in classes:
-        if depth < len(stack_class.frames) and depth < 400:
-            by_frame[stack_class.frames[-1 - depth]].append(stack_class)
-    branches = [
-        Branch(
-            frame=frame,
-            ranks=tuple(rank for c in group for rank in c.ranks),
-            children=merged_tree(group, depth + 1),
-            ending=tuple(rank for c in group if len(c.frames) == depth + 1 for rank in c.ranks),
-        )
-        for frame, group in by_frame.items()
-    ]
-    return tuple(sorted(branches, key=lambda branch: -len(branch.ranks)))

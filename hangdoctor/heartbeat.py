@@ -1,13 +1,14 @@
-"""A sign of life: one small file a process, rewritten in place with the step and the time of the last beat.
+"""Heartbeats: one small file per process, rewritten in place with the step and the time of the last
+beat.
 
 In any trainer, once a step:
 
     from hangdoctor.heartbeat import beat
     beat(step)
 
-It does nothing unless the environment variable HANGDOCTOR_HEARTBEAT names a folder (`areal-debug hang watch`
-sets it), so the line can stay. A beat is one `pwrite` of 48 bytes to an open file: a few microseconds.
-Nothing is imported but `os` and `time`.
+It does nothing unless the environment variable HANGDOCTOR_HEARTBEAT names a folder (`areal-debug
+hang watch` sets it), so the line can stay. A beat is one `pwrite` of 48 bytes to an open file: a
+few microseconds. Nothing is imported but `os` and `time`.
 """
 
 import os
@@ -23,8 +24,9 @@ _open_files: dict[tuple[int, str, str], int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last beat of one process: finished steps, seconds of this machine's monotonic clock, and whether it
-    said that it is done."""
+    """The last beat of one process: finished steps, seconds of this machine's monotonic clock, and
+    whether the process has reported that it is done.
+    """
 
     name: str
     step: int
@@ -33,17 +35,22 @@ class Beat:
 
 
 def beat(step: int, name: str = "") -> None:
-    """Say that `step` steps are finished. `name` is that of the process in a collection; `rank_RANK` when empty."""
+    """Report that `step` steps are finished.
+
+    `name` is the name of the process in a collection; `rank_RANK` when empty.
+    """
     _write(step, name, "beat")
 
 
 def done(step: int, name: str = "") -> None:
-    """Say that this process has finished its work after `step` steps and will beat no more."""
+    """Report that this process finished its work after `step` steps and will send no more beats."""
     _write(step, name, "done")
 
 
 def observe(event: str, **facts: object) -> None:
-    """An observer of the training loop: beats with the number of finished steps at every event of a run."""
+    """Observer of the training loop: beats with the number of finished steps at every event of a
+    run.
+    """
     if event == "start":
         beat(0)
     elif event in ("batch", "micro_batch"):
@@ -55,13 +62,13 @@ def observe(event: str, **facts: object) -> None:
 
 
 def read_beats(folder: Path) -> dict[str, Beat]:
-    """Name to last beat, of every process that has beaten in `folder`."""
+    """Return name to last beat, for every process that has written one in `folder`."""
     beats = (_parse(path) for path in folder.glob("*.beat"))
     return {one.name: one for one in beats if one is not None}
 
 
 def _parse(path: Path) -> Beat | None:
-    """None for a file that is only just being made."""
+    """Return a beat, or None for a file that is still being created."""
     fields = path.read_text().split()
     if len(fields) != 3:
         return None
@@ -83,5 +90,5 @@ def _write(step: int, name: str, word: str) -> None:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"a step is a whole number, this is {value!r}")
+        raise ValueError(f"a step must be an integer, got {value!r}")
     return value

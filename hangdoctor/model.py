@@ -1,9 +1,8 @@
-"""What a stuck job looks like as plain data: frames, threads, processes, a snapshot, and the diagnosis made
-of it.
+"""The data model: frames, threads, processes, a snapshot, and the diagnosis made of it.
 
-Every reader in `hangdoctor.parse` ends in these dataclasses and every rule starts from them, so a rule never
-knows whether a stack came from py-spy, faulthandler or gdb. Everything is frozen and hashable: equal stacks
-of ten thousand ranks are one object.
+Every reader in `hangdoctor.parse` returns these dataclasses and every rule starts from them, so a
+rule never knows whether a stack came from py-spy, faulthandler or gdb. Everything is frozen and
+hashable: equal stacks of ten thousand ranks are one object.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -33,7 +32,7 @@ Rank = int | str
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call on a stack, as the dump printed it. `line` is 0 where the dump does not know it."""
+    """One call on a stack, as the dump printed it. `line` is 0 where the dump has none."""
 
     function: str
     file: str
@@ -43,7 +42,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread with its frames, innermost first. None means that the format does not say."""
+    """One thread with its frames, innermost first. None where the format does not record it."""
 
     frames: tuple[Frame, ...]
     name: str | None = None
@@ -54,8 +53,10 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc said beside one dump. `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system
-    time."""
+    """The contents of /proc at the time of one dump.
+
+    `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system time in seconds.
+    """
 
     state: str | None = None
     wchan: str | None = None
@@ -70,9 +71,10 @@ class ProcessFacts:
 class ProcessDump:
     """One process in one sample.
 
-    `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the name of the
-    process that started it, for children; `rank` counts within `role`; `time` is seconds since the epoch;
-    `detail` says why a status is not `dumped`, in the collector's words; `source` is the file that was read.
+    `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the
+    name of the process that started it, for children; `rank` counts within `role`; `time` is
+    seconds since the epoch; `detail` is the collector's reason for a status other than `dumped`;
+    `source` is the file that was read.
     """
 
     name: str
@@ -94,9 +96,11 @@ class ProcessDump:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """One entry of a Flight Recorder ring: what a rank enqueued, in which order, and how far it came.
+    """One entry of a Flight Recorder ring: the operation a rank enqueued, its number, and its
+    state.
 
-    `state` is scheduled, started or completed. Sizes are element counts per dimension, one tuple per tensor.
+    `state` is scheduled, started or completed. Sizes are element counts per dimension, one tuple
+    per tensor.
     """
 
     rank: int
@@ -117,8 +121,9 @@ class CollectiveRecord:
 
 @dataclass(frozen=True, slots=True)
 class RasRank:
-    """What NCCL RAS says of one rank of one communicator: how many operations it has launched, and whether it
-    answers."""
+    """NCCL RAS on one rank of one communicator: how many operations it has launched, and whether it
+    responds.
+    """
 
     communicator: str
     rank: int
@@ -139,7 +144,7 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """A torchelastic error file: the exception that a rank reported before it left."""
+    """A torchelastic error file: the exception that a rank reported before it exited."""
 
     rank: int | None
     message: str
@@ -164,9 +169,10 @@ class GpuFacts:
 class Snapshot:
     """Everything that is known of a job at the time of the collection.
 
-    `expected` maps each rank that the job should have to a status, where the collection or `--world-size`
-    says so; a rank that is expected and has no dump is `gone`. `source` maps `FILE:LINE` to the text of a
-    line. `notes` are things the reader must know about the input (files not read).
+    `expected` maps each rank that the job should have to a status, where the collection or
+    `--world-size` defines it; a rank that is expected and has no dump is `gone`. `source` maps
+    `FILE:LINE` to the text of a line. `notes` are remarks on the input for the reader (files not
+    read).
     """
 
     dumps: tuple[ProcessDump, ...]
@@ -183,7 +189,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One fact that speaks for a verdict: where a process stands, or what a record says of it."""
+    """One fact that supports a verdict: where a process waits, or what a record shows about it."""
 
     ranks: str
     fact: str
@@ -195,7 +201,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """One thing to do: a command or a variable in `do`, the reason in `why`, and the price in `cost`."""
+    """One action: a command or a variable in `do`, the reason in `why`, and the price in `cost`."""
 
     do: str
     why: str
@@ -204,7 +210,7 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks whose main threads stand at the same place: `ranks` is a range text such as `0-2,5-7`."""
+    """Ranks whose main threads are at the same place: `ranks` is a range text such as `0-2,5-7`."""
 
     ranks: str
     size: int
@@ -215,7 +221,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another reading of the same evidence, and why it came second."""
+    """Another reading of the same evidence, with lower priority."""
 
     label: Label
     confidence: Confidence
@@ -236,7 +242,7 @@ class RankVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The answer. `as_json` gives exactly the object that `--json` prints."""
+    """The answer. `as_json` returns exactly the object that `--json` prints."""
 
     label: Label
     confidence: Confidence
@@ -252,5 +258,5 @@ class Diagnosis:
     collect: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """A dict of plain lists, strings and numbers, ready for `json.dumps`."""
+        """Return a dict of plain lists, strings and numbers, ready for `json.dumps`."""
         return asdict(self)

@@ -1,7 +1,8 @@
-"""What is known of a wait below Python: C and C++ calls, the text of the line that made the call, the kernel's own word.
+"""Waits below Python: C and C++ calls, the source line that made the call, the kernel function.
 
-Python frames end where C begins. A native pass shows the C calls; where there is none, the source line names the call, and
-`/proc/PID/wchan` says in which kernel function the main thread sleeps.
+Python frames end where C begins. A native pass shows the C calls; where there is none, the source
+line names the call, and `/proc/PID/wchan` names the kernel function in which the main thread
+sleeps.
 """
 
 import re
@@ -53,7 +54,7 @@ NATIVE = (
         r".*",
     ),
 )
-# A call into C leaves no Python frame: what the line of the program says, where the process sleeps in it.
+# A call into C leaves no Python frame: the text of the source line names the call that sleeps.
 SOURCE = (
     ("destroy", "destroy_process_group", r"\b(destroy_process_group|_abort_process_group)\("),
     ("sleep", "sleep", r"\bsleep\("),
@@ -70,7 +71,8 @@ SOURCE = (
 POSTED = re.compile(
     r"\b(i?recv|i?send|batch_isend_irecv)\b|\b(all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|all_to_all\w*|barrier)\b"
 )
-# Where the stack shows nothing but a line of Python, the kernel still says in which call the main thread sleeps.
+# Where the stack ends in a line of Python, the kernel still names the call in which the main thread
+# sleeps.
 WCHAN = (
     ("sleep", r"hrtimer_nanosleep|do_nanosleep|common_nsleep.*"),
     ("subprocess", r"do_wait.*|kernel_wait.*"),

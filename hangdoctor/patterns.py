@@ -1,14 +1,13 @@
-"""The tables behind `hangdoctor.waits`: which function of which file waits for what, and what the job is
-about there.
+"""The tables behind `hangdoctor.waits`: which function of which file waits for what.
 
-Names are the last part of a qualified name, files are below site-packages; both are regular expressions that
-must match in full. `USER` as a file means: not in a library. A new framework is a new row here, never a new
-branch in the code.
+Names are the last component of a qualified name, files are below site-packages; both are regular
+expressions that must match in full. `USER` as a file means: not in a library. A new framework is a
+new row here, never a new branch in the code.
 """
 
 from dataclasses import dataclass
 
-# Kinds that end only when other ranks come: a rank in one of them is a victim as long as somebody else is not.
+# Waits that end only when other ranks arrive: a rank in one is a victim while some rank is not.
 PEER_KINDS = ("collective", "p2p", "device", "backward", "store")
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -38,7 +37,9 @@ COLLECTIVE_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One row: the last name of a function and the end of its file, as regular expressions."""
+    """One row: the last component of a function name and the end of its file, as regular
+    expressions.
+    """
 
     kind: str
     operation: str
@@ -46,7 +47,7 @@ class Pattern:
     file: str
 
 
-# A worker that has no task stands in this loop; one that has a task runs inside it.
+# A worker without a task waits in this loop; one with a task runs inside it.
 WORKER_LOOP = "worker loop"
 
 # fmt: off

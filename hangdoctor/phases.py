@@ -1,4 +1,5 @@
-"""What the job is about where a frame stands (cleanup, init, checkpoint, data, error, engine), and in which parallel dimension.
+"""The phase of the job in which a frame is (cleanup, init, checkpoint, data, error, engine), and
+its parallel dimension.
 
 `USER` as a file means: not in a library.
 """
@@ -54,7 +55,7 @@ PHASES = (
         r"torch/distributed/checkpoint/.*|torch/serialization.py|safetensors/.*|"
         r"megatron/.*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
     ),
-    # Activation checkpointing only shares the word.
+    # Activation checkpointing only shares the name.
     (
         "checkpoint",
         r"(?!.*(forward|gradient|grad_|activation|layer|block|sequential|wrap|function))\w*(checkpoint|ckpt)\w*",
@@ -87,7 +88,7 @@ PHASES = (
         r"(tenacity|backoff|retrying)/.*|retrying.py|pdb.py|bdb.py|code.py|traceback.py|ipdb/.*|pudb/.*|"
         r"debugpy/.*|rpdb/.*",
     ),
-    # Asking something outside the job for samples, rewards or verdicts: a poll there is no error path.
+    # Requests to services outside the job for samples or rewards: a poll there is no error path.
     (
         "outside",
         r"_?\w*(rollout|generat|trajector|infer(ence|_)|reward|verif|judge|grade)\w*|prepare_batch|"
@@ -101,7 +102,7 @@ PHASES = (
         r"(sglang|vllm)/.*",
     ),
 )
-# Which parallel dimension a library's collective belongs to: two waits in different ones need not be the same group.
+# The parallel dimension of a library's collective: different ones may be different groups.
 DOMAINS = (
     ("pipeline", r"megatron/.*pipeline.*|deepspeed/runtime/pipe/.*|torch/distributed/pipelining/.*"),
     ("expert", r".*(moe|expert|token_dispatcher|deep_ep).*"),

@@ -1,4 +1,6 @@
-"""What a process waits for, from all its threads: the main thread decides, unless it only waits for one that tells more."""
+"""The wait of a process from all its threads: that of the main thread, unless it only waits for
+another thread.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -8,9 +10,9 @@ from hangdoctor.native import POSTED, SOURCE, WCHAN
 from hangdoctor.waits import Stance, compiled, stance_of
 
 UNNAMED = "unnamed thread"
-# A main thread that waits for another thread of its process: that thread knows what for.
+# A main thread that waits for another thread of its process: that thread shows the real wait.
 DELEGATING = ("future", "event", "queue", "join", "idle")
-TELLING = (
+SPECIFIC_KINDS = (
     "http",
     "rpc",
     "collective",
@@ -26,6 +28,8 @@ TELLING = (
 
 @dataclass(frozen=True, slots=True)
 class ThreadStance:
+    """One thread: its name, its wait, and its relation to the GIL."""
+
     thread: str
     stance: Stance
     holds_gil: bool
@@ -35,7 +39,9 @@ class ThreadStance:
 def view(
     threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
 ) -> tuple[ThreadStance, ...]:
-    """Stances of all threads, main thread first. Equal dumps are one object, so identity finds them again."""
+    """Return the stances of all threads, main thread first. Equal dumps are one object, so they are
+    cached by identity.
+    """
     if id(threads) not in seen:
         main = main_thread(threads)
         ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
@@ -52,16 +58,20 @@ def view(
 
 
 def refined(stance: Stance, thread: Thread, source: dict[str, str]) -> Stance:
-    """A stack that shows no wait: running if the dump saw it run, else blocked in something it does not show."""
+    """Refine a stack that shows no wait: running if the dump saw it run, else blocked in something
+    not shown.
+    """
     if thread.waits_for_gil:
         return replace(stance, kind="gil", operation="GIL")
     if stance.kind == "running" and not (thread.active or thread.holds_gil):
-        return told_by_source(stance, [f for f in thread.frames if not f.native], source)
+        return kind_from_source(stance, [f for f in thread.frames if not f.native], source)
     return stance
 
 
-def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
-    """What a line of the program that sleeps in C does, by the text of the line; blocked where that does not tell."""
+def kind_from_source(stance: Stance, python: list[Frame], source: dict[str, str]) -> Stance:
+    """Classify a wait in C by the text of the source line; `blocked` where the text does not
+    identify it.
+    """
     texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
     for kind, operation, pattern in SOURCE:
         if not texts or not compiled(pattern).search(texts[0]):
@@ -75,7 +85,9 @@ def told_by_source(stance: Stance, python: list[Frame], source: dict[str, str]) 
 
 
 def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
-    """The last sample, or one that shows the same Python stack and native frames under it."""
+    """Return the index of the last sample, or of one with the same Python stack and native frames
+    below it.
+    """
     last = max((i for i, v in enumerate(views) if v), default=0)
     if not views[last]:
         return last
@@ -87,7 +99,9 @@ def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
 
 
 def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Stance, str]:
-    """What the process waits for: its main thread's stance, unless that only waits for a thread that tells more."""
+    """Return the wait of the process: its main thread's, unless that only waits for a thread with a
+    more specific wait.
+    """
     if not threads:
         return Stance("nothing", "", None, ()), ""
     main = threads[0]
@@ -101,7 +115,7 @@ def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Sta
             return replace(stance, kind="device", operation="device sync"), main.thread
     if stance.kind in DELEGATING and not ("cleanup" in stance.phases and not stance.chain):
         for other in threads[1:]:
-            if other.stance.kind in TELLING and (
+            if other.stance.kind in SPECIFIC_KINDS and (
                 other.stance.chain or other.stance.kind in ("collective", "p2p")
             ):
                 return replace(other.stance, phases=stance.phases | other.stance.phases), other.thread
@@ -109,13 +123,17 @@ def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Sta
 
 
 def from_autograd(thread: ThreadStance) -> bool:
-    """Autograd's own threads have no name and no Python entry: nothing of `threading` lies at the bottom of their stacks."""
+    """True for autograd's own threads: they have no name and no Python entry frame at the bottom of
+    their stacks.
+    """
     bottom = thread.stance.frames[-1].function if thread.stance.frames else ""
     return bottom not in ("_bootstrap", "<module>", "") and thread.thread == UNNAMED
 
 
 def with_kernel(stance: Stance, facts: ProcessFacts) -> Stance:
-    """Let the kernel say what a line of Python sleeps in; only where the stack itself does not."""
+    """Classify a wait by the kernel function it sleeps in, only where the stack itself does not
+    identify it.
+    """
     if facts.state in ("T", "t"):
         return replace(stance, kind="stopped", operation="stopped")
     if stance.kind not in ("blocked", "running") or not facts.wchan:

@@ -1,10 +1,10 @@
-"""What a stack waits for: tables from (function, file) to a kind of wait, and to the phase of the job around
-it.
+"""Classify what a stack waits for: tables map (function, file) to a kind of wait and to a phase of
+the job.
 
-A wait is *specific* (a collective, a data loader, an HTTP client: it says what must happen) or *generic* (a
-lock, a queue, a socket, a sleep: it only says how). The innermost specific wait decides; a generic one counts
-where nothing around it is specific. Phases (cleanup, init, checkpoint, data, error) are read off the whole
-stack.
+A wait is *specific* (a collective, a data loader, an HTTP client: it names what must happen) or
+*generic* (a lock, a queue, a socket, a sleep: it only shows how). The innermost specific wait
+decides; a generic one counts where nothing around it is specific. Phases (cleanup, init,
+checkpoint, data, error) are read from the complete stack.
 """
 
 import re
@@ -26,17 +26,17 @@ from hangdoctor.patterns import (
 )
 from hangdoctor.phases import DOMAINS, PHASES
 
-# These call the program back: a module's own code under an import is what waits, not the import.
+# These call the program back: the code of a module waits, not the import around it.
 AROUND = ("import", "load", "compile")
 
 
 @dataclass(frozen=True, slots=True)
 class Stance:
-    """Where one thread stands. `frame` shows the wait, `chain` is the user's call path to it, innermost
-    first.
+    """The wait of one thread.
 
-    `operation` is the outermost name of a collective, as the user called it; `domain` the parallel dimension
-    whose library calls it, or an empty text.
+    `frame` shows the wait, `chain` is the user's call path to it, innermost first. `operation` is
+    the outermost name of a collective, as the user called it; `domain` is the parallel dimension
+    whose library calls it, or an empty string.
     """
 
     kind: str
@@ -49,12 +49,13 @@ class Stance:
 
     @property
     def waits_for_peers(self) -> bool:
+        """True if the wait ends only when other ranks arrive."""
         return self.kind in PEER_KINDS
 
 
 @lru_cache(maxsize=65536)
 def specific_wait(function: str, file: str) -> tuple[str, str] | None:
-    """(kind, operation) where this frame alone says what is waited for."""
+    """Return (kind, operation) where this frame alone identifies the wait."""
     if file.endswith(COLLECTIVE_FILES):
         name = function.lstrip("_")
         if function in COLLECTIVES or name in COLLECTIVES:
@@ -66,15 +67,18 @@ def specific_wait(function: str, file: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=65536)
 def generic_wait(function: str, file: str) -> tuple[str, str] | None:
+    """Return (kind, operation) of a frame that shows how it waits but not for what."""
     return first_match(GENERIC, function, file)
 
 
 @lru_cache(maxsize=65536)
 def native_wait(function: str) -> tuple[str, str] | None:
+    """Return (kind, operation) of a native frame, by its function name."""
     return first_match(NATIVE, function[:300], "")
 
 
 def first_match(table: tuple[Pattern, ...], function: str, file: str) -> tuple[str, str] | None:
+    """Return (kind, operation) of the first row that matches in full."""
     for row in table:
         if compiled(row.function).fullmatch(function) and compiled(row.file).fullmatch(file):
             return row.kind, row.operation
@@ -83,12 +87,15 @@ def first_match(table: tuple[Pattern, ...], function: str, file: str) -> tuple[s
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern, cached."""
     return re.compile(pattern)
 
 
 @lru_cache(maxsize=65536)
 def phases_of(function: str, file: str) -> frozenset[str]:
-    """Phases of the job that one frame stands for. `USER` in a table means: not in a library."""
+    """Return the phases of the job that one frame indicates. `USER` in a table means: not in a
+    library.
+    """
     place = "USER" if not is_library(file) else file
     return frozenset(
         phase
@@ -100,12 +107,13 @@ def phases_of(function: str, file: str) -> frozenset[str]:
 
 @lru_cache(maxsize=65536)
 def domain_of(file: str) -> str:
+    """Return the parallel dimension that a library file belongs to, or an empty string."""
     return next((name for name, pattern in DOMAINS if compiled(pattern).fullmatch(file)), "")
 
 
 @lru_cache(maxsize=65536)
 def stance_of(raw: tuple[Frame, ...]) -> Stance:
-    """Where a stack stands, from its frames alone."""
+    """Classify a stack from its frames alone."""
     frames = normal_frames(raw)
     python = python_only(frames)
     phases = frozenset(phase for f in python for phase in phases_of(f.function, f.file))
@@ -115,7 +123,9 @@ def stance_of(raw: tuple[Frame, ...]) -> Stance:
 
 
 def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
-    """The innermost specific wait, else the outermost generic one, else what the native frames say, else running."""
+    """Return the innermost specific wait, else the outermost generic one, else that of the native
+    frames, else running.
+    """
     found = [
         (wait, f)
         for f in python
@@ -129,7 +139,7 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
         if kind in ("collective", "p2p"):
-            # The outermost collective of the same file is what the user called: all_gather_object, not its all_gather.
+            # The user called the outermost collective: all_gather_object, not its all_gather.
             outer = [(w, f) for w, f in found if w[0] == kind and f.file == frame.file]
             (kind, operation), frame = outer[-1]
         return kind, operation, frame
@@ -146,7 +156,9 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
 
 
 def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str, str], Frame]:
-    """The last of the generic waits that call each other: `Condition.wait` under `Future.result` is a future."""
+    """Return the last of the generic waits that call each other: `Condition.wait` under
+    `Future.result` is a future.
+    """
     found = (generic_wait(first.function, first.file) or ("blocked", ""), first)
     for frame in python[python.index(first) :]:
         wait = generic_wait(frame.function, frame.file)
@@ -157,6 +169,8 @@ def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str
 
 
 def calls_program(python: tuple[Frame, ...], frame: Frame) -> bool:
-    """Whether user code runs *inside* the generic frame: `Thread.run` calling the program is no wait of threading."""
+    """True if user code runs *inside* the generic frame: `Thread.run` calling the program is no
+    wait of threading.
+    """
     inner = python[: python.index(frame)]
     return any(not is_library(f.file) for f in inner)

@@ -97,7 +97,7 @@ def collect(
         if way := _way_to_hosts(slurm, ssh, k8s, namespace):
             from hangdoctor.collect.remote import collect_hosts
 
-            return collect_hosts(*way, search, folder, options, python, all_asked=ssh is None)
+            return collect_hosts(*way, search, folder, options, python, all_queried=ssh is None)
         return collect_host(search, folder, options)
 
     manifest = _into(to, gather, force)

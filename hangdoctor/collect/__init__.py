@@ -1,1 +1,3 @@
-"""From processes to a folder: find the ranks of a job, dump their stacks a few times, keep the facts beside them."""
+"""From processes to a folder: find the ranks of a job, dump their stacks a few times, save facts
+about them.
+"""

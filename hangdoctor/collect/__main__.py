@@ -1,4 +1,5 @@
-"""The collector of one host: writes a gzipped tar of its collection to stdout. `remote` runs this on every host.
+"""The collector of one host: writes a gzipped tar of its collection to stdout. `remote` runs it on
+every host.
 
 Exit 0 with the tar; 3 with one sentence on stderr when there is nothing to collect.
 """
@@ -17,11 +18,11 @@ from hangdoctor.errors import HangInputError
 
 NOTHING_TO_COLLECT = 3
 LINGER_S = 1.0
-"""srun was seen to lose the end of the output of a task that ends at once; so the collector stays a moment."""
+"""Delay before the exit: srun was seen to lose the last output of a task that ends at once."""
 
 
 def arguments_for(search: Search, options: Options) -> list[str]:
-    """The command line that makes another host search and collect alike."""
+    """Return the command line that makes another host search and collect in the same way."""
     found = [f"--pid={pid}" for pid in search.pids] + [f"--match={search.match}"]
     if search.variable:
         found.append(f"--variable={'='.join(search.variable)}")
@@ -36,7 +37,7 @@ def arguments_for(search: Search, options: Options) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Collect this host as the arguments say."""
+    """Collect this host as the arguments define."""
     usual = Options()
     parser = argparse.ArgumentParser(prog="python -m hangdoctor.collect", description=__doc__)
     parser.add_argument("--pid", type=int, action="append", default=[])
@@ -47,11 +48,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=usual.timeout_s)
     parser.add_argument("--log-lines", type=int, default=usual.log_lines)
     parser.add_argument("--native", action="store_true")
-    parser.add_argument("--host", default=usual.host, help="what to call this host")
-    told = parser.parse_args(arguments)
-    name, _, value = told.variable.partition("=")
-    search = Search(tuple(told.pid), told.match, (name, value) if told.variable else None)
-    options = Options(told.samples, told.interval, told.timeout, told.native, told.log_lines, told.host)
+    parser.add_argument("--host", default=usual.host, help="name of this host in the collection")
+    parsed = parser.parse_args(arguments)
+    name, _, value = parsed.variable.partition("=")
+    search = Search(tuple(parsed.pid), parsed.match, (name, value) if parsed.variable else None)
+    options = Options(
+        parsed.samples, parsed.interval, parsed.timeout, parsed.native, parsed.log_lines, parsed.host
+    )
     with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
         try:
             collect_host(search, Path(folder), options)

@@ -1,4 +1,4 @@
-"""Which processes are the ranks of one job, which are their children, and which ranks have no process.
+"""Find the ranks of one job on this host, their children, and the ranks that have no process.
 
 process table --(search)--> scope --(claims a rank, no ancestor claims the same)--> ranks
                               \\--(below a rank)--> children          expected - found --> gone
@@ -14,13 +14,17 @@ from hangdoctor.collect.identity import Identity, identify, is_launcher, ranks_o
 from hangdoctor.collect.process import Process, ancestors, descendants
 
 MAX_CHILDREN = 64
-"""Per rank. A compile pool has as many workers as the host has cores; beyond this they all look alike."""
+"""Per rank. A compile pool has as many workers as the host has cores, with equal stacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Where to look: below pids; else at command lines that match a regular expression and processes that carry an
-    environment variable; or (all empty) at every process of this user that claims a rank."""
+    """The processes to search.
+
+    Those at or below `pids`; else those whose command line matches the regular expression `match`
+    and that carry the environment variable `variable`; or (all empty) every process of this user
+    that claims a rank.
+    """
 
     pids: tuple[int, ...] = ()
     match: str = ""
@@ -29,10 +33,10 @@ class Search:
     def __str__(self) -> str:
         if self.pids:
             return "at or below pid " + ", ".join(map(str, self.pids))
-        told = [f"with a command line that matches {self.match!r}"] if self.match else []
-        told += [f"started with {'='.join(self.variable)}"] if self.variable else []
-        if told:
-            return " and ".join(told)
+        conditions = [f"with a command line that matches {self.match!r}"] if self.match else []
+        conditions += [f"started with {'='.join(self.variable)}"] if self.variable else []
+        if conditions:
+            return " and ".join(conditions)
         return "of this user with RANK (or the rank of MPI or SLURM) in its environment"
 
 
@@ -54,8 +58,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Every process of one job on this host: ranks, their children, the launcher. `gone` are ranks that should run
-    here and have no process; `elsewhere` are ranks that other hosts should have."""
+    """Every process of one job on this host: ranks, their children, the launcher.
+
+    `gone` are ranks that should run here and have no process; `elsewhere` are ranks that other
+    hosts should have.
+    """
 
     targets: tuple[Target, ...]
     gone: tuple[int, ...]
@@ -75,11 +82,11 @@ class Claim:
 
 
 def find_job(search: Search, table: dict[int, Process]) -> Job:
-    """The one job that `search` leads to.
+    """Return the one job that `search` leads to.
 
     Raises:
-        NoRanksFound: nothing there looks like a rank.
-        SeveralJobs: ranks of more than one rendezvous are there.
+        NoRanksFound: no process looks like a rank.
+        SeveralJobs: there are ranks of more than one rendezvous.
     """
     scope = members(search, table)
     claims = _rank_claims(scope, table)
@@ -98,12 +105,12 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
 
 
 def _ours(table: dict[int, Process]) -> set[int]:
-    """This process and what called it: never of the job, unless named by pid."""
+    """Return this process and its ancestors: never part of the job, unless named by pid."""
     return {os.getpid(), *ancestors(os.getpid(), table)}
 
 
 def members(search: Search, table: dict[int, Process]) -> list[int]:
-    """Pids of every process that `search` leads to, with everything below them."""
+    """Return the pids of every process that `search` leads to, with all their descendants."""
     if search.pids:
         named = [pid for pid in search.pids if pid in table]
         return list(dict.fromkeys([*named, *descendants(named, table)]))
@@ -132,7 +139,9 @@ def _claim(process: Process) -> Claim:
 
 
 def _rank_claims(scope: list[int], table: dict[int, Process]) -> list[Claim]:
-    """Python processes that claim a rank which none of their ancestors claims, in order of rank."""
+    """Return Python processes that claim a rank which none of their ancestors claims, in order of
+    rank.
+    """
     claims = {
         pid: claim
         for pid in scope
@@ -155,7 +164,7 @@ def _inherited(pid: int, claims: dict[int, Claim], table: dict[int, Process]) ->
 
 
 def _with_peers(claims: list[Claim], table: dict[int, Process]) -> list[Claim]:
-    """Every rank of the jobs that these ranks are of: only its peers can say why a rank waits."""
+    """Return every rank of the jobs of these ranks: only its peers show why a rank waits."""
     jobs = {(claim.identity.job, claim.process.uid) for claim in claims}
     ours = _ours(table)
     everywhere = _rank_claims([pid for pid in table if pid not in ours], table)
@@ -175,12 +184,14 @@ def _refuse_several_jobs(claims: list[Claim]) -> None:
             for job, members in jobs.items()
         ]
         raise SeveralJobs(
-            f"{len(jobs)} jobs run here; name one by `--pid` of any of its ranks:\n" + "\n".join(lines)
+            f"{len(jobs)} jobs run here; select one with `--pid` of any of its ranks:\n" + "\n".join(lines)
         )
 
 
 def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -> list[Target]:
-    """Processes in the scope that have a role and no rank (inference servers, reward actors): topmost only, counted."""
+    """Return processes in the scope that have a role and no rank (inference servers, reward
+    actors): topmost only, numbered.
+    """
     ranked = {claim.process.pid for claim in claims}
     roles = {
         pid: _claim(table[pid]).identity.role for pid in scope if table[pid].is_python and pid not in ranked
@@ -197,7 +208,7 @@ def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -
 
 
 def _unranked(search: Search, scope: list[int], table: dict[int, Process]) -> list[Claim]:
-    """Named processes that claim no rank are numbered by pid, topmost Python processes only."""
+    """Number named processes that claim no rank by pid, topmost Python processes only."""
     python = {pid for pid in scope if table[pid].is_python}
     tops = [pid for pid in sorted(python) if not python & set(ancestors(pid, table))]
     if search == Search() or not tops:
@@ -212,12 +223,12 @@ def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) 
     return (
         f"No rank was found. Looked for a Python process {search}, among {len(table)} processes ({len(scope)} in reach"
         + (f", {hidden} of other users not readable without root" if hidden else "")
-        + "). Name the job with --pid PID of a rank or of its launcher, or with --match REGEX of its command line."
+        + "). Select the job with --pid PID of a rank or of its launcher, or with --match REGEX of its command line."
     )
 
 
 def _name_ranks(claims: list[Claim]) -> list[Target]:
-    """One target a rank: the oldest process, where several claim it."""
+    """Return one target per rank: the oldest process, where several claim it."""
     named: dict[str, Target] = {}
     for claim in claims:
         prefix = "" if claim.identity.role == "trainer" else f"{claim.identity.role}_"
@@ -227,7 +238,7 @@ def _name_ranks(claims: list[Claim]) -> list[Target]:
 
 
 def _children(rank: Target, ranks: list[Target], table: dict[int, Process]) -> list[Target]:
-    """Processes below a rank that are not below another rank."""
+    """Return processes below a rank that are not below another rank."""
     others = {other.pid for other in ranks if other is not rank}
     below = [
         pid
@@ -246,7 +257,7 @@ def _between(pid: int, top: int, table: dict[int, Process]) -> list[int]:
 
 
 def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
-    """The nearest known launcher above a rank."""
+    """Return the nearest known launcher above a rank."""
     for rank in ranks:
         for pid in ancestors(rank.pid, table):
             if table[pid].is_python and is_launcher(table[pid].command):
@@ -255,20 +266,24 @@ def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
 
 
 def _absent(ranks: list[Target], world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Trainer ranks that the world size promises and no process claims: those of this host, those of others."""
+    """Return trainer ranks that the world size includes and no process claims: those of this host,
+    those of others.
+    """
     trainers = [target for target in ranks if target.role == "trainer"]
-    promised = set(range(world_size))
-    local = _ranks_of_this_host([target.process.environment or {} for target in trainers], promised)
-    absent = sorted(promised - {target.rank for target in trainers})
+    expected = set(range(world_size))
+    local = _ranks_of_this_host([target.process.environment or {} for target in trainers], expected)
+    absent = sorted(expected - {target.rank for target in trainers})
     return tuple(rank for rank in absent if rank in local), tuple(
         rank for rank in absent if rank not in local
     )
 
 
-def _ranks_of_this_host(environments: list[dict[str, str]], promised: set[int]) -> set[int]:
-    """As torchrun says; else all of them, unless a scheduler says that there are other hosts."""
+def _ranks_of_this_host(environments: list[dict[str, str]], expected: set[int]) -> set[int]:
+    """Return the ranks torchrun placed here; else all of them, unless a scheduler reports other
+    hosts.
+    """
     spans = [ranks_of_host(environment) for environment in environments]
     known = [span for span in spans if span is not None]
     if known:
         return {rank for span in known for rank in span}
-    return set() if any(spans_hosts(environment) for environment in environments) else promised
+    return set() if any(spans_hosts(environment) for environment in environments) else expected

@@ -1,26 +1,26 @@
-"""Why a collection could not begin, as exceptions whose text says what to do next.
+"""Errors that prevent a collection; the text of each says what to do next.
 
 HangInputError
-    NoRanksFound      no process looked like a rank: says what was looked for
-    SeveralJobs       more than one job was found: lists them with their pids
+    NoRanksFound      no process looks like a rank: the text gives what was searched for
+    SeveralJobs       more than one job was found: the text lists them with their pids
     PySpyMissing      there is no py-spy to dump with
-    HostsUnknown      the scheduler, cluster or selector named no host to collect from
+    HostsUnknown      the scheduler, cluster or selector returned no host to collect from
 """
 
 from hangdoctor.errors import HangInputError
 
 
 class NoRanksFound(HangInputError):
-    """No process in the place that was searched looks like a rank."""
+    """No process in the searched scope looks like a rank."""
 
 
 class SeveralJobs(HangInputError):
-    """The search met ranks of more than one job; the caller must choose one."""
+    """The search found ranks of more than one job; the caller must choose one."""
 
 
 class PySpyMissing(HangInputError):
-    """py-spy is neither beside this Python nor on PATH."""
+    """py-spy is neither next to this Python nor on PATH."""
 
 
 class HostsUnknown(HangInputError):
-    """A many-host collection has no host to begin with."""
+    """A collection of many hosts has no host to start with."""

@@ -1,6 +1,7 @@
-"""What lies around a process besides its stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS.
+"""Evidence besides stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS.
 
-Every function answers with text or bytes, or None when there is nothing: a collection never fails for want of these.
+Every function returns text or bytes, or None when there is nothing: a collection never fails
+because one is missing.
 """
 
 import os
@@ -28,7 +29,9 @@ DUMP_WAIT_S = 10.0
 
 
 def selected_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that say how a job was started: an allow-list, and none whose name looks like a credential."""
+    """Return the variables that define how a job was started: an allow-list, and none whose name
+    looks like a credential.
+    """
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -37,7 +40,9 @@ def selected_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def without_credentials(command: tuple[str, ...]) -> list[str]:
-    """A command line whose `--api-key VALUE` and `--api-key=VALUE` say `***` for the value."""
+    """Return a command line with the values of `--api-key VALUE` and `--api-key=VALUE` replaced by
+    `***`.
+    """
     shown: list[str] = []
     for previous, word in zip(("", *command), command, strict=False):
         name, equals, _ = word.partition("=")
@@ -51,12 +56,14 @@ def without_credentials(command: tuple[str, ...]) -> list[str]:
 
 
 def _names_a_credential(option: str) -> bool:
-    """`--api-key` and `--hf_token` do; `--tokenizer` and `--max-tokens` do not."""
+    """True for `--api-key` and `--hf_token`, false for `--tokenizer` and `--max-tokens`."""
     return any(LOOKS_SECRET.fullmatch(part) for part in re.split(r"[-_.]", option))
 
 
 def log_tail(pid: int, num_lines: int) -> str | None:
-    """The last lines of the files that a process writes its stdout and stderr to; pipes and terminals have none."""
+    """Return the last lines of the files that a process writes its stdout and stderr to; pipes and
+    terminals have none.
+    """
     tails: dict[str, str] = {}
     for descriptor in ("1", "2"):
         link = PROC / str(pid) / "fd" / descriptor
@@ -78,8 +85,11 @@ def _last_lines(path: Path, num_lines: int) -> str:
 
 
 def error_files(environment: dict[str, str]) -> dict[int, str]:
-    """Rank to torchelastic error file, for this rank and its neighbours on the host: the file of a rank that is
-    gone lies beside those of the living, as `.../attempt_0/LOCAL_RANK/error.json`."""
+    """Return rank to torchelastic error file, for this rank and the other ranks of the host.
+
+    The file of a rank that is gone is stored next to those of the living ranks, as
+    `.../attempt_0/LOCAL_RANK/error.json`.
+    """
     if "TORCHELASTIC_ERROR_FILE" not in environment:
         return {}
     own = Path(environment["TORCHELASTIC_ERROR_FILE"])
@@ -94,11 +104,14 @@ def error_files(environment: dict[str, str]) -> dict[int, str]:
 
 
 def flight_recorder_dump(rank: int, environment: dict[str, str], started: float) -> bytes | None:
-    """A rank's Flight Recorder dump: asked for through its pipe where it listens on one, else a file that it has
-    written since `started` (seconds since the epoch; older ones are of another run)."""
-    asked = time.time()
-    rung = _ring(rank, environment)
-    since, deadline = (asked, asked + DUMP_WAIT_S) if rung else (started, asked)
+    """Return a rank's Flight Recorder dump, or None.
+
+    It is requested through the rank's pipe where it listens on one; else it is a file written since
+    `started` (seconds since the epoch; older files belong to another run).
+    """
+    now = time.time()
+    requested = _request_dump(rank, environment)
+    since, deadline = (now, now + DUMP_WAIT_S) if requested else (started, now)
     prefix = _first(environment, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     cache = Path(environment.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     prefixes = [prefix] if prefix else [str(cache / "torch/comm_lib_trace_rank_"), "/tmp/nccl_trace_rank_"]
@@ -111,8 +124,8 @@ def flight_recorder_dump(rank: int, environment: dict[str, str], started: float)
         time.sleep(0.1)
 
 
-def _ring(rank: int, environment: dict[str, str]) -> bool:
-    """Write to the pipe that makes a rank dump; false when nobody reads it."""
+def _request_dump(rank: int, environment: dict[str, str]) -> bool:
+    """Write to the pipe that makes a rank dump; return False when nothing reads it."""
     prefix = _first(environment, "TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
     if not prefix:
         return False
@@ -128,7 +141,9 @@ def _ring(rank: int, environment: dict[str, str]) -> bool:
 
 
 def _settled(path: Path, since: float) -> bytes | None:
-    """The file's bytes once it was written after `since` (file times are coarse: 50 ms) and stops growing."""
+    """Return the file's bytes once it was written after `since` (file times are coarse: 50 ms) and
+    stops growing.
+    """
     try:
         before = path.stat()
         if before.st_mtime < since - 0.05 or before.st_size == 0:
@@ -145,7 +160,7 @@ def _first(environment: dict[str, str], *names: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One entry of `gpu/K/HOST.json`; None where the driver does not tell."""
+    """One entry of `gpu/K/HOST.json`; None where the driver reports no value."""
 
     index: int
     utilization_percent: float | None
@@ -154,7 +169,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu] | None:
-    """Every GPU of this host by nvidia-smi; None where there is no such tool."""
+    """Return every GPU of this host by nvidia-smi, or None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     cards = _query("--query-gpu=uuid,index,utilization.gpu,power.draw")
@@ -183,7 +198,9 @@ def _float(text: str) -> float | None:
 
 
 def nccl_ras() -> str | None:
-    """What NCCL's RAS service on this host says of every communicator, when one answers."""
+    """Return the report of NCCL's RAS service on this host about every communicator, or None
+    without one.
+    """
     if shutil.which("ncclras"):
         return _quick(["ncclras", "-v"])
     try:

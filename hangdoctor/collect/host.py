@@ -1,7 +1,8 @@
-"""All of one host: find the job, dump every process a few times in parallel, keep the facts beside the dumps.
+"""Collect one host: find the job, dump every process a few times in parallel, save facts with the
+dumps.
 
-find_job ─> sample 0 ─(interval)─> sample 1 ... ─> surroundings ─> collection.json (last: the folder is whole)
-               └ thread pool: each thread waits for one py-spy, and a time-out unblocks it
+    find_job ─> sample 0 ─(interval)─> sample 1 ... ─> surroundings ─> collection.json (comes last)
+                   └ thread pool: each thread waits for one py-spy, and a time-out unblocks it
 """
 
 import os
@@ -33,7 +34,7 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     """Write a collection of the job that `search` finds on this host.
 
     Raises:
-        HangInputError: there is no py-spy, no rank, or more than one job (its subclasses in `errors`).
+        HangInputError: no py-spy, no rank, or more than one job (subclasses in `errors`).
     """
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())
@@ -61,14 +62,16 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
 
 
 def _keep_source(target: Target, folder: Path) -> None:
-    """The lines that its stacks point at, over all samples."""
+    """Save the source lines that its stacks point at, over all samples."""
     dumps = sorted(folder.glob(f"samples/*/{target.name}.json"))
     if dumps:
         write_json(folder / f"source/{target.name}.json", source_lines(path.read_text() for path in dumps))
 
 
 def _surroundings(target: Target, folder: Path, options: Options) -> None:
-    """Environment, log tail, error files and Flight Recorder of one rank; children only share them."""
+    """Save environment, log tail, error files and Flight Recorder dump of one rank; children share
+    those of their rank.
+    """
     if target.role == "child":
         return
     environment = target.process.environment or {}
@@ -98,7 +101,9 @@ def _manifest(job: Job, outcomes: list[dict[str, Outcome]], times: list[float], 
 
 
 def _entry(target: Target, outcomes: list[Outcome], host: str) -> ProcessEntry:
-    """The status of a process over all samples: stopped in the last one, else dumped once is dumped."""
+    """Return the status of a process over all samples: stopped in the last one, else dumped if any
+    sample was.
+    """
     last = outcomes[-1]
     dumped = any(outcome.status == "dumped" for outcome in outcomes)
     status = "dumped" if dumped and last.status != "stopped" else last.status

@@ -1,7 +1,7 @@
-"""Which rank of which job a process is, read from the environment and the command line it was started with.
+"""The rank and job of a process, from the environment and the command line it was started with.
 
-Environments are inherited: a data-loader worker carries the RANK of the rank that forked it, so an identity says
-what a process *claims*; `discover` decides who is the rank itself.
+Environments are inherited: a data-loader worker carries the RANK of the rank that forked it, so an
+identity is what a process *claims*; `discover` decides which process is the rank itself.
 """
 
 import itertools
@@ -30,8 +30,11 @@ SERVER_ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process claims to be. `job` groups the ranks that meet in one rendezvous; `inferred` is true for
-    schedulers' variables, which their launchers and shells carry as well."""
+    """What a process claims to be.
+
+    `job` groups the ranks of one rendezvous; `inferred` is true for schedulers' variables, which
+    their launchers and shells carry as well.
+    """
 
     rank: int | None
     world_size: int | None
@@ -41,7 +44,7 @@ class Identity:
 
 
 def identify(environment: dict[str, str], command: tuple[str, ...]) -> Identity:
-    """The rank, world size, role and job that an environment and a command line speak of."""
+    """Return the rank, world size, role and job that an environment and a command line define."""
     job = job_key(environment)
     for rank_name, world_name in RANK_AND_WORLD:
         rank = _number(environment, rank_name)
@@ -52,8 +55,11 @@ def identify(environment: dict[str, str], command: tuple[str, ...]) -> Identity:
 
 
 def role_of_rank(environment: dict[str, str], command: tuple[str, ...]) -> str:
-    """Of a process with a rank: what torchelastic's ROLE_NAME says, engine by its title, else trainer. A script's
-    name does not count: `train_reward_model.py` trains."""
+    """Return the role of a process with a rank: torchelastic's ROLE_NAME, engine by its title, else
+    trainer.
+
+    The name of a script does not count: `train_reward_model.py` trains.
+    """
     named = environment.get("ROLE_NAME", "")
     if named in ROLES:
         return named
@@ -61,18 +67,22 @@ def role_of_rank(environment: dict[str, str], command: tuple[str, ...]) -> str:
 
 
 def role_of_server(command: tuple[str, ...]) -> str:
-    """Of a process without a rank: from its title, module or script; trainer when they say nothing."""
-    told = " ".join(_program(command)).lower()
-    return next((role for role, pattern in SERVER_ROLES if pattern.search(told)), "trainer")
+    """Return the role of a process without a rank, from its title, module or script; trainer by
+    default.
+    """
+    words = " ".join(_program(command)).lower()
+    return next((role for role, pattern in SERVER_ROLES if pattern.search(words)), "trainer")
 
 
 def is_launcher(command: tuple[str, ...]) -> bool:
-    """Whether a command line is one of the usual launchers of ranks."""
+    """True if a command line is one of the usual launchers of ranks."""
     return any(LAUNCHER.search(word.rsplit("/", 1)[-1]) for word in command[:4])
 
 
 def job_key(environment: dict[str, str]) -> str:
-    """What ranks of one job share: the address of their rendezvous, or the scheduler's job."""
+    """Return the key shared by the ranks of one job: the address of their rendezvous, or the
+    scheduler's job.
+    """
     if "MASTER_PORT" in environment:
         address = environment.get("MASTER_ADDR", "")
         return f"{address}:{environment['MASTER_PORT']}"
@@ -83,7 +93,9 @@ def job_key(environment: dict[str, str]) -> str:
 
 
 def ranks_of_host(environment: dict[str, str]) -> range | None:
-    """The ranks that torchrun started on the host of a process with this environment, or None without torchrun."""
+    """Return the ranks that torchrun started on the host of a process with this environment, or
+    None without torchrun.
+    """
     size, group = _number(environment, "LOCAL_WORLD_SIZE"), _number(environment, "GROUP_RANK")
     rank, local = _number(environment, "RANK"), _number(environment, "LOCAL_RANK")
     if size is None or rank is None or local is None or group is None:
@@ -92,13 +104,13 @@ def ranks_of_host(environment: dict[str, str]) -> range | None:
 
 
 def spans_hosts(environment: dict[str, str]) -> bool:
-    """Whether a scheduler says that the job of this process has several hosts."""
+    """True if a scheduler reports that the job of this process has several hosts."""
     names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     return any((_number(environment, name) or 1) > 1 for name in names)
 
 
 def _program(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The words that name a program: its title, `-m module` and the file name of its script."""
+    """Return the words that name a program: its title, `-m module`, the file name of its script."""
     words = command[:1]
     for previous, word in itertools.pairwise(command):
         if previous == "-m":

@@ -1,4 +1,4 @@
-"""Writing the folder that COLLECTION.md describes, packing it, and laying the folders of many hosts into one."""
+"""Write the folder that COLLECTION.md describes, pack it, and merge the folders of many hosts."""
 
 import io
 import json
@@ -40,8 +40,11 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """collection.json. Times are seconds since the epoch. `elsewhere` are ranks of hosts that nobody looked at: they
-    are not expected here, since whoever reads would take a rank that is expected and not found for dead."""
+    """collection.json. Times are seconds since the epoch.
+
+    `elsewhere` are ranks of hosts that were not collected: they are not expected here, since a
+    reader treats a rank that is expected and not found as dead.
+    """
 
     created: float
     job_size: int | None
@@ -52,24 +55,24 @@ class Manifest:
 
 
 def gone_rank(rank: int, host: str, detail: str) -> ProcessEntry:
-    """The entry of an expected rank that has no process."""
+    """Return the entry of an expected rank that has no process."""
     return ProcessEntry(f"rank_{rank}", rank, "trainer", host, None, None, "gone", detail, "")
 
 
 def write_json(path: Path, value: object) -> None:
-    """One JSON file; folders above it are made."""
+    """Write one JSON file; create the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """One text file; folders above it are made."""
+    """Write one text file; create the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, errors="replace")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """collection.json, written last: its presence says that the folder is whole."""
+    """Write collection.json; it comes last, as the mark that the folder is complete."""
     write_json(
         folder / "collection.json",
         {
@@ -87,7 +90,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _other_hosts(manifest: Manifest) -> list[HostEntry]:
-    """One entry for all the hosts that nobody looked at, so that a reader hears of them."""
+    """Return one entry for all hosts that were not collected, so that a reader reports them."""
     if not manifest.elsewhere:
         return []
     first, last, number = manifest.elsewhere[0], manifest.elsewhere[-1], len(manifest.elsewhere)
@@ -97,7 +100,7 @@ def _other_hosts(manifest: Manifest) -> list[HostEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What `write_manifest` wrote."""
+    """Read what `write_manifest` wrote."""
     raw = json.loads((folder / "collection.json").read_text())
     return Manifest(
         raw["created"],
@@ -110,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def pack(folder: Path) -> bytes:
-    """The folder as a gzipped tar of relative members."""
+    """Return the folder as a gzipped tar of relative members."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for path in sorted(folder.rglob("*")):
@@ -120,10 +123,11 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(packed: bytes, folder: Path) -> None:
-    """Members of a tar from another host into `folder`: regular files of relative names only.
+    """Write the members of a tar from another host into `folder`: regular files of relative names
+    only.
 
     Raises:
-        ValueError: these bytes are no tar, or a member reaches out of the folder or is absurdly large.
+        ValueError: these bytes are no tar, or a member points outside the folder or is too large.
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as tar:
@@ -135,21 +139,22 @@ def unpack(packed: bytes, folder: Path) -> None:
                     or ".." in name.parts
                     or member.size > MAX_MEMBER_BYTES
                 ):
-                    raise ValueError(f"member {member.name!r} of the answer is not a plain file inside it")
+                    raise ValueError(f"member {member.name!r} of the response is not a plain file inside it")
                 content = tar.extractfile(member)
                 assert content is not None
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read())
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"the answer is no tar ({error}); it begins {packed[:60]!r}") from error
+        raise ValueError(f"the response is no tar ({error}); it begins with {packed[:60]!r}") from error
 
 
-def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path, all_asked: bool) -> Manifest:
-    """Lay collections of single hosts into one and write its manifest.
+def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path, all_queried: bool) -> Manifest:
+    """Merge collections of single hosts into one and write its manifest.
 
-    A process whose name another host has taken already gets the next free number of its role. A rank that no host
-    has is gone when every host of the job was asked (`all_asked`) and answered, else it may be elsewhere.
+    A process whose name another host already uses gets the next free number of its role. A rank
+    that no host has is gone when every host of the job was queried (`all_queried`) and responded,
+    else it may be elsewhere.
     """
     manifests: list[Manifest] = []
     taken: dict[str, ProcessEntry] = {}
@@ -171,7 +176,7 @@ def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path, all_
     gone = {name: process for name, process in gone.items() if name not in taken}
     known = taken.keys() | gone.keys()
     unseen = [rank for rank in range(job_size) if f"rank_{rank}" not in known]
-    if all_asked and all(host.status == "ok" for host in hosts):
+    if all_queried and all(host.status == "ok" for host in hosts):
         found_nowhere = [
             gone_rank(rank, "", "no process on any host of the job claims it") for rank in unseen
         ]

@@ -1,4 +1,4 @@
-"""Why the kernel does not let us read a process, and exactly what to do about it."""
+"""Explain why the kernel refuses to let us read a process, and exactly what to do about it."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ NEXT_TIME = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What decides whether this process may read another: Yama's scope (None without Yama), our capability, uids."""
+    """What decides whether this process may read another: Yama's scope (None without Yama), our
+    capability, uids.
+    """
 
     ptrace_scope: int | None
     may_ptrace: bool
@@ -24,7 +26,7 @@ class Access:
 
 
 def explain_refusal(access: Access) -> str:
-    """What to do, most likely cause first."""
+    """Return what to do, most likely cause first."""
     if access.their_uid not in (None, access.our_uid) and not access.may_ptrace:
         cause = f"It belongs to uid {access.their_uid} and this command runs as uid {access.our_uid}: run it as that user or with sudo."
     elif access.ptrace_scope == 1:
@@ -36,7 +38,7 @@ def explain_refusal(access: Access) -> str:
         cause = f"kernel.yama.ptrace_scope is {access.ptrace_scope}: " + (
             "run this with sudo."
             if access.ptrace_scope == 2
-            else "nobody may read it until a reboot with another value."
+            else "no process may read it until a reboot with another value."
         )
     else:
         cause = "The kernel or a seccomp profile refuses process_vm_readv: run this with CAP_SYS_PTRACE."
@@ -48,8 +50,8 @@ def explain_refusal(access: Access) -> str:
     return f"{cause} {NEXT_TIME}"
 
 
-def look_at_access(their_uid: int | None) -> Access:
-    """The facts of this host and this process."""
+def current_access(their_uid: int | None) -> Access:
+    """Return the access facts of this host and this process."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     return Access(
         int(scope.read_text()) if scope.exists() else None,

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who started whom, what they run, how they wait. Linux only, standard library only."""
+"""Processes as /proc shows them: parents, commands, states. Linux only, standard library only."""
 
 import os
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process. `environment` is what it was started with, or None where /proc refuses to show it."""
+    """One process. `environment` is that of its start, or None where /proc refuses access."""
 
     pid: int
     parent_pid: int
@@ -23,7 +23,9 @@ class Process:
 
     @property
     def is_python(self) -> bool:
-        """Whether it runs a Python interpreter, as far as its executable tells (embedded ones do not tell)."""
+        """True if its executable is a Python interpreter (embedded interpreters are not
+        recognised).
+        """
         return Path(self.executable).name.startswith(("python", "pypy"))
 
 
@@ -39,8 +41,10 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What `proc/K/NAME.json` holds; None where the process is gone or /proc refuses. `start_time` is seconds since
-    the epoch, `cpu_s` user plus system time of all threads."""
+    """The contents of `proc/K/NAME.json`; None where the process is gone or /proc refuses access.
+
+    `start_time` is seconds since the epoch, `cpu_s` user plus system time of all threads.
+    """
 
     state: str | None
     wchan: str | None
@@ -52,7 +56,7 @@ class Facts:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """/proc/PID/stat, or None when the process is gone."""
+    """Return /proc/PID/stat, or None when the process is gone."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -62,7 +66,7 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def read_process(pid: int) -> Process | None:
-    """One process, or None when it is gone."""
+    """Return one process, or None when it is gone."""
     folder = PROC / str(pid)
     stat = read_stat(pid)
     if stat is None:
@@ -78,7 +82,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def process_table() -> dict[int, Process]:
-    """Every process on this host, kernel threads left out."""
+    """Return every process on this host, kernel threads left out."""
     pids = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
     found = (read_process(pid) for pid in pids)
     return {
@@ -89,7 +93,7 @@ def process_table() -> dict[int, Process]:
 
 
 def descendants(pids: Iterable[int], table: dict[int, Process]) -> list[int]:
-    """The processes below `pids` (themselves left out), parents before their children."""
+    """Return the processes below `pids` (themselves left out), parents before their children."""
     children: dict[int, list[int]] = {}
     for process in table.values():
         children.setdefault(process.parent_pid, []).append(process.pid)
@@ -102,7 +106,7 @@ def descendants(pids: Iterable[int], table: dict[int, Process]) -> list[int]:
 
 
 def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
-    """The parent of `pid`, its parent, and so on up to the first that is not in the table."""
+    """Return the parent of `pid`, its parent, and so on up to the last one in the table."""
     found = []
     while pid in table and table[pid].parent_pid in table:
         pid = table[pid].parent_pid
@@ -111,7 +115,7 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
 
 
 def read_facts(pid: int) -> Facts:
-    """The facts of one process at this moment."""
+    """Return the facts of one process at this moment."""
     stat, status = read_stat(pid), _status_lines(pid)
     return Facts(
         state=stat.state if stat else None,
@@ -125,7 +129,7 @@ def read_facts(pid: int) -> Facts:
 
 
 def boot_time() -> float:
-    """When this machine started, seconds since the epoch."""
+    """Return the start time of this machine, in seconds since the epoch."""
     for line in (PROC / "stat").read_text().splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -135,7 +139,7 @@ def boot_time() -> float:
 def _executable(folder: Path, command: tuple[str, ...]) -> str:
     try:
         return os.readlink(folder / "exe")
-    except OSError:  # of another user, or gone: its own word for it must do
+    except OSError:  # of another user, or gone: fall back to its command line
         return command[0] if command else ""
 
 

@@ -1,7 +1,8 @@
-"""One py-spy dump of one process, and what its exit code and words mean.
+"""Run one py-spy dump of one process and interpret its exit code and messages.
 
-Nonblocking first: a hung rank does not move, so torn reads are rare, while a py-spy that is killed in ptrace can
-leave its target stopped. py-spy answers 0, 1 or 2 only, so the cause is read from its words.
+Nonblocking first: a hung rank does not move, so torn reads are rare, while a py-spy that is killed
+in ptrace can leave its target stopped. py-spy exits with 0, 1 or 2 only, so the cause is read from
+its message.
 """
 
 import shutil
@@ -22,7 +23,9 @@ RETRY_AFTER_S = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What came of one attempt: a status of the collection format, why, what py-spy printed and complained."""
+    """The result of one attempt: a status of the collection format, the reason, and py-spy's stdout
+    and stderr.
+    """
 
     status: str
     detail: str
@@ -31,26 +34,27 @@ class Dump:
 
 
 def find_pyspy() -> str:
-    """The py-spy beside this interpreter, else the one on PATH.
+    """Return the py-spy next to this interpreter, else the one on PATH.
 
     Raises:
         PySpyMissing: there is none.
     """
-    beside = Path(sys.executable).with_name("py-spy")
-    for candidate in (str(beside), shutil.which("py-spy")):
+    sibling = Path(sys.executable).with_name("py-spy")
+    for candidate in (str(sibling), shutil.which("py-spy")):
         if candidate and _run([candidate, "--version"], timeout_s=10).status == "dumped":
             return candidate
     raise PySpyMissing(
-        f"py-spy is neither beside {sys.executable} nor on PATH. Install it with `{sys.executable} -m pip install py-spy` "
+        f"py-spy is neither next to {sys.executable} nor on PATH. Install it with `{sys.executable} -m pip install py-spy` "
         "(in a read-only container: `PYTHONUSERBASE=/tmp/py-spy pip install --user py-spy`, then put /tmp/py-spy/bin on PATH)."
     )
 
 
 def dump(pyspy: str, pid: int, timeout_s: float, native: bool = False) -> Dump:
-    """The stacks of one process: JSON, or text with native frames, which pauses the process for a moment.
+    """Return the stacks of one process: JSON, or text with native frames, which pauses the process
+    for a moment.
 
-    Tried again for an interpreter that is still starting and for a torn read of one that moves; the last time pauses
-    it, so that it cannot move.
+    Retried for an interpreter that is still starting and for a torn read of one that moves; the
+    last attempt pauses it, so that it cannot move.
     """
     reading = ["--native"] if native else ["--json", "--nonblocking"]
     done = _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
@@ -79,8 +83,8 @@ def _run(command: list[str], timeout_s: float) -> Dump:
 
 
 def _meaning(complaint: str) -> tuple[str, str]:
-    """The status and the reason that py-spy's words stand for."""
-    first = complaint.strip().splitlines()[0] if complaint.strip() else "py-spy failed without a word"
+    """Return the status and the reason for a message of py-spy."""
+    first = complaint.strip().splitlines()[0] if complaint.strip() else "py-spy failed without a message"
     if any(words in complaint for words in REFUSED):
         return "not_permitted", first
     if any(words in complaint for words in GONE):

@@ -1,4 +1,6 @@
-"""One collecting task on every node of a Ray cluster, through the driver's own Ray. Imports ray only when called."""
+"""Collect every node of a Ray cluster with one task each, through the driver's own Ray. Imports ray
+only when called.
+"""
 
 from pathlib import Path
 
@@ -9,16 +11,18 @@ from hangdoctor.collect.remote import Answer, build_bundle, collector_command, m
 from hangdoctor.collect.sample import Options
 
 ACTORS_AND_TASKS = r"^ray::(?!IDLE)"
-"""Process titles of Ray workers that run something."""
+"""Process titles of Ray workers that are not idle."""
 
 
 def collect_ray(address: str, search: Search, folder: Path, options: Options) -> Manifest:
-    """Collect every living node of the cluster at `address` (`auto`: the one of this host) into `folder`.
+    """Collect every living node of the cluster at `address` (`auto`: the one of this host) into
+    `folder`.
 
-    Ray Train sets RANK inside the running worker, where /proc cannot see it; such workers are numbered by pid.
+    Ray Train sets RANK inside the running worker, where /proc cannot see it; such workers are
+    numbered by pid.
 
     Raises:
-        HostsUnknown: ray is not installed or no cluster answers.
+        HostsUnknown: ray is not installed or no cluster responds.
         NoRanksFound: no node runs an actor or task.
     """
     try:
@@ -50,11 +54,11 @@ def collect_ray(address: str, search: Search, folder: Path, options: Options) ->
             answers.append(Answer(host, *ray.get(reference, timeout=limit_s + 30)))
         except (ray.exceptions.RayError, TimeoutError) as error:
             answers.append(Answer(host, None, b"", f"{type(error).__name__}: {error}"))
-    return merge_answers(answers, folder, all_asked=True)
+    return merge_answers(answers, folder, all_queried=True)
 
 
 def _run_collector(arguments: list[str], bundle: bytes, limit_s: float) -> tuple[int, bytes, str]:
-    """On the node, in a Ray worker: the collector as a child process of its own."""
+    """On the node, in a Ray worker: run the collector as a child process."""
     import subprocess
     import sys
 

@@ -1,10 +1,11 @@
-"""Many hosts into one folder: each gets the collector through its stdin and streams its collection back.
+"""Collect many hosts into one folder: each gets the collector through its stdin and streams its
+collection back.
 
     bundle (this package and py-spy, a few MB) ──stdin──> python3 -c BOOTSTRAP on the host
     one thread a host, a time-out each           <─stdout── tar.gz of its collection
     all answers ──merge──> folder, with a status for every host and every expected rank
 
-Nothing has to be installed on the hosts but Python 3.11; nothing stays there.
+The hosts need nothing but Python 3.11; nothing is left on them.
 """
 
 import io
@@ -45,7 +46,7 @@ REFUSED_WORDS = ("permission denied", "not authorized", "forbidden")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host sent back. `returncode` is None when it did not answer in time."""
+    """The response of a host. `returncode` is None when it did not respond in time."""
 
     host: str
     returncode: int | None
@@ -54,7 +55,7 @@ class Answer:
 
 
 def build_bundle() -> bytes:
-    """The collector and py-spy as a gzipped tar: `hangdoctor/...` and `py-spy`."""
+    """Return the collector and py-spy as a gzipped tar: `hangdoctor/...` and `py-spy`."""
     package = Path(__file__).parents[1]
     sources = [package / "__init__.py", package / "errors.py", *sorted((package / "collect").glob("*.py"))]
     packed = io.BytesIO()
@@ -66,22 +67,24 @@ def build_bundle() -> bytes:
 
 
 def collector_command(python: str, search: Search, options: Options, host: str) -> list[str]:
-    """The command that, given the bundle on stdin, collects the host it runs on."""
+    """Return the command that, given the bundle on stdin, collects the host it runs on."""
     return [python, "-c", BOOTSTRAP, *arguments_for(search, options), f"--host={host}"]
 
 
 def slurm_hosts(job: str) -> list[str]:
-    """The nodes of a running SLURM job.
+    """Return the nodes of a running SLURM job.
 
     Raises:
         HostsUnknown: squeue does not know the job, or it has no nodes yet.
     """
-    nodes = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%N"], f"SLURM job {job}")
-    return _ask(["scontrol", "show", "hostnames", nodes], f"the nodes of SLURM job {job}").split()
+    nodes = _query_scheduler(["squeue", "--noheader", f"--jobs={job}", "--format=%N"], f"SLURM job {job}")
+    return _query_scheduler(["scontrol", "show", "hostnames", nodes], f"the nodes of SLURM job {job}").split()
 
 
 def slurm_command(job: str, host: str, collector: list[str]) -> list[str]:
-    """srun beside the job's own step: --overlap and no GPUs, else it would wait behind the job for ever."""
+    """Return srun next to the job's own step: --overlap and no GPUs, else it would wait for the job
+    indefinitely.
+    """
     return [
         "srun",
         "--overlap",
@@ -95,12 +98,12 @@ def slurm_command(job: str, host: str, collector: list[str]) -> list[str]:
 
 
 def ssh_command(host: str, collector: list[str]) -> list[str]:
-    """ssh without questions; the remote shell parses one string."""
+    """Return ssh without prompts; the remote shell parses one string."""
     return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, shlex.join(collector)]
 
 
 def kubernetes_pods(selector: str, namespace: str) -> list[str]:
-    """The running pods that a label selector names.
+    """Return the running pods that a label selector matches.
 
     Raises:
         HostsUnknown: kubectl fails, or no pod matches.
@@ -113,12 +116,12 @@ def kubernetes_pods(selector: str, namespace: str) -> list[str]:
         "--field-selector=status.phase=Running",
         "--output=name",
     ]
-    found = _ask([*command, *_namespace(namespace)], f"running pods with {selector!r}")
+    found = _query_scheduler([*command, *_namespace(namespace)], f"running pods with {selector!r}")
     return [name.removeprefix("pod/") for name in found.split()]
 
 
 def kubernetes_command(namespace: str, pod: str, collector: list[str]) -> list[str]:
-    """kubectl exec with the bundle on stdin."""
+    """Return kubectl exec with the bundle on stdin."""
     return ["kubectl", "exec", "--stdin", pod, *_namespace(namespace), "--", *collector]
 
 
@@ -126,23 +129,25 @@ def _namespace(namespace: str) -> list[str]:
     return [f"--namespace={namespace}"] if namespace else []
 
 
-def _ask(command: list[str], what: str) -> str:
-    """The output of a scheduler's command, which must not be empty."""
+def _query_scheduler(command: list[str], what: str) -> str:
+    """Return the output of a scheduler's command, which must not be empty."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         raise HostsUnknown(f"{command[0]} is not on PATH here: run this where {command[0]} works") from None
     if done.returncode or not done.stdout.strip():
-        said = done.stderr.strip() or "nothing found"
-        raise HostsUnknown(f"`{shlex.join(command)}` names no {what}: {said}")
+        reason = done.stderr.strip() or "nothing found"
+        raise HostsUnknown(f"`{shlex.join(command)}` found no {what}: {reason}")
     return done.stdout.strip()
 
 
-def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> Iterator[Answer]:
-    """Run one command a host, the bundle on its stdin, many at once; answers come in the order of the hosts."""
+def query_hosts(commands: dict[str, list[str]], timeout_s: float) -> Iterator[Answer]:
+    """Run one command per host, the bundle on its stdin, many at once; answers come in the order of
+    the hosts.
+    """
     bundle = build_bundle()
 
-    def ask(item: tuple[str, list[str]]) -> Answer:
+    def query(item: tuple[str, list[str]]) -> Answer:
         host, command = item
         try:
             done = subprocess.run(command, input=bundle, capture_output=True, timeout=timeout_s, check=False)
@@ -153,14 +158,15 @@ def ask_hosts(commands: dict[str, list[str]], timeout_s: float) -> Iterator[Answ
         return Answer(host, done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
     with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
-        yield from pool.map(ask, commands.items())
+        yield from pool.map(query, commands.items())
 
 
-def merge_answers(answers: Iterable[Answer], folder: Path, all_asked: bool) -> Manifest:
-    """Lay all collections into `folder`, each as its answer comes, so that few of them are held in memory.
+def merge_answers(answers: Iterable[Answer], folder: Path, all_queried: bool) -> Manifest:
+    """Merge all collections into `folder`, each as its answer comes, so that few of them are in
+    memory.
 
     Raises:
-        NoRanksFound: no host had a rank; says what each answered.
+        NoRanksFound: no host had a rank; the text gives the answer of each.
     """
     parts, others = [], []
     with tempfile.TemporaryDirectory(prefix="hangdoctor-", dir=folder) as scratch:
@@ -172,13 +178,13 @@ def merge_answers(answers: Iterable[Answer], folder: Path, all_asked: bool) -> M
             else:
                 others.append(problem)
         if not parts:
-            told = "\n".join(f"  {host.host}: {host.status}: {host.detail}" for host in others)
-            raise NoRanksFound(f"No rank was collected from {len(others)} hosts:\n{told}")
-        return merge(parts, others, folder, all_asked)
+            answered = "\n".join(f"  {host.host}: {host.status}: {host.detail}" for host in others)
+            raise NoRanksFound(f"No rank was collected from {len(others)} hosts:\n{answered}")
+        return merge(parts, others, folder, all_queried)
 
 
 def _unpack_answer(answer: Answer, part: Path) -> HostEntry | None:
-    """None when the collection is laid out in `part`, else why there is none."""
+    """Unpack the collection into `part` and return None, or return the reason why there is none."""
     if answer.returncode == 0:
         try:
             unpack(answer.stdout, part)
@@ -203,18 +209,20 @@ def collect_hosts(
     folder: Path,
     options: Options,
     python: str,
-    all_asked: bool,
+    all_queried: bool,
 ) -> Manifest:
-    """Collect every host by the command that `command_for(host, collector)` gives, into one folder. `all_asked` says
-    that the job has no other hosts.
+    """Collect every host by the command that `command_for(host, collector)` returns, into one
+    folder.
+
+    `all_queried` states that the job has no other hosts.
 
     Raises:
         NoRanksFound: no host had a rank.
     """
     commands = {host: command_for(host, collector_command(python, search, options, host)) for host in hosts}
-    return merge_answers(ask_hosts(commands, time_limit_s(options)), folder, all_asked)
+    return merge_answers(query_hosts(commands, time_limit_s(options)), folder, all_queried)
 
 
 def time_limit_s(options: Options) -> float:
-    """How long one host may take: its samples, a slow start and a slow network."""
+    """Return the seconds one host may take: its samples, a slow start and a slow network."""
     return START_S + options.num_samples * (options.interval_s + 4 * options.timeout_s)

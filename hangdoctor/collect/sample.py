@@ -1,4 +1,4 @@
-"""One process in one sample: /proc facts, then its stacks, and what became of the attempt."""
+"""Dump one process in one sample: /proc facts, then its stacks, and the outcome of the attempt."""
 
 import socket
 from dataclasses import asdict, dataclass, field
@@ -7,13 +7,13 @@ from pathlib import Path
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.discover import Target
 from hangdoctor.collect.layout import write_json, write_text
-from hangdoctor.collect.permission import explain_refusal, look_at_access
+from hangdoctor.collect.permission import current_access, explain_refusal
 from hangdoctor.collect.process import read_facts, read_stat
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to collect. Times in seconds; `timeout_s` is for one dump of one process."""
+    """Options of a collection. Times in seconds; `timeout_s` is for one dump of one process."""
 
     num_samples: int = 2
     interval_s: float = 3.0
@@ -25,14 +25,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of dumping one target in one sample."""
+    """The outcome of dumping one target in one sample."""
 
     status: str
     detail: str
 
 
 def dump_target(target: Target, tool: str, folder: Path, sample: int, options: Options) -> Outcome:
-    """One process in one sample: /proc facts first (py-spy's own reading costs the target nothing they would show)."""
+    """Dump one process in one sample: /proc facts first, since py-spy's own reading would change
+    them.
+    """
     place = folder / f"samples/{sample}/{target.name}"
     stat = read_stat(target.pid)
     if stat is None or stat.state in "ZX":
@@ -50,12 +52,14 @@ def dump_target(target: Target, tool: str, folder: Path, sample: int, options: O
     if stat.state in "Tt":
         return Outcome("stopped", f"pid {target.pid} is stopped (state {stat.state}): SIGCONT would wake it")
     if done.status == "not_permitted":
-        return Outcome(done.status, explain_refusal(look_at_access(target.process.uid)))
+        return Outcome(done.status, explain_refusal(current_access(target.process.uid)))
     return Outcome(done.status, done.detail)
 
 
 def _second_pass(target: Target, tool: str, place: Path, options: Options) -> None:
-    """Native frames, which py-spy cannot give together with JSON; a failure leaves its words, the first pass stands."""
+    """Dump native frames, which py-spy cannot combine with JSON; a failure saves its message and
+    keeps the first pass.
+    """
     done = pyspy.dump(tool, target.pid, options.timeout_s, native=True)
     ending = "native.txt" if done.status == "dumped" else "native.error.txt"
     write_text(

@@ -1,7 +1,7 @@
-"""The source lines that stacks point at, read while the files are at hand.
+"""Read the source lines that stacks point at, while the files are available.
 
-A call into C leaves no Python frame: a rank inside flock, a C++ destructor or a bound native function shows only the
-caller, and the text of the caller's line is all that names the operation.
+A call into C leaves no Python frame: a rank inside flock, a C++ destructor or a bound native
+function shows only the caller, and the text of the caller's line is all that names the operation.
 """
 
 import json
@@ -12,7 +12,9 @@ MAX_LINE_CHARACTERS = 200
 
 
 def source_lines(dumps: Iterable[str]) -> dict[str, str]:
-    """`FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is readable here."""
+    """Return `FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is
+    readable here.
+    """
     places = {
         (frame["filename"], frame["line"])
         for dump in dumps

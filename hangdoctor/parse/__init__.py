@@ -1,1 +1,1 @@
-"""Readers: every format that people keep stacks in, turned into `hangdoctor.model` dataclasses."""
+"""Readers: every common format of stacks, parsed into `hangdoctor.model` dataclasses."""

@@ -1,7 +1,7 @@
-"""Flight Recorder dumps: which operations a rank enqueued on which group, in order, and how far each came.
+"""Flight Recorder dumps: the operations a rank enqueued on each group, in order, with their states.
 
-Both forms that torch writes, pickle and JSON, hold the same keys. gloo leaves every state at `scheduled` and
-only sets `retired`, so a retired entry counts as completed.
+Both forms that torch writes, pickle and JSON, have the same keys. gloo leaves every state at
+`scheduled` and only sets `retired`, so a retired entry counts as completed.
 """
 
 import json
@@ -16,11 +16,12 @@ PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
 
 
 def is_flight_recorder(document: Any) -> bool:
+    """True if a decoded document is a Flight Recorder dump."""
     return isinstance(document, dict) and isinstance(document.get("entries"), list) and "version" in document
 
 
 def parse_flight_recorder(data: bytes, rank: int) -> tuple[CollectiveRecord, ...]:
-    """Records of one rank's dump, oldest first. Raises `UnreadableDump`."""
+    """Return the records of one rank's dump, oldest first. Raises `UnreadableDump`."""
     if data[:1] in (b"{", b"["):
         try:
             document = json.loads(data)
@@ -32,7 +33,7 @@ def parse_flight_recorder(data: bytes, rank: int) -> tuple[CollectiveRecord, ...
 
 
 def records_from(document: Any, rank: int) -> tuple[CollectiveRecord, ...]:
-    """Records of a decoded dump. Raises `UnreadableDump` with the key that is missing."""
+    """Return the records of a decoded dump. Raises `UnreadableDump` with the missing key."""
     if not is_flight_recorder(document):
         raise UnreadableDump("a Flight Recorder dump is an object with 'version' and 'entries'")
     groups = group_ranks(document.get("pg_config"))
@@ -43,7 +44,7 @@ def records_from(document: Any, rank: int) -> tuple[CollectiveRecord, ...]:
 
 
 def group_ranks(config: Any) -> dict[str, tuple[int, ...]]:
-    """Ranks of each process group by its name, where the dump tells."""
+    """Return the ranks of each process group by its name, where the dump contains them."""
     if not isinstance(config, dict):
         return {}
     found = {}
@@ -56,6 +57,9 @@ def group_ranks(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, ...]]) -> CollectiveRecord:
+    """Return one entry of a dump as a record. Raises `KeyError` and others for an entry of the
+    wrong shape.
+    """
     group = entry.get("process_group") or (str(entry.get("pg_id", "")), "")
     name, is_p2p = str(entry["profiling_name"]), bool(entry.get("is_p2p", False))
     peers = PEERS.search(name)
@@ -77,14 +81,17 @@ def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, .
             Frame(str(f.get("name", "")), str(f.get("filename", "")), int(f.get("line", 0)))
             for f in entry.get("frames", ())
         ),
-        peer=peer_of(operation, peers),
+        peer=peer_of(peers),
     )
 
 
-def peer_of(operation: str, peers: re.Match[str] | None) -> int | None:
-    """The other side of `send 0->1` or `recv 0<-1`, which is the second number on both sides."""
+def peer_of(peers: re.Match[str] | None) -> int | None:
+    """Return the other side of `send 0->1` or `recv 0<-1`, which is the second number on both
+    sides.
+    """
     return int(peers[2][:9]) if peers else None
 
 
 def sizes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return tensor sizes as tuples of integers."""
     return tuple(tuple(int(n) for n in size) for size in value)

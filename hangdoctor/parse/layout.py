@@ -1,4 +1,6 @@
-"""Where a file lies in a collection says what it is: `samples/1/rank_3.native.txt`, `proc/0/rank_3.json`, `env/...`."""
+"""The files of a collection by their place: `samples/1/rank_3.native.txt`, `proc/0/rank_3.json`,
+`env/...`.
+"""
 
 import json
 import math
@@ -15,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`kind` is one of `FOLDERS`, or `loose` for a file that lies anywhere else; `sample` is None when loose."""
+    """`kind` is one of `FOLDERS`, or `loose` for any other file; `sample` is None when loose."""
 
     kind: str
     file: str
@@ -39,7 +41,7 @@ class ExpectedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What collection.json promises."""
+    """The contents of collection.json."""
 
     world_size: int | None
     times: tuple[float | None, ...]
@@ -48,7 +50,7 @@ class Contents:
 
 
 def place_of(path: str) -> Place:
-    """The meaning of a relative path. Folders above the collection's own are ignored."""
+    """Return the meaning of a relative path. Folders above the collection's own are ignored."""
     parts = path.replace("\\", "/").split("/")
     for at, part in enumerate(parts[:-1]):
         rest = parts[at + 1 :]
@@ -60,7 +62,7 @@ def place_of(path: str) -> Place:
 
 
 def object_from(data: bytes, what: str) -> Any:
-    """Decoded JSON. Raises `UnreadableDump`."""
+    """Decode JSON. Raises `UnreadableDump`."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -68,7 +70,7 @@ def object_from(data: bytes, what: str) -> Any:
 
 
 def contents_from(data: bytes) -> Contents:
-    """collection.json as data. Raises `HangInputError` for another format or a newer version."""
+    """Parse collection.json. Raises `HangInputError` for another format or a newer version."""
     document = object_from(data, "collection.json")
     if not isinstance(document, dict) or document.get("format") != "hangdoctor-collection":
         raise HangInputError(
@@ -96,6 +98,7 @@ def contents_from(data: bytes) -> Contents:
 
 
 def expected_from(entry: dict[str, Any]) -> ExpectedProcess:
+    """Parse one entry of `processes`; an unknown status counts as `gone`."""
     known: dict[Any, Status] = {status: status for status in get_args(Status)}
     return ExpectedProcess(
         name=str(entry.get("name")),
@@ -111,7 +114,7 @@ def expected_from(entry: dict[str, Any]) -> ExpectedProcess:
 
 
 def facts_from(data: bytes) -> ProcessFacts:
-    """proc/K/NAME.json as data; a value of the wrong type is taken as not known."""
+    """Parse proc/K/NAME.json; values of a wrong type are unknown. Raises `UnreadableDump`."""
     document = object_from(data, "proc")
     if not isinstance(document, dict):
         raise UnreadableDump("a proc file is one object")
@@ -129,6 +132,7 @@ def facts_from(data: bytes) -> ProcessFacts:
 
 
 def gpus_from(data: bytes, host: str, sample: int) -> tuple[GpuFacts, ...]:
+    """Parse gpu/K/HOST.json. Raises `UnreadableDump`."""
     document = object_from(data, "gpu")
     if not isinstance(document, list) or not all(isinstance(gpu, dict) for gpu in document):
         raise UnreadableDump("a gpu file is an array of objects")
@@ -145,7 +149,7 @@ def gpus_from(data: bytes, host: str, sample: int) -> tuple[GpuFacts, ...]:
 
 
 def source_from(data: bytes) -> dict[str, str]:
-    """`FILE:LINE` to the text of that line."""
+    """Parse `FILE:LINE` to the text of that line. Raises `UnreadableDump`."""
     document = object_from(data, "source")
     if not isinstance(document, dict):
         raise UnreadableDump("a source file is one object")
@@ -153,6 +157,7 @@ def source_from(data: bytes) -> dict[str, str]:
 
 
 def environment_from(data: bytes) -> tuple[tuple[str, str], ...]:
+    """Parse env/NAME.json into sorted pairs. Raises `UnreadableDump`."""
     document = object_from(data, "env")
     if not isinstance(document, dict):
         raise UnreadableDump("an env file is one object")
@@ -160,13 +165,16 @@ def environment_from(data: bytes) -> tuple[tuple[str, str], ...]:
 
 
 def number(value: Any) -> int | None:
+    """Return an integer of at most 63 bits, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
 
 
 def real(value: Any) -> float | None:
+    """Return a finite number as a float, or None."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable and abs(value) < 2**63 else None
 
 
 def text(value: Any) -> str | None:
+    """Return a string, or None for another type."""
     return value if isinstance(value, str) else None

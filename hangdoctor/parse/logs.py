@@ -1,6 +1,7 @@
-"""Log files: the lines of a tail that say something about a hang, and the exceptions in it.
+"""Log files: the lines of a tail that matter for a hang, and the exceptions in it.
 
-Watchdog and scheduler messages are matched by their fixed words; everything else of a log is left alone.
+Watchdog and scheduler messages are matched by their fixed words; everything else of a log is
+ignored.
 """
 
 import json
@@ -10,7 +11,7 @@ from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import ErrorFile, LogTail
 
 MAX_LINES = 400
-TELLING = re.compile(
+RELEVANT = re.compile(
     r"Watchdog caught collective operation timeout|watchdog got stuck|Traceback \(most recent call last\)|"
     r"^\w*(?:Error|Exception|Interrupt)\b.*:|RuntimeError|CUDA error|out of memory|OutOfMemory|Killed|SIGKILL|SIGTERM|"
     r"Fatal Python error|NCCL (?:WARN|error)|ncclRemoteError|Connection (?:refused|reset|closed)|timed? ?out|"
@@ -21,25 +22,27 @@ WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), "
     r"OpType=(?P<op>\w+)"
 )
-RANK_PREFIX = re.compile(r"^\[(?:rank|default)(\d+)\]|\[[Rr]ank (\d+)\]")
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
-    """The lines of a log that matter, and its last five."""
+    """Return the lines of a log that matter, and its last five."""
     lines = [line[:1000] for line in text.split("\n") if line.strip()]
-    telling = [line for line in lines[:-5] if TELLING.search(line)][-MAX_LINES:]
-    return LogTail(name, rank, tuple(telling + lines[-5:]), source)
+    relevant = [line for line in lines[:-5] if RELEVANT.search(line)][-MAX_LINES:]
+    return LogTail(name, rank, tuple(relevant + lines[-5:]), source)
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
-    """(rank, sequence number, operation) of each time-out that the NCCL watchdog wrote into a log."""
+    """Return (rank, sequence number, operation) of each time-out that the NCCL watchdog wrote into
+    a log.
+    """
     matches = (WATCHDOG.search(line) for line in log.lines)
     return [(int(m["rank"][:9]), int(m["seq"][:18]), m["op"].lower()) for m in matches if m]
 
 
 def parse_error_file(data: bytes, rank: int | None, source: str) -> ErrorFile:
-    """A torchelastic error file, `{"message": {"message": .., "extraInfo": {..}}}`. Raises
-    `UnreadableDump`.
+    """Parse a torchelastic error file, `{"message": {"message": .., "extraInfo": {..}}}`.
+
+    Raises `UnreadableDump`.
     """
     try:
         document = json.loads(data)

@@ -1,7 +1,9 @@
-"""Files of a folder or of a tar, one after the other, in memory: nothing is ever written or extracted.
+"""The files of a folder or of a tar, one after the other, in memory: nothing is ever written or
+extracted.
 
-Limits keep a hostile or broken input from using up the machine: 256 MiB a file, 32 GiB and two million files
-in all. Links, pipes and devices are passed over, so that reading cannot block and cannot leave the folder.
+Limits protect the machine from a hostile or broken input: 256 MiB a file, 32 GiB and two million
+files in all. Links, pipes and devices are skipped, so that reading cannot block and cannot leave
+the folder.
 """
 
 import os
@@ -20,7 +22,10 @@ TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Pairs of relative path and content. What is passed over is told in `notes`. Raises `HangInputError`."""
+    """Yield pairs of relative path and content; `notes` receives what is skipped.
+
+    Raises `HangInputError` for a path that does not exist.
+    """
     if path.is_dir():
         found = folder_members(path, notes)
     elif path.name.lower().endswith(TAR_ENDINGS):
@@ -29,7 +34,7 @@ def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
         found = iter([(path.name, read_limited(path, notes))])
     else:
         raise HangInputError(
-            f"{path} is no folder, tar or file. Give the path that the stacks were saved to."
+            f"{path} is not a folder, tar or file. Give the path that the stacks were saved to."
         )
     total = 0
     for number, (name, data) in enumerate(found):
@@ -41,6 +46,7 @@ def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def folder_members(folder: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the regular files of a folder in natural order."""
     for where, folders, files in os.walk(folder):
         folders.sort(key=natural)
         for name in sorted(files, key=natural):
@@ -48,7 +54,7 @@ def folder_members(folder: Path, notes: list[str]) -> Iterator[tuple[str, bytes]
             if stat.S_ISREG(path.lstat().st_mode):
                 yield str(path.relative_to(folder)), read_limited(path, notes)
             else:
-                notes.append(f"{path.relative_to(folder)}: not a regular file, passed over")
+                notes.append(f"{path.relative_to(folder)}: not a regular file, skipped")
 
 
 def natural(name: str) -> tuple[int, str]:
@@ -57,6 +63,7 @@ def natural(name: str) -> tuple[int, str]:
 
 
 def read_limited(path: Path, notes: list[str]) -> bytes:
+    """Return the first 256 MiB of a file; empty, with a note, where it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -69,7 +76,9 @@ def read_limited(path: Path, notes: list[str]) -> bytes:
 
 
 def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Regular files of a tar, read as a stream. A damaged tar gives what comes before the damage."""
+    """Yield the regular files of a tar, read as a stream. A damaged tar yields what comes before
+    the damage.
+    """
     try:
         with tarfile.open(path, "r|*") as tar:
             for member in tar:
@@ -89,5 +98,5 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def without_top(name: str) -> str:
-    """A member's path without a leading `./`."""
+    """Return a member's path without a leading `./`."""
     return name.removeprefix("./").lstrip("/")

@@ -1,4 +1,6 @@
-"""File names say whose dump it is: `rank_3.txt`, `host-2_rank_17.json`, `engine_rank_1.txt`, `rank_0_child_0`."""
+"""Parse the process from a file name: `rank_3.txt`, `host-2_rank_17.json`, `engine_rank_1.txt`,
+`rank_0_child_0`.
+"""
 
 import re
 from dataclasses import dataclass
@@ -28,13 +30,15 @@ LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
 # Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
 COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d{1,5})")
 SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
-# File endings that belong to a format, so that `rank_3.pickle` and `nccl_trace_rank_3` give the same stem.
+# File endings of formats, so that `rank_3.pickle` and `nccl_trace_rank_3` have the same stem.
 ENDINGS = (".json", ".txt", ".log", ".pickle", ".pkl", ".out", ".err", ".bin", ".gz", ".md")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessName:
-    """Whose dump a file is. `name` is canonical; `rank` is None for children and where the name does not tell."""
+    """The process of a dump. `name` is canonical; `rank` is None for children and names without a
+    rank.
+    """
 
     name: str
     rank: int | None
@@ -44,7 +48,9 @@ class ProcessName:
 
 
 def parse_name(file_name: str) -> ProcessName:
-    """The process that a file name stands for; never raises, an unknown name is a process without a rank."""
+    """Return the process that a file name stands for; never raises, an unknown name is a process
+    without a rank.
+    """
     stem = stem_of(file_name)
     match = RANKED.match(stem)
     if match is None:
@@ -62,7 +68,9 @@ def parse_name(file_name: str) -> ProcessName:
 
 
 def coordinates_in(command: str) -> tuple[int, ...] | None:
-    """Where a process stands in its job by its command line, as numbers that sort like ranks; None where it does not say."""
+    """Return the position of a process in its job by its command line, as numbers that sort like
+    ranks, or None without one.
+    """
     if match := LOCAL_RANK.search(command):
         return (int(match[1]),)
     found = dict(COORDINATE.findall(command)) if "::" in command else {}
@@ -70,6 +78,7 @@ def coordinates_in(command: str) -> tuple[int, ...] | None:
 
 
 def stem_of(file_name: str) -> str:
+    """Return a file name without folders and without the endings of known formats."""
     stem = file_name.replace("\\", "/").rsplit("/", 1)[-1]
     while stem.lower().endswith(ENDINGS + SUFFIXES):
         stem = stem.rsplit(".", 1)[0]
@@ -77,16 +86,18 @@ def stem_of(file_name: str) -> str:
 
 
 def canonical(role: str, rank: int) -> str:
+    """Return the name of a rank: `rank_3`, or `engine_rank_3` for another role."""
     return f"rank_{rank}" if role == "trainer" else f"{role}_rank_{rank}"
 
 
 def role_in(text: str) -> str:
+    """Return the role that a word of the text names; `trainer` without one."""
     words = re.split(r"[_\-. ]+", text.lower())
     return next((ROLES[word] for word in reversed(words) if word in ROLES), "trainer")
 
 
 def host_in(text: str) -> str | None:
-    """What stands before `rank`, unless it is only what collectors call their files."""
+    """Return the text before `rank` as a host, unless it is a common file name of collectors."""
     plain = {
         "",
         "stack",

@@ -1,8 +1,9 @@
-"""A reader of pickles that can only make plain containers: no classes, no calls, no imports exist in it.
+"""A pickle reader that can only build plain containers: it has no classes, no calls, no imports.
 
-Flight Recorder dumps are pickles that torch writes. The opcodes that build objects are not implemented here,
-so a hostile file has nothing to run; a `PUT` cannot make the memo larger than the file, which it can with the
-standard library's C reader. Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py
+Flight Recorder dumps are pickles that torch writes. The opcodes that build objects are not
+implemented here, so a hostile file has nothing to run; a `PUT` cannot make the memo larger than the
+file, which it can with the standard library's C reader. Opcodes:
+https://github.com/python/cpython/blob/main/Lib/pickletools.py
 """
 
 import struct
@@ -14,7 +15,9 @@ SINGLETONS = {0x4E: None, 0x88: True, 0x89: False}
 
 
 def read_plain_pickle(data: bytes) -> Any:
-    """The dicts, lists, tuples, strings, numbers and None of a pickle. Raises `UnreadableDump` at anything else."""
+    """Return the dicts, lists, tuples, strings, numbers and None of a pickle. Raises
+    `UnreadableDump` at anything else.
+    """
     try:
         return run(data)
     except (
@@ -30,7 +33,9 @@ def read_plain_pickle(data: bytes) -> Any:
 
 
 def run(data: bytes) -> Any:
-    """The opcodes that fill Flight Recorder dumps, most frequent first; the others are in `rare` and `sized`."""
+    """Execute the opcodes of Flight Recorder dumps, most frequent first; the others are in `rare`
+    and `sized`.
+    """
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -80,7 +85,7 @@ def run(data: bytes) -> Any:
 
 
 def since_mark(stack: list[Any], marks: list[int]) -> list[Any]:
-    """What was pushed since the last mark, taken off the stack."""
+    """Pop and return what was pushed since the last mark."""
     start = marks.pop()
     items = stack[start:]
     del stack[start:]
@@ -88,7 +93,7 @@ def since_mark(stack: list[Any], marks: list[int]) -> list[Any]:
 
 
 def rare(op: int, data: bytes, at: int, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> int:
-    """One of the less frequent opcodes; returns where the next one starts."""
+    """Execute one of the less frequent opcodes; return where the next one starts."""
     if op == 0x7D:
         stack.append({})
     elif op == 0x73:  # SETITEM
@@ -97,7 +102,7 @@ def rare(op: int, data: bytes, at: int, stack: list[Any], marks: list[int], memo
     elif op in (0x85, 0x86, 0x87):  # TUPLE1..3
         count = op - 0x84
         if len(stack) < count:
-            raise UnreadableDump(f"pickle asks for a tuple of {count} where {len(stack)} items are")
+            raise UnreadableDump(f"pickle builds a tuple of {count} from {len(stack)} items")
         stack[-count:] = [tuple(stack[-count:])]
     elif op == 0x74:  # TUPLE
         stack.append(tuple(since_mark(stack, marks)))
@@ -111,7 +116,7 @@ def rare(op: int, data: bytes, at: int, stack: list[Any], marks: list[int], memo
 
 
 def sized(op: int, data: bytes, at: int, stack: list[Any]) -> int:
-    """Opcodes that carry an argument."""
+    """Execute an opcode that carries an argument; return where the next one starts."""
     if op == 0x8C:  # SHORT_BINUNICODE
         stack.append(piece(data, at + 1, data[at]).decode())
         return at + 1 + data[at]
@@ -137,7 +142,9 @@ def sized(op: int, data: bytes, at: int, stack: list[Any]) -> int:
 
 
 def piece(data: bytes, at: int, size: int) -> bytes:
-    """Exactly `size` bytes, or an error: a slice alone would silently be shorter."""
+    """Return exactly `size` bytes. Raises `UnreadableDump` where a slice alone would silently be
+    shorter.
+    """
     part = data[at : at + size]
     if len(part) != size:
         raise UnreadableDump(f"pickle ends inside an item of {size} bytes at byte {at}")

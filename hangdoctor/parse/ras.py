@@ -1,9 +1,8 @@
-"""What NCCL's RAS service says: which ranks of a communicator launched fewer operations, and which do not
-answer.
+"""NCCL RAS reports: the ranks of a communicator that launched fewer operations or do not respond.
 
-Text is what `ncclras -v` prints (NCCL 2.24 and later), JSON what `ncclras -f json` prints (2.28.7 and later).
-Text names ranks one by one only where they are outliers, so a communicator's healthy majority may have no
-entry here.
+Text is the output of `ncclras -v` (NCCL 2.24 and later), JSON that of `ncclras -f json` (2.28.7 and
+later). Text names ranks one by one only where they are outliers, so a communicator's healthy
+majority may have no entry here.
 """
 
 import re
@@ -24,12 +23,13 @@ MISSING = re.compile(r"The missing ranks?:(?P<ranks>(?:\s*\n\s+Rank \d+[^\n]*)+)
 
 
 def is_ras_text(text: str) -> bool:
+    """True if a text is a report of `ncclras -v`."""
     head = text[:100_000]
     return "Job summary" in head and "Communicators" in head and "NCCL" in head
 
 
 def parse_ras_text(text: str) -> tuple[RasRank, ...]:
-    """Ranks that the errors and warnings of a RAS report name."""
+    """Return the ranks that the errors and warnings of a RAS report name."""
     found: list[RasRank] = []
     marks = list(COMMUNICATOR.finditer(text))
     for mark, end in zip(marks, [*(m.start() for m in marks[1:]), len(text)], strict=False):
@@ -45,17 +45,19 @@ def parse_ras_text(text: str) -> tuple[RasRank, ...]:
 
 
 def ras_rank(communicator: str, rank: str, count: str | None, status: str) -> RasRank:
+    """Return a rank from the matched texts of a report."""
     return RasRank(communicator, int(rank[:9]), int(count[:18]) if count else None, status)
 
 
 def is_ras(document: Any) -> bool:
+    """True if a decoded document is a RAS JSON report."""
     return isinstance(document, dict) and "communicators" in document and "entries" not in document
 
 
 def ras_from(document: Any) -> tuple[RasRank, ...]:
-    """Every rank of every communicator in a RAS JSON report. Raises `UnreadableDump`."""
+    """Return every rank of every communicator in a RAS JSON report. Raises `UnreadableDump`."""
     communicators = document["communicators"]
-    if isinstance(communicators, dict):  # newer reports put a summary beside the list
+    if isinstance(communicators, dict):  # newer reports put a summary next to the list
         communicators = communicators.get("comms") or communicators.get("list") or []
     try:
         return tuple(rank for entry in communicators for rank in ranks_of(entry))
@@ -64,6 +66,7 @@ def ras_from(document: Any) -> tuple[RasRank, ...]:
 
 
 def ranks_of(entry: dict[str, Any]) -> list[RasRank]:
+    """Return the ranks of one communicator of a RAS JSON report."""
     name = str(entry.get("hash") or entry.get("comm_hash") or entry.get("id") or "?")
     found = [RasRank(name, int(rank["rank"]), None, "MISSING") for rank in entry.get("missing_ranks", ())]
     for rank in entry.get("ranks", ()):

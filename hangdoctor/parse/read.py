@@ -1,9 +1,9 @@
-"""Anything in, a snapshot out: paths of folders, tars and files are read member by member and joined by
-process name.
+"""Read folders, tars and files member by member and join them by process name into a snapshot.
 
     members_of(path) -> place_of(member) -> a reader per kind -> Reading (by process and sample) -> Snapshot
 
-A member that cannot be read becomes a note, never a failure: the rest of a collection must still speak.
+A member that cannot be read becomes a note, never a failure: the rest of a collection must remain
+usable.
 """
 
 import re
@@ -23,7 +23,7 @@ from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import Section, parse_stacks_text
 
 JSON_ARRAY = re.compile(r"\[\s*[{\]]")
-# A text of a few bytes may claim that its stack is that of any number of ranks.
+# A text of a few bytes may claim that its stack belongs to any number of ranks.
 MAX_PROCESSES = 1_000_000
 MAX_NOTES = 1000
 
@@ -31,11 +31,11 @@ MAX_NOTES = 1000
 def read_snapshot(
     paths: Iterable[Path], world_size: int | None = None, mapping: dict[str, str] | None = None
 ) -> Snapshot:
-    """The job that the files under `paths` show.
+    """Return the job that the files under `paths` show.
 
-    `mapping` gives the process name of a file whose own name does not tell (`{"a.txt": "rank_3"}`);
-    `world_size` says how many trainer ranks there should be. Raises `HangInputError` where nothing of a job
-    is found.
+    `mapping` gives the process name of a file whose own name does not contain it (`{"a.txt":
+    "rank_3"}`); `world_size` is the expected number of trainer ranks. Raises `HangInputError` where
+    nothing of a job is found.
     """
     reading = Reading(mapping or {})
     paths = list(paths)
@@ -44,10 +44,10 @@ def read_snapshot(
             take(reading, member, data)
     snapshot = finish(reading, world_size)
     if not (snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected):
-        looked = ", ".join(map(str, paths)) or "nothing"
+        searched = ", ".join(map(str, paths)) or "nothing"
         notes = "; ".join(snapshot.notes[:3])
         raise HangInputError(
-            f"No stacks of any rank in {looked}{f' ({notes})' if notes else ''}. Looked for py-spy text and JSON, "
+            f"No stacks of any rank in {searched}{f' ({notes})' if notes else ''}. Looked for py-spy text and JSON, "
             "faulthandler, pystack, gdb, Flight Recorder and RAS dumps. Collect some with: "
             "areal-debug hang collect --to FOLDER"
         )
@@ -75,11 +75,14 @@ def take(reading: Reading, member: str, data: bytes) -> None:
 
 
 def name_of(reading: Reading, file: str) -> ProcessName:
+    """Return the process of a file name, by the mapping where it has an entry."""
     return parse_name(reading.mapping.get(file, file))
 
 
 def owner_of(reading: Reading, place: layout.Place, member: str) -> ProcessName:
-    """The process of a file by its own name or, where it lies loose, by that of its folder: `rank_3/stacks.txt`."""
+    """Return the process of a file by its own name or, where it is loose, by that of its folder:
+    `rank_3/stacks.txt`.
+    """
     process = name_of(reading, place.file)
     if process.rank is None and process.parent is None and place.kind == "loose":
         folders = [
@@ -90,22 +93,27 @@ def owner_of(reading: Reading, place: layout.Place, member: str) -> ProcessName:
 
 
 def take_facts(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `proc`."""
     reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = layout.facts_from(data)
 
 
 def take_environment(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `env`."""
     reading.environments[name_of(reading, place.file).name] = layout.environment_from(data)
 
 
 def take_source(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `source`."""
     reading.source |= layout.source_from(data)
 
 
 def take_gpus(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `gpu`."""
     reading.gpus += layout.gpus_from(data, place.file.removesuffix(".json"), place.sample or 0)
 
 
 def take_log(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `logs`; outside a collection, stacks in it are read as a dump."""
     text, process = data.decode(errors="replace"), name_of(reading, place.file)
     if reading.contents is None and parse_stacks_text(text):
         raise UnreadableDump("a log with stacks in it")
@@ -113,10 +121,12 @@ def take_log(reading: Reading, place: layout.Place, member: str, data: bytes) ->
 
 
 def take_error(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `errors`."""
     reading.errors.append(parse_error_file(data, name_of(reading, place.file).rank, member))
 
 
 def take_records(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a Flight Recorder dump."""
     rank = name_of(reading, place.file).rank
     if rank is None:
         raise UnreadableDump("the name of a Flight Recorder dump must end in its rank")
@@ -124,6 +134,7 @@ def take_records(reading: Reading, place: layout.Place, member: str, data: bytes
 
 
 def take_ras(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a file of `ras`, text or JSON."""
     if data.lstrip()[:1] == b"{":
         document = layout.object_from(data, "ras")
         if not ras.is_ras(document):
@@ -134,7 +145,7 @@ def take_ras(reading: Reading, place: layout.Place, member: str, data: bytes) ->
 
 
 def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
-    """A file whose content decides what it is."""
+    """Read a file by its content."""
     if data[:1] == b"\x80":
         take_records(reading, place, member, data)
         return
@@ -152,6 +163,7 @@ def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -
 
 
 def take_object(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+    """Read a JSON object: Flight Recorder, RAS or error file."""
     document = layout.object_from(data, member[:200])
     rank = name_of(reading, place.file).rank
     if is_flight_recorder(document):
@@ -167,6 +179,7 @@ def take_object(reading: Reading, place: layout.Place, member: str, data: bytes)
 
 
 def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> None:
+    """Read a text: stacks, the message of a py-spy that failed, or a log."""
     process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
     refused = refusal_in(text) if not sections else None
@@ -193,7 +206,9 @@ def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> 
 
 
 def owners(process: ProcessName, section: Section, number: int, total: int) -> list[ProcessName]:
-    """Whose stacks a section shows: the ranks it names, else the file's process and, after it, its children."""
+    """Return the processes of a section: the ranks it names, else the file's process and, after it,
+    its children.
+    """
     if section.ranks:
         role = parse_name(section.role).role if section.role else "trainer"
         return [ProcessName(canonical(role, rank), rank, role) for rank in section.ranks]
@@ -213,7 +228,9 @@ def keep(
     threads: tuple[Thread, ...],
     pid: int | None,
 ) -> None:
-    """Store the threads of one process. A loose file that comes a second time for a process is its next sample."""
+    """Store the threads of one process. A loose file that comes a second time for a process is its
+    next sample.
+    """
     if len(reading.stacks) >= MAX_PROCESSES:
         raise UnreadableDump(f"more than {MAX_PROCESSES:,} dumps: this one was not read")
     reading.processes.setdefault(process.name, process)
@@ -246,7 +263,9 @@ READERS: dict[str, Callable[[Reading, layout.Place, str, bytes], None]] = {
 
 
 def parse_mapping(text: str) -> dict[str, str]:
-    """A mapping file: one `file process` pair a line, such as `a.txt rank_3`. Raises `HangInputError`."""
+    """Parse a mapping file: one `file process` pair a line, such as `a.txt rank_3`. Raises
+    `HangInputError`.
+    """
     mapping = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].replace("=", " ").replace(",", " ").split()

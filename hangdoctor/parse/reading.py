@@ -1,4 +1,6 @@
-"""What has been read of a job so far, by process name and sample, and how it becomes one snapshot."""
+"""The state of a read: what was read of a job so far, by process name and sample, joined into one
+snapshot.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Reading:
-    """What has been read so far, by process name and sample."""
+    """What was read so far, by process name and sample."""
 
     mapping: dict[str, str] = field(default_factory=dict)
     contents: layout.Contents | None = None
@@ -76,18 +78,20 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
 
 
 def number_unranked(reading: Reading, listed: dict[str, layout.ExpectedProcess]) -> None:
-    """Where no name gives a rank: the command lines (`--local_rank=3`, `sglang::scheduler_PP1_TP0`), or the order of the files."""
+    """Number processes where no name has a rank: by command line (`--local_rank=3`,
+    `sglang::scheduler_PP1_TP0`), else in the order of the files.
+    """
     if listed or any(process.rank is not None for process in reading.processes.values()):
         return
     names = [name for name in reading.processes if not is_launcher(reading, name)]
     if len(names) < 2:
         return
-    told = {name: coordinates_in(reading.commands.get(name, "")) for name in names}
-    if all(told.values()) and len(set(told.values())) == len(names):
-        names.sort(key=lambda name: told[name] or ())
+    positions = {name: coordinates_in(reading.commands.get(name, "")) for name in names}
+    if all(positions.values()) and len(set(positions.values())) == len(names):
+        names.sort(key=lambda name: positions[name] or ())
         reading.notes.append("ranks are counted from the processes' command lines")
     else:
-        reading.notes.append("no file name tells a rank (rank_3.txt): ranks are the order of the files")
+        reading.notes.append("no file name contains a rank (rank_3.txt): ranks are the order of the files")
     for rank, name in enumerate(names):
         reading.processes[name] = ProcessName(
             name, rank, role_in(reading.commands.get(name, "").split("::")[0])
@@ -95,11 +99,13 @@ def number_unranked(reading: Reading, listed: dict[str, layout.ExpectedProcess])
 
 
 def is_launcher(reading: Reading, name: str) -> bool:
+    """True if the stacks of a process are those of torchelastic's agent."""
     threads = reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
     return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
 
 
 def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Key) -> ProcessDump:
+    """Return one process in one sample, with its entry of collection.json where there is one."""
     name, sample = key
     process = reading.processes[name]
     entry = listed.get(name)
@@ -127,14 +133,14 @@ def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Ke
 
 
 def world_size_of(reading: Reading) -> int | None:
-    """The WORLD_SIZE that the ranks' own environments agree on."""
+    """Return the WORLD_SIZE that the ranks' own environments agree on."""
     values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
     sizes = [int(value) for value in values if value.isdigit() and len(value) < 8]
     return sizes[0] if len(sizes) == 1 else None
 
 
 def refused_ranks(reading: Reading) -> dict[int, Status]:
-    """Trainer ranks of which only an error text of py-spy is there."""
+    """Return trainer ranks of which only an error message of py-spy was saved."""
     dumped = {name for name, _ in reading.stacks}
     return {
         process.rank: status
@@ -151,7 +157,9 @@ def expected_ranks(
     world_size: int | None,
     refused: dict[int, Status],
 ) -> dict[int, Status]:
-    """Status of every trainer rank that should exist; empty where nobody says how many there are."""
+    """Return the status of every trainer rank that should exist; empty where the number of ranks is
+    unknown.
+    """
     listed = list(listed)
     if not listed and not refused and world_size is None:
         return {}

@@ -1,11 +1,13 @@
-"""What py-spy says where it gives no stack: its exit status is 1 for every cause, so the cause is in the text."""
+"""Classify the message of a py-spy that failed: its exit status is 1 for every cause, so the cause
+is in the text.
+"""
 
 import re
 
 from hangdoctor.model import Status
 
-# Texts of py-spy 0.4.2 and 0.4.3; `Failed to suspend` comes with a header of the process and no thread.
-SAYS: tuple[tuple[Status, str], ...] = (
+# Messages of py-spy 0.4.2 and 0.4.3; `Failed to suspend` follows a process header without threads.
+STATUS_PATTERNS: tuple[tuple[Status, str], ...] = (
     (
         "not_permitted",
         r"permission denied|operation not permitted|\bEPERM\b|os error (?:1|13)\b|elevated permissions",
@@ -25,11 +27,13 @@ MAX_REFUSAL_BYTES = 20_000
 
 
 def refusal_in(text: str) -> tuple[Status, str] | None:
-    """(status, first line) of an error text of py-spy, or None where a text is none."""
+    """Return (status, first line) of an error message of py-spy, or None where a text is none."""
     if len(text) > MAX_REFUSAL_BYTES or not re.search(
         r"\b(?:Error|Permission Denied|Failed|timed? ?out)\b", text, re.IGNORECASE
     ):
         return None
     line = next((line.strip() for line in text.split("\n") if line.strip()), "")
-    status = next((status for status, pattern in SAYS if re.search(pattern, text, re.IGNORECASE)), None)
+    status = next(
+        (status for status, pattern in STATUS_PATTERNS if re.search(pattern, text, re.IGNORECASE)), None
+    )
     return (status, line[:300]) if status else None

@@ -1,7 +1,9 @@
-"""py-spy JSON: an array of threads, innermost frame first, in whatever order the interpreter keeps them.
+"""py-spy JSON: an array of threads, innermost frame first, in whatever order the interpreter has
+them.
 
-Ten thousand ranks of one job print nearly the same document: only process and thread numbers differ. They are
-cut out first, so that one shape is decoded once and every further rank costs one scan and one look-up.
+Ten thousand ranks of one job print nearly the same document: only process and thread numbers
+differ. They are cut out first, so that one shape is decoded once and every further rank costs one
+scan and one look-up.
 """
 
 import json
@@ -18,10 +20,10 @@ NUMBER = re.compile(r'id": ?(\d+|null)')
 
 
 def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
-    """Process id and threads of one `py-spy dump --json` document. Raises `UnreadableDump`.
+    """Return process id and threads of one `py-spy dump --json` document. Raises `UnreadableDump`.
 
-    Thread numbers are dropped; the thread whose number is the process id is named MainThread if it has no name,
-    because py-spy loses names on some Python versions.
+    Thread numbers are dropped; the thread whose number is the process id is named MainThread if it
+    has no name, because py-spy loses names on some Python versions.
     """
     pieces = NUMBER.split(text)
     between, numbers = pieces[0::2], pieces[1::2]
@@ -34,7 +36,9 @@ def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
 
 @lru_cache(maxsize=1024)
 def threads_of_shape(text: str, main: int) -> tuple[Thread, ...]:
-    """Threads of one document whose numbers are blanked; `main` is the place of the main thread or -1."""
+    """Return threads of one document with blanked numbers; `main` is the index of the main thread
+    or -1.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -45,6 +49,7 @@ def threads_of_shape(text: str, main: int) -> tuple[Thread, ...]:
 
 
 def thread_from(entry: Any, is_main: bool) -> Thread:
+    """Parse one thread. Raises `UnreadableDump`."""
     if not isinstance(entry, dict) or not isinstance(entry.get("frames"), list):
         raise UnreadableDump("a py-spy thread is an object with 'frames'; got something else")
     name = entry.get("thread_name")
@@ -58,6 +63,7 @@ def thread_from(entry: Any, is_main: bool) -> Thread:
 
 
 def frame_from(entry: Any) -> Frame:
+    """Parse one frame. Raises `UnreadableDump`."""
     if not isinstance(entry, dict):
         raise UnreadableDump("a py-spy frame is an object; got something else")
     file = entry.get("filename") or entry.get("short_filename") or ""
@@ -71,5 +77,5 @@ def frame_from(entry: Any) -> Frame:
 
 
 def is_native_file(file: str) -> bool:
-    """Whether a location is compiled code: a library, a C++ source or nothing known."""
+    """True if a location is compiled code: a library, a C++ source or unknown."""
     return not (file.endswith(PYTHON_FILES) or file.startswith("<"))

@@ -1,16 +1,17 @@
-"""Stacks as text, of every era: py-spy, faulthandler, pystack, gdb, torch's debug server, and logs that hold
-them.
+"""Stacks as text, of every era: py-spy, faulthandler, pystack, gdb, torch's debug server, and logs
+that contain them.
 
-One pass over the lines. A header opens a process, a rank or a thread; the shape of a frame line says in which
-order the format prints frames; what is neither is prose and is skipped.
+One pass over the lines. A header opens a process, a rank or a thread; the shape of a frame line
+defines in which order the format prints frames; what is neither is prose and is skipped.
 
-    Process 12: python t.py               py-spy        frames `f (file.py:3)`, innermost first
-    Thread 12 (idle): "MainThread"
-    Thread 0x7f.. (most recent call first):  faulthandler  frames `File "f.py", line 3 in f`, innermost first
-    Traceback for thread 12 [Has the GIL] (most recent call last):  pystack  `(Python) File ..`, outermost
-    first Thread 2 (Thread 0x7f.. (LWP 12) "x"):   gdb           `#0 .. in f () from lib` and `py-bt`,
-    innermost first Traceback (most recent call first|last): gdb py-bt | Python === Rank 3 === | [rank3]: |
-    Ranks 0-2:   whose stack follows
+Process 12: python t.py                 py-spy        `f (file.py:3)`, innermost first
+Thread 12 (idle): "MainThread"
+Thread 0x7f.. (most recent call first): faulthandler  `File "f.py", line 3 in f`, innermost first
+Traceback for thread 12 [Has the GIL] (most recent call last):
+                                        pystack       `(Python) File ..`, outermost first
+Thread 2 (Thread 0x7f.. (LWP 12) "x"):  gdb           `#0 .. in f () from lib`, innermost first
+Traceback (most recent call first|last):              gdb's `py-bt` | Python
+=== Rank 3 === | [rank3]: | Ranks 0-2:                the rank whose stack follows
 """
 
 import re
@@ -75,8 +76,8 @@ LINE_SUFFIX = re.compile(r"^(.*):(\d+)$")
 
 @dataclass(slots=True)
 class Section:
-    """One process as a text shows it. `ranks` is empty where the text does not say whose stack it is; `count` is how many
-    processes are said to have it.
+    """One process in a text. `ranks` is empty where the text names none; `count` is how many
+    processes are reported to have this stack.
     """
 
     ranks: tuple[int, ...] = ()
@@ -101,16 +102,17 @@ class OpenThread:
     frames: list[Frame] = field(default_factory=list)
 
     def close(self, pid: int | None) -> Thread:
+        """Return the finished thread; `pid` identifies the main thread."""
         frames = tuple(reversed(self.frames)) if self.outermost_first else tuple(self.frames)
         name = "MainThread" if self.os_id is not None and self.os_id == pid else self.name
         return Thread(frames, name, self.active, self.holds_gil, self.waits_for_gil)
 
 
 def parse_stacks_text(text: str) -> list[Section]:
-    """Processes found in a text, in order; an empty list where it holds no stacks.
+    """Return the processes found in a text, in order; an empty list where it has no stacks.
 
-    Ranks of one job differ in their process and thread numbers only, so a plain py-spy text is looked up by
-    what is left when these are blanked.
+    Ranks of one job differ in their process and thread numbers only, so a plain py-spy text is
+    looked up by what is left when these are blanked.
     """
     text = ANSI.sub("", text).replace("\r\n", "\n")
     plain = PROCESS.match(text)
@@ -125,11 +127,14 @@ def parse_stacks_text(text: str) -> list[Section]:
 
 @lru_cache(maxsize=1024)
 def sections_of_shape(text: str) -> list[Section]:
-    """Sections of one process whose numbers are blanked: the main thread, where it is known, is number 1."""
+    """Return sections of one process with blanked numbers: the main thread, where it is known, is
+    number 1.
+    """
     return parse_any("Process 1\n" + text)
 
 
 def parse_any(text: str) -> list[Section]:
+    """Return the sections of a text without the cache."""
     sections: list[Section] = []
     for rank, lines in streams(text):
         found = read_sections(lines)
@@ -141,8 +146,9 @@ def parse_any(text: str) -> list[Section]:
 
 
 def streams(text: str) -> Iterable[tuple[int | None, list[str]]]:
-    """Lines by the rank that their prefix names (`[rank3]:`, `[default3]:`, srun's `3:`), prefixes cut
-    off."""
+    """Yield lines by the rank in their prefix (`[rank3]:`, `[default3]:`, srun's `3:`), prefixes
+    removed.
+    """
     lines = [line[:MAX_LINE] for line in text.split("\n")]
     matches = (
         [PREFIX.match(line) for line in lines] if "]" in text or re.search(r"^\s*\d+: ", text, re.M) else []
@@ -159,7 +165,7 @@ def streams(text: str) -> Iterable[tuple[int | None, list[str]]]:
 
 
 def read_sections(lines: list[str]) -> list[Section]:
-    """The state machine: headers open things, frames go to the open thread."""
+    """Run the state machine: headers open sections and threads, frames go to the open thread."""
     sections = [Section()]
     thread: OpenThread | None = None
 
@@ -191,7 +197,7 @@ def read_sections(lines: list[str]) -> list[Section]:
 
 
 def section_header(line: str, current: Section) -> Section | None:
-    """A new process where the line opens one; ranks that a heading named before it are kept."""
+    """Return a new process where the line opens one; ranks of a heading before it are kept."""
     if match := PROCESS.match(line):
         heading = current if not current.threads else Section()
         return Section(heading.ranks, heading.role, int(match[1]), match[2] or "")
@@ -203,7 +209,9 @@ def section_header(line: str, current: Section) -> Section | None:
 
 
 def numbers_in(text: str) -> tuple[int, ...]:
-    """`0-2, 5 and 7` as (0, 1, 2, 5, 7); ranges longer than any job are taken as their two ends."""
+    """Parse `0-2, 5 and 7` as (0, 1, 2, 5, 7); of a range longer than any job only the two ends
+    count.
+    """
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)\s*(?:(?:-|–|\.\.|to)\s*(\d+))?", text):
         low, high = int(first[:9]), int((last or first)[:9])
@@ -212,6 +220,7 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 
 def thread_header(line: str) -> OpenThread | None:
+    """Return a new thread where the line opens one, in any of the formats."""
     if match := SPY_THREAD.match(line):
         known = match["id"]
         digits = int(known) if known.isdigit() else None
@@ -231,14 +240,14 @@ def thread_header(line: str) -> OpenThread | None:
     if line.startswith("Thread ") and "LWP" in line and (match := GDB_THREAD.match(line)):
         return OpenThread(match["name"], int(match["id"]))
     if match := TRACEBACK.match(line):
-        # `last` is the traceback of an exception that was printed: its frames are over, not waiting.
+        # `last` is the traceback of a printed exception: its frames have ended.
         return OpenThread(exception=match["order"] == "last")
     return None
 
 
 @lru_cache(maxsize=65536)
 def frame_of(line: str) -> Frame | None:
-    """The frame that a stripped line shows, or None."""
+    """Return the frame that a stripped line shows, or None."""
     if 'File "' in line and (match := FILE_FRAME.match(line)):
         number = match["line"]
         return Frame(
@@ -260,8 +269,9 @@ def frame_of(line: str) -> Frame | None:
 
 
 def numbered_frame(line: str) -> Frame | None:
-    """gdb (`#3 0x.. in f () from lib.so`, `#5 Frame 0x.., for file f.py`) and the NCCL watchdog (`#0 f from
-    f.py:3`)."""
+    """Parse frames of gdb (`#3 0x.. in f () from lib.so`, `#5 Frame 0x.., for file f.py`) and of
+    the NCCL watchdog (`#0 f from f.py:3`).
+    """
     if match := GDB_PYTHON.search(line):
         return Frame(match["function"], match["file"], int(match["line"][:9]))
     if match := WATCHDOG_FRAME.match(line):
@@ -274,7 +284,9 @@ def numbered_frame(line: str) -> Frame | None:
 
 
 def looks_like_location(file: str, native: bool) -> bool:
-    """Whether the text in the last parentheses can be a file: prose in brackets must not become a frame."""
+    """True if the text in the last parentheses can be a file: prose in brackets must not become a
+    frame.
+    """
     if not native:
         return " " not in file or "/" in file or file.startswith("<")
     return (

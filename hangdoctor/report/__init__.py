@@ -1,1 +1,1 @@
-"""Diagnoses as text that people read: pure functions from a diagnosis to a string."""
+"""Diagnoses as text for people: pure functions from a diagnosis to a string."""

@@ -1,8 +1,9 @@
-"""A post-mortem as one HTML file: verdict, rank grid, merged stacks as an icicle whose width is ranks, every
-raw stack.
+"""A post-mortem as one HTML file: verdict, rank grid, merged stacks as an icicle plot, every raw
+stack.
 
-The file carries its style and loads nothing: it opens from a mail attachment on a machine without a network.
-Every text from a dump is escaped and made printable first; there is no script in the page.
+The width of a node in the icicle plot is its number of ranks. The file contains its style and loads
+nothing: it opens from a mail attachment on a machine without a network. Every text from a dump is
+escaped and made printable first; there is no script in the page.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ MOODS = {0: "calm", 1: "", 2: "open"}
 
 
 def page(diagnosis: Diagnosis, snapshot: Snapshot) -> str:
-    """The whole page. Pure: the style is read once from beside this file."""
+    """Return the complete page. Pure: the style is read once from the file next to this module."""
     parts = [
         verdict(diagnosis),
         heading("Ranks", grid(diagnosis.ranks)),
@@ -59,41 +60,50 @@ def page(diagnosis: Diagnosis, snapshot: Snapshot) -> str:
 
 @cache
 def style() -> str:
+    """Return the style sheet of the page."""
     return (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def safe(text: str) -> str:
+    """Escape text from dumps for HTML."""
     return escape(printable(text), quote=True)
 
 
 def heading(title: str, body: str) -> str:
+    """Return a section, or an empty string without a body."""
     return f"<h2>{title}</h2>\n{body}" if body else ""
 
 
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return a table of two columns, or an empty string without rows."""
     body = "".join(f"<tr><td>{left}</td><td>{right}</td></tr>" for left, right in pairs)
     return f'<div class="scroll"><table>{body}</table></div>' if body else ""
 
 
 def bullets(lines: Sequence[str]) -> str:
+    """Return a list, or an empty string without lines."""
     return f"<ul>{''.join(f'<li>{safe(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def subject(ranks: str, process: str) -> str:
+    """Return whom a fact is about: its ranks, else its process."""
     if ranks[:1].isdigit():
         return f"{'ranks' if set(ranks) & set(',-') else 'rank'} {safe(ranks[:60])}"
     return safe(process)
 
 
 def fact(text: str, frame: str, location: str) -> str:
+    """Return a fact with its frame and location."""
     return safe(text) + (f"<br><code>{safe(frame)} ({safe(location)})</code>" if location else "")
 
 
 def cost(text: str) -> str:
+    """Return the cost of a step as a remark."""
     return f" <span class=who>Cost: {safe(text)}.</span>" if text else ""
 
 
 def verdict(diagnosis: Diagnosis) -> str:
+    """Return the box with label, confidence, summary, culprits and victims."""
     who = " · ".join(
         f"{name} {safe(rank_ranges(ranks))}"
         for name, ranks in (("culprits", diagnosis.culprit_ranks), ("victims", diagnosis.victim_ranks))
@@ -108,7 +118,7 @@ def verdict(diagnosis: Diagnosis) -> str:
 
 
 def grid(ranks: Sequence[RankVerdict]) -> str:
-    """One cell a rank; small ones where there are many."""
+    """Return one cell per rank; small ones where there are many."""
     if not ranks:
         return ""
     cells = "".join(
@@ -124,7 +134,7 @@ def grid(ranks: Sequence[RankVerdict]) -> str:
 
 
 def icicle(diagnosis: Diagnosis) -> str:
-    """The merged tree, outermost call on top; a node is as wide as the share of ranks that pass through it."""
+    """Return the merged tree, outermost call on top; a node is as wide as its share of ranks."""
     blamed = {rank_ranges([rank]) for rank in diagnosis.culprit_ranks} | {
         rank_ranges(diagnosis.culprit_ranks)
     }
@@ -134,6 +144,7 @@ def icicle(diagnosis: Diagnosis) -> str:
 
 
 def row(nodes: Sequence[Node], blamed: set[str], left: list[int]) -> str:
+    """Return nodes side by side; `left[0]` counts the nodes that may still be drawn."""
     if not nodes or left[0] <= 0:
         return ""
     forked = len(nodes) > 1
@@ -141,7 +152,9 @@ def row(nodes: Sequence[Node], blamed: set[str], left: list[int]) -> str:
 
 
 def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
-    """A node with all that it calls; a run of single calls stays one column, so that nesting is only as deep as forks."""
+    """Return a node with all that it calls; a run of single calls is one column, so that the
+    nesting depth is the number of forks.
+    """
     frames = []
     top, current = True, node
     while True:
@@ -158,7 +171,7 @@ def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
 
 
 def events(snapshot: Snapshot) -> list[tuple[float, str]]:
-    """What happened when: samples, the last collective of each rank, exceptions that were written to error files."""
+    """Return the timeline: samples, the last collective of each rank, exceptions of error files."""
     found: dict[tuple[float, str], None] = {}
     for dump in snapshot.dumps:
         if dump.time is not None:
@@ -174,13 +187,14 @@ def events(snapshot: Snapshot) -> list[tuple[float, str]]:
 
 
 def when(seconds: float) -> str:
+    """Format seconds since the epoch as UTC."""
     if not 0 < seconds < 4e9:
         return f"{seconds:.3f}"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
 def raw_stacks(snapshot: Snapshot) -> str:
-    """Every dump behind a click; processes with equal threads share one."""
+    """Return every dump in a collapsed element; processes with equal threads share one."""
     shared: dict[tuple[int, tuple[Thread, ...]], list[ProcessDump]] = {}
     for dump in snapshot.dumps[: MAX_RAW_PROCESSES * 3]:
         shared.setdefault((dump.sample, dump.threads), []).append(dump)
@@ -199,7 +213,7 @@ def raw_stacks(snapshot: Snapshot) -> str:
 
 
 def names_of(dumps: Sequence[ProcessDump]) -> str:
-    """Trainer ranks as ranges, other processes by name."""
+    """Return trainer ranks as ranges, other processes by name."""
     ranks = rank_ranges(d.rank for d in dumps if d.rank is not None and d.name == f"rank_{d.rank}")
     names = [d.name for d in dumps if d.name != f"rank_{d.rank}"]
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -207,6 +221,7 @@ def names_of(dumps: Sequence[ProcessDump]) -> str:
 
 
 def thread_text(thread: Thread) -> str:
+    """Return one thread as text, innermost frame first."""
     state = "".join(word for flag, word in ((thread.active, " active"), (thread.holds_gil, " gil")) if flag)
     lines = [f"Thread {thread.name or '(unnamed)'}{state}"]
     lines += [f"    {f.function} ({f.file}{f':{f.line}' if f.line else ''})" for f in thread.frames[:400]]

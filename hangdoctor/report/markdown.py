@@ -1,4 +1,6 @@
-"""A diagnosis as Markdown for an issue tracker: verdict, who, evidence, what to do, what would refute it."""
+"""A diagnosis as Markdown for an issue tracker: verdict, culprits, evidence, next steps,
+refutation.
+"""
 
 import re
 
@@ -8,7 +10,7 @@ from hangdoctor.report.text import merged_tree, printable, tree_lines
 
 
 def markdown(diagnosis: Diagnosis) -> str:
-    """The whole report; text from dumps is escaped so that it cannot become markup."""
+    """Return the complete report; text from dumps is escaped so that it cannot become markup."""
     parts = [
         f"## {diagnosis.label} ({diagnosis.confidence} confidence)",
         plain(diagnosis.summary),
@@ -35,20 +37,24 @@ def markdown(diagnosis: Diagnosis) -> str:
 
 
 def who(diagnosis: Diagnosis) -> str:
+    """Return the line of culprits and victims."""
     culprits = rank_ranges(diagnosis.culprit_ranks) or "none"
     return f"Culprits: {plain(culprits)}. Victims: {plain(rank_ranges(diagnosis.victim_ranks) or 'none')}."
 
 
 def section(title: str, lines: list[str]) -> str:
+    """Return a heading with a list, or an empty string for no lines."""
     return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
 
 
 def evidence_line(ranks: str, fact: str, process: str, location: str) -> str:
+    """Return one fact with its ranks and location."""
     subject = f"**{plain(ranks or process)}** " if ranks or process else ""
     return f"{subject}{plain(fact)}" + (f" at `{code(location)}`" if location else "")
 
 
 def tree(diagnosis: Diagnosis) -> str:
+    """Return the merged stacks as a code block."""
     lines = tree_lines(merged_tree(diagnosis.groups))[:200]
     shown = [
         f"{'  ' * line.indent}{'* ' if line.fork else ''}{printable(line.text)}{f'  [{line.ranks}]' if line.ranks else ''}"
@@ -59,8 +65,10 @@ def tree(diagnosis: Diagnosis) -> str:
 
 
 def plain(text: str) -> str:
+    """Escape Markdown in text from dumps."""
     return re.sub(r"([\\`*_{}\[\]<>#|~@])", r"\\\1", printable(text))
 
 
 def code(text: str) -> str:
+    """Make text from dumps safe inside backticks."""
     return printable(text).replace("`", "'")

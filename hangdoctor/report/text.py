@@ -1,7 +1,8 @@
 """Text that is safe to print, and the merged tree of a diagnosis as lines.
 
-Stacks, log lines and thread names come from outside: a terminal would obey escape sequences in them, and a
-right-to-left mark would reorder what a reader sees. Everything that is not printable is shown as its code.
+Stacks, log lines and thread names come from outside: a terminal would obey escape sequences in
+them, and a right-to-left mark would reorder the displayed text. Everything that is not printable is
+shown as its code.
 """
 
 import re
@@ -27,13 +28,15 @@ PART_NAMES = {
 
 
 def printable(text: str) -> str:
-    """`text` without anything that a terminal, a browser or a reader could take for something else."""
+    """Return `text` without anything that a terminal, a browser or a reader could misinterpret."""
     cut = text[:MAX_TEXT] + ("..." if len(text) > MAX_TEXT else "")
     return UNPRINTABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", cut.replace("\t", " ").replace("\n", " "))
 
 
 def exit_status(diagnosis: Diagnosis) -> int:
-    """0 where nothing hangs, 1 where something does, 2 where it cannot be told: a guess of low confidence is no finding."""
+    """Return 0 where nothing hangs, 1 for a hang, 2 where the result is inconclusive (`unknown` or
+    low confidence).
+    """
     if diagnosis.label == "straggler_or_not_hung":
         return 0
     return 2 if diagnosis.label == "unknown" or diagnosis.confidence == "low" else 1
@@ -41,7 +44,7 @@ def exit_status(diagnosis: Diagnosis) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One frame of the merged tree, with the number of processes and the ranks that pass through it."""
+    """One frame of the merged tree, with the number of processes and the ranks through it."""
 
     frame: str
     size: int
@@ -50,11 +53,12 @@ class Node:
 
 
 def merged_tree(groups: Sequence[Group]) -> tuple[Node, ...]:
-    """Groups merged from their outermost frames in; the larger branch first."""
+    """Merge groups from their outermost frames in; the larger branch first."""
     return branches([(group, list(reversed(group.stack))) for group in groups], 0)
 
 
 def branches(entries: list[tuple[Group, list[str]]], depth: int) -> tuple[Node, ...]:
+    """Return the children of a node: one per different frame at `depth`."""
     by_frame: dict[str, list[tuple[Group, list[str]]]] = defaultdict(list)
     for group, stack in entries:
         if depth < len(stack):
@@ -72,7 +76,7 @@ def branches(entries: list[tuple[Group, list[str]]], depth: int) -> tuple[Node, 
 
 
 def joined_ranges(texts: list[str]) -> str:
-    """The union of rank range texts."""
+    """Return the union of rank range texts."""
     if len(texts) == 1:
         return texts[0]
     ranks: set[Rank] = set()
@@ -87,7 +91,7 @@ def joined_ranges(texts: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """One printed line of the tree; `fork` marks the first frame below a place where ranks part."""
+    """One printed line of the tree; `fork` marks the first frame below a divergence of ranks."""
 
     indent: int
     text: str
@@ -96,7 +100,9 @@ class TreeLine:
 
 
 def tree_lines(nodes: Sequence[Node], indent: int = 0) -> list[TreeLine]:
-    """The tree outermost first. A run of frames that all ranks share takes no deeper indent; long runs are cut."""
+    """Return the lines of the tree, outermost call first. A run of frames that all ranks share is
+    not indented deeper; long runs are cut.
+    """
     lines: list[TreeLine] = []
     fork = len(nodes) > 1
     for node in nodes:

@@ -1,1 +1,3 @@
-"""One file per label: `judge(case, graph)` says whether its pattern is there; its docstring teaches the pattern."""
+"""One file per label: `judge(case, graph)` looks for its pattern; the module docstring explains the
+pattern.
+"""

@@ -1,13 +1,14 @@
-"""Saving or loading a checkpoint holds the job up.
+"""Saving or loading a checkpoint blocks the job.
 
-What it looks like: one rank writes, or waits for its background writer or for the last asynchronous save, and the others stand in the
-barrier after it.
+What it looks like: one rank writes, or waits for its background writer or for the last asynchronous
+save, and the others wait in the barrier after it.
 
-Common causes: storage that is full, slow or gone; an asynchronous save on the same process group as training (give DCP a gloo group of
-its own); a writer process that died; rank 0 gathering the whole state dict while the others time out.
+Common causes: storage that is full, slow or gone; an asynchronous save on the same process group as
+training (give DCP a gloo group of its own); a writer process that died; rank 0 gathering the
+complete state dict while the others time out.
 
-If every rank stands in the checkpoint's barrier and nobody writes, nothing of the checkpoint holds them: look at the network.
-If one rank is elsewhere altogether, look there first.
+If every rank is in the checkpoint's barrier and none writes, the checkpoint is not the cause: check
+the network. If one rank is elsewhere altogether, look there first.
 """
 
 from hangdoctor.case import Case, Standing
@@ -16,6 +17,7 @@ from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     saving = [s for s in graph.source_ranks if saves(s)]
     if not saving:
         return None
@@ -33,7 +35,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             ),
             step(
                 "dcp.async_save(..., process_group=dist.new_group(backend='gloo'))",
-                "keeps the save's collectives apart from training's",
+                "separates the collectives of the save from those of training",
             ),
         ),
         ("The checkpoint's files grow between the samples: then it is slow, not stuck.",),
@@ -42,6 +44,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def saves(standing: Standing) -> bool:
+    """True if a rank saves or loads a checkpoint and is not exiting, failing or stopped."""
     stance = standing.stance
     return (stance.kind == "checkpoint" or "checkpoint" in stance.phases) and not (
         stance.phases & {"cleanup", "error"} or stance.kind in ("stopped", "prompt")

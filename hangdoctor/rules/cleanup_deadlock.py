@@ -1,12 +1,14 @@
-"""A rank is on its way out and waits for what will not come.
+"""A rank is exiting and waits for an operation that will not complete.
 
-What it looks like: one rank is in destroy_process_group, in a barrier of its clean-up, in an atexit handler, or joins a thread, pool
-or worker at exit; its peers still wait for it in a collective of the training loop, or leave too and wait elsewhere.
+What it looks like: one rank is in destroy_process_group, in a barrier of its clean-up, in an atexit
+handler, or joins a thread, pool or worker at exit; its peers still wait for it in a collective of
+the training loop, or exit too and wait elsewhere.
 
-Common causes: an exception on one rank whose `finally:` tears down the process group in order (peers are still in all_reduce); a
-swallowed exception followed by a barrier in the clean-up; a non-daemon thread that nobody told to stop; a data loader or writer
-that is joined while it waits for its own reader. When every rank is in destroy_process_group, look for CUDA graphs that captured a
-collective: NCCL 2.26 and later wait until they are destroyed.
+Common causes: an exception on one rank whose `finally:` destroys the process group while its peers
+are still in all_reduce; a swallowed exception followed by a barrier in the clean-up; a non-daemon
+thread that nothing stops; a data loader or writer that is joined while it waits for its own reader.
+When every rank is in destroy_process_group, look for CUDA graphs that captured a collective: NCCL
+2.26 and later wait until they are destroyed.
 
 What helps: abort instead of destroy on the error path, and no collectives in `finally`.
 """
@@ -27,7 +29,7 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
 )
 
-# Ways out that no training step takes: enough by themselves for high confidence.
+# Exit functions that no training step calls: sufficient for high confidence.
 LAST_CALLS = {
     "destroy_process_group",
     "_shutdown",
@@ -39,11 +41,13 @@ LAST_CALLS = {
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     leaving = [s for s in case.ranks if leaves(s, case)]
     if not leaving:
         return None
     staying = [s for s in graph.waiting_ranks if s not in leaving]
-    # Once nobody trains any more, a rank that only waits for its peers is a victim of one that waits for something else.
+    # If no rank trains any more, a rank that only waits for its peers is a victim of one that
+    # waits for something else.
     held_up = [s for s in leaving if not s.stance.waits_for_peers]
     culprits = leaving if staying else held_up or leaving
     certain = bool(staying) and all(last_call(s) or in_exit_handler(s, case) for s in culprits)
@@ -51,24 +55,26 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if staying:
         others = f"{named(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
     else:
-        others = "the others leave too" if len(leaving) > len(culprits) else "no rank is left to wait for it"
+        others = (
+            "the others are exiting too" if len(leaving) > len(culprits) else "no rank waits for it any more"
+        )
     return Verdict(
         "cleanup_deadlock",
         confidence(case, graph, culprits, "high" if certain else "medium"),
         ranks_of(culprits),
-        f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} on the way out ({operation(culprits[0])} at {where}) "
+        f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} exiting ({operation(culprits[0])} at {where}) "
         f"while {others}.",
-        stack_evidence(culprits, f"leaves: {operation(culprits[0])}", graph)
+        stack_evidence(culprits, f"exiting: {operation(culprits[0])}", graph)
         + waiting_evidence(graph, culprits)
         + stillness(case),
         (
             step(
                 "grep -n -B2 -A20 Traceback LOG_OF_THAT_RANK",
-                "the exception that sent it into clean-up came first",
+                "finds the exception that led to the clean-up",
             ),
             step(
                 "torch.distributed.distributed_c10d._abort_process_group()",
-                "on the error path, instead of destroy_process_group: it does not wait",
+                "use on the error path instead of destroy_process_group: it does not wait",
                 "peers fail at once",
             ),
             step(
@@ -77,20 +83,23 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             ),
         ),
         (
-            "The other ranks reach their own clean-up within the time-out: then the job was just ending.",
+            "The other ranks reach their own clean-up within the time-out: then the job was only ending.",
             "A culprit that is back in the training loop in a later sample.",
         ),
     )
 
 
 def last_call(standing: Standing) -> bool:
+    """True if the rank destroys its process group or is in the interpreter's own exit functions."""
     return standing.stance.kind == "destroy" or any(
         frame.function in LAST_CALLS for frame in standing.stance.frames
     )
 
 
 def leaves(standing: Standing, case: Case) -> bool:
-    """Whether a stack is that of a rank that ends: a clean-up function, or an exit handler that Python itself calls."""
+    """True if a stack is that of an exiting rank: a clean-up function, or an exit handler that
+    Python itself calls.
+    """
     if standing.stance.kind in ("data", "stopped", "launcher") or standing.status == "stopped":
         return False
     if standing.stance.kind == "future" and standing.stance.operation == "pool result":
@@ -99,13 +108,16 @@ def leaves(standing: Standing, case: Case) -> bool:
 
 
 def in_exit_handler(standing: Standing, case: Case) -> bool:
-    """An atexit callback is called by C: its stack has no `<module>` at the bottom, where its peers' stacks have one."""
+    """True for an atexit callback: C calls it, so its stack has no `<module>` at the bottom, while
+    its peers' stacks have one.
+    """
     if standing.thread != "MainThread" or not entered_by_call(standing):
         return False
     return sum(1 for s in case.ranks if not entered_by_call(s)) > 0
 
 
 def entered_by_call(standing: Standing) -> bool:
+    """True if the stack does not begin in a module, a thread or a spawned process."""
     python = [frame for frame in standing.stance.frames if not frame.native]
     entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
     return bool(python) and len(python) < 100 and not any(f.function in entries for f in python[-6:])

@@ -1,14 +1,19 @@
-"""Ranks of one group wait in different collectives, or in the same one reached from different places or steps.
+"""Ranks of one group wait in different collectives, or in one reached from different places.
 
-What it looks like: everybody is in a collective, but not in the same: rank 2 in all_gather where the others are in broadcast, or all in
-all_reduce, one of them called from the logger. Flight Recorder shows the same number of the group with other operations or sizes.
+The places may be lines of the program or different steps.
 
-Common causes: `if rank == 0:` around something that communicates (logging, evaluation, sampling from a sharded model, saving);
-data loaders of different length; control flow that depends on local data; two collectives in another order; a skipped layer or
-expert whose gradients need a reduction.
+What it looks like: every rank is in a collective, but not in the same one: rank 2 in all_gather
+where the others are in broadcast, or all in all_reduce, one of them called from the logger. Flight
+Recorder shows the same sequence number of the group with different operations or sizes.
 
-Ranks in two different sub-groups (tensor, pipeline, expert, data) may stand in different collectives quite rightly: one group waits for a
-rank that waits in the other. So without a record of the groups the answer is kept modest.
+Common causes: `if rank == 0:` around something that communicates (logging, evaluation, sampling
+from a sharded model, saving); data loaders of different length; control flow that depends on local
+data; two collectives in a different order; a skipped layer or expert whose gradients need a
+reduction.
+
+Ranks in two different sub-groups (tensor, pipeline, expert, data) may correctly be in different
+collectives: one group waits for a rank that waits in the other. So without a record of the groups
+the confidence stays low.
 """
 
 from hangdoctor.case import Case, Standing
@@ -43,19 +48,20 @@ STEPS = (
     ),
 )
 REFUTE = (
-    "The ranks' groups are different ones (tensor, pipeline, expert): then both waits may be right and the cause is elsewhere.",
-    "A later sample in which one of the groups has gone on.",
+    "The ranks belong to different groups (tensor, pipeline, expert): then both waits may be correct and the cause is elsewhere.",
+    "A later sample in which one of the groups has made progress.",
 )
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
     if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
         return None
     if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
-        return None  # making a group is the start-up's business: init_deadlock
+        return None  # group creation belongs to init_deadlock
     named_clusters = [c for c in graph.waiting if c.stance.kind != "device"]
     several = several_groups(named_clusters)
     odd = (behind_in_program(named_clusters) if several else []) or odd_ones(named_clusters)
@@ -85,7 +91,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def odd_ones(clusters: list[Cluster]) -> list[Standing]:
-    """Ranks outside the largest cluster; all of them where no cluster is the largest."""
+    """Return the ranks outside the largest cluster; all of them where no cluster is the largest."""
     largest = len(clusters[0].members)
     if sum(1 for c in clusters if len(c.members) == largest) > 1:
         return [s for c in clusters if len(c.members) == largest for s in c.members]
@@ -93,16 +99,20 @@ def odd_ones(clusters: list[Cluster]) -> list[Standing]:
 
 
 def several_groups(clusters: list[Cluster]) -> bool:
-    """Whether libraries of different parallel dimensions wait: one group may rightly wait for a rank of another."""
+    """True if libraries of different parallel dimensions wait: one group may correctly wait for a
+    rank of another.
+    """
     domains = {c.stance.domain for c in clusters}
     return bool(domains & {"tensor", "pipeline", "expert", "context"}) and len(domains) > 1
 
 
 def behind_in_program(clusters: list[Cluster]) -> list[Standing]:
-    """Ranks at the earliest line of the function in which the ways part: with several groups they hold up the others."""
-    ways = [tuple(reversed(c.path)) for c in clusters]
+    """Return the ranks at the earliest line of the function in which the call paths diverge: with
+    several groups they block the others.
+    """
+    paths = [tuple(reversed(c.path)) for c in clusters]
     depth = common_prefix([c.path for c in clusters])
-    forks = [way[depth] for way in ways if depth < len(way)]
+    forks = [path[depth] for path in paths if depth < len(path)]
     if len(forks) < len(clusters) or len({(f.function, f.file) for f in forks}) > 1:
         return []
     first = min(fork.line for fork in forks)
@@ -110,7 +120,9 @@ def behind_in_program(clusters: list[Cluster]) -> list[Standing]:
 
 
 def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> Confidence:
-    """High only for one rank against all others: several could be a sub-group that is stuck by itself."""
+    """Return high only for one rank against all others: several could be a sub-group that is stuck
+    by itself.
+    """
     if recorded:
         return "high"
     if several_groups(clusters):
@@ -119,7 +131,9 @@ def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> C
 
 
 def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
-    """Recorded operations contradict each other: no guess about groups is left. Stacks say where the odd ranks are."""
+    """Return the verdict for recorded operations that contradict each other, which needs no
+    assumption about groups; stacks show where the odd ranks are.
+    """
     odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
     where = f" at {place(odd[0])}" if odd and odd[0].stance.frames else ""
     apart = [s for s in graph.source_ranks if s.rank not in finding.odd_ranks]
@@ -129,15 +143,16 @@ def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
         finding.odd_ranks,
         f"Ranks {rank_ranges(finding.odd_ranks)} and {rank_ranges(finding.agreeing_ranks)} disagree on the {finding.kind} of collective "
         f"{finding.sequence} of group {finding.group}: {finding.detail}{where}.",
-        record_evidence(finding) + stack_evidence(odd, "stands here", graph) + stillness(case),
+        record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),
         STEPS[1:],
         (
-            "Records that were taken at different times, or rings too small to hold the same collectives.",
+            "Records that were taken at different times, or ring buffers too small to contain the same collectives.",
             *REFUTE[1:],
         ),
     )
 
 
 def record_evidence(finding: Finding) -> tuple[Evidence, ...]:
+    """Return a Flight Recorder finding as evidence."""
     fact = f"Flight Recorder, group {finding.group}, collective {finding.sequence}: {finding.detail}"
     return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)

@@ -1,12 +1,15 @@
 """A rank waits for data while its peers wait for it.
 
-What it looks like: one rank stands in the data loader (`_try_get_data`, a dataset's `__getitem__`), the others in the first collective
-of the step. The worker process beside it shows why: a lock, a read from storage, a decoder, or it is dead.
+What it looks like: one rank is in the data loader (`_try_get_data`, a dataset's `__getitem__`), the
+others in the first collective of the step. The stack of its worker process shows why: a lock, a
+read from storage, a decoder, or the worker is dead.
 
-Common causes: a worker forked while a thread held a lock (set multiprocessing_context="spawn", start workers early); storage that
-does not answer; a full /dev/shm; a worker killed for memory; an endless sample.
+Common causes: a worker forked while a thread held a lock (set multiprocessing_context="spawn",
+start workers early); storage that does not respond; a full /dev/shm; a worker killed for memory; an
+endless sample.
 
-If the rank has left the loop instead (its loader was shorter), that is a collective_mismatch: use drop_last or Join.
+If the rank has left the loop instead (its loader was shorter), that is a collective_mismatch: use
+drop_last or Join.
 """
 
 from hangdoctor.case import Case, Standing
@@ -19,6 +22,7 @@ LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     starved = [s for s in graph.source_ranks if waits_for_data(s)]
     if not starved:
         return None
@@ -31,7 +35,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         (
             step(
                 "areal-debug hang collect --to FOLDER",
-                "its workers' stacks say whether it is a lock, storage or a decoder",
+                "the stacks of its workers show whether it is a lock, storage or a decoder",
             ),
             step(
                 "DataLoader(..., timeout=120)",
@@ -52,6 +56,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def waits_for_data(standing: Standing) -> bool:
+    """True if a rank waits for its data loader or in the program's own data functions."""
     stance = standing.stance
     if stance.phases & {"cleanup"} or stance.kind in ("stopped", "running", "compile"):
         return False
@@ -60,13 +65,13 @@ def waits_for_data(standing: Standing) -> bool:
         "rpc",
         "subprocess",
         "prompt",
-    ):  # a function called fetch_samples may ask a server
+    ):  # a function called fetch_samples may query a server
         return any(frame.file.startswith(LOADERS) for frame in stance.frames)
     return stance.kind == "data" or "data" in stance.phases
 
 
 def workers(case: Case, starved: list[Standing]) -> tuple[Evidence, ...]:
-    """Where the worker processes of the starved ranks stand."""
+    """Return the waits of the worker processes of the starved ranks."""
     found = []
     for standing in starved[:4]:
         for child in case.children_of(standing.name)[:4]:

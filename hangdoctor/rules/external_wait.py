@@ -1,12 +1,13 @@
 """A rank waits for something outside the job: an HTTP server, an RPC, storage, a child process.
 
-What it looks like: one rank stands in a socket read, an HTTP client, ray.get, subprocess.wait or a process pool, without a time-out; its
-peers wait in the collective that spreads the answer.
+What it looks like: one rank is in a socket read, an HTTP client, ray.get, subprocess.wait or a
+process pool, without a time-out; its peers wait in the collective that distributes the result.
 
-Common causes: a dead or overloaded inference server behind a connection that nobody closed; a reward process that loops in
-untrusted code; an upload command that asks for a password; storage that does not answer.
+Common causes: a dead or overloaded inference server behind a connection that was never closed; a
+reward process that loops in untrusted code; an upload command that prompts for a password; storage
+that does not respond.
 
-What helps: a time-out on every wait for something outside, and retries that all ranks agree on.
+What helps: a time-out on every external wait, and retries that all ranks agree on.
 """
 
 from hangdoctor.case import Case, Standing
@@ -16,7 +17,7 @@ from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
 OUTSIDE = {
-    "http": "for an answer over HTTP",
+    "http": "for an HTTP response",
     "rpc": "for a remote call",
     "subprocess": "for a child process",
     "socket": "for bytes from a socket",
@@ -28,6 +29,7 @@ OUTSIDE = {
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     outside = [s for s in graph.source_ranks if s.stance.kind in OUTSIDE or polls_outside(s)]
     if not outside:
         return None
@@ -42,28 +44,30 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         outside,
         OUTSIDE.get(kind, "for samples, rewards or a server"),
         (
-            step("ss -tnp | grep PID", "says which address it waits for, and whether bytes are queued"),
-            step("curl -m 5 http://SERVER/health", "is the other side alive?"),
+            step("ss -tnp | grep PID", "shows the address it waits for, and whether bytes are queued"),
+            step("curl -m 5 http://SERVER/health", "is the server alive?"),
             step("requests.get(..., timeout=60)", "a wait without a time-out cannot end by itself", "none"),
         ),
-        ("The other side answers within its usual time: then this is a slow request.",),
+        ("The other side responds within its usual time: then this is a slow request.",),
         best,
         children(case, outside),
     )
 
 
 def polls_outside(standing: Standing) -> bool:
-    """Whether it sleeps or idles between questions to an engine or a reward service: `while not ready: sleep` in a rollout."""
+    """True if a rank sleeps or idles between requests to an engine or a reward service: `while not
+    ready: sleep` in a rollout.
+    """
     return standing.stance.kind in ("sleep", "idle", "event") and "outside" in standing.stance.phases
 
 
 def children(case: Case, standings: list[Standing]) -> tuple[Evidence, ...]:
-    """Where the child processes and engines that may be waited for stand."""
+    """Return the waits of the child processes that may be waited for."""
     found = []
     for standing in standings[:4]:
         for child in case.children_of(standing.name)[:4]:
             frame = child.stance.frame
-            fact = f"its child process stands in {child.stance.operation or child.stance.kind}"
+            fact = f"its child process is in {child.stance.operation or child.stance.kind}"
             found.append(
                 Evidence(str(standing.rank), f"{fact} at {show(frame)}" if frame else fact, child.name)
             )

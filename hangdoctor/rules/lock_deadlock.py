@@ -1,12 +1,15 @@
 """Threads of one process wait for each other, or for a lock file whose owner is gone.
 
-What it looks like: the main thread stands in a lock, its holder stands in another lock or in native code; or one thread holds the
-GIL, sleeps and does not move; or a process waits for a file lock (torch_extensions, a shared cache).
+What it looks like: the main thread waits for a lock, and its holder waits for another lock or is in
+native code; or one thread holds the GIL, sleeps and does not move; or a process waits for a file
+lock (torch_extensions, a shared cache).
 
-Common causes: two locks taken in opposite order; fork() while a thread held a lock (data-loader workers, loggers); a native
-extension that blocks without giving up the GIL; a lock file left by a killed process.
+Common causes: two locks acquired in opposite order; fork() while a thread held a lock (data-loader
+workers, loggers); a native extension that blocks without releasing the GIL; a lock file left by a
+killed process.
 
-Peers in a collective are victims. The native pass (`py-spy dump --native`) is what shows locks: plain Python frames do not.
+Peers in a collective are victims. The native pass (`py-spy dump --native`) is what shows locks:
+plain Python frames do not.
 """
 
 from hangdoctor.case import Case, Standing
@@ -30,7 +33,9 @@ STEPS = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
-    # Where ranks that wait in a collective, which gives up the GIL, are said to hold it, the dump's flag means nothing.
+    """Return the verdict if the pattern is present, else None."""
+    # A collective releases the GIL: where waiting ranks are reported to hold it, the dump's flag is
+    # unreliable.
     trusted = not any(s.threads[0].holds_gil for s in graph.waiting_ranks if s.facts.state == "S")
     if held := [s for s in graph.source_ranks if trusted and holds_gil_asleep(s, case)]:
         best: Confidence = "high" if held[0].cpu_fraction is not None else "medium"
@@ -40,8 +45,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         )
     files = [s for s in graph.source_ranks if s.stance.kind == "file_lock"]
     if files:
-        steps = (step("lslocks; ls -l LOCKFILE", "says who holds the file lock, and since when"), *STEPS[:1])
-        refute = ("The lock's owner is alive and works: then this rank waits for its turn.",)
+        steps = (step("lslocks; ls -l LOCKFILE", "shows who holds the file lock, and since when"), *STEPS[:1])
+        refute = ("The owner of the lock is alive and computes: then this rank waits for its turn.",)
         return source_verdict("lock_deadlock", case, graph, files, "for a lock file", steps, refute)
     locked = [
         s for s in graph.source_ranks if s.stance.kind in ("lock", "gil") and not s.stance.phases & {"data"}
@@ -49,8 +54,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if not locked:
         return None
     cycle = any(rival(s) for s in locked)
-    what = "for a lock that a thread of its own waits with" if cycle else "for a lock"
-    refute = ("A thread that holds the lock and works: then the lock is only slow to come free.",)
+    what = "for a lock while another of its threads waits for a lock too" if cycle else "for a lock"
+    refute = ("A thread that holds the lock and computes: then the lock is only released late.",)
     more = other_threads(locked)
     return source_verdict(
         "lock_deadlock", case, graph, locked, what, STEPS, refute, "high" if cycle else "medium", more
@@ -58,7 +63,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def holds_gil_asleep(standing: Standing, case: Case) -> bool:
-    """A thread owns the GIL although the process used no CPU and its stack stood still: native code keeps it."""
+    """True if a thread owns the GIL although the process used no CPU and its stack did not change:
+    native code keeps the GIL.
+    """
     if standing.works or standing.moved or case.num_samples < 2:
         return False
     holder = next((t for t in standing.threads if t.holds_gil), None)
@@ -69,20 +76,21 @@ def holds_gil_asleep(standing: Standing, case: Case) -> bool:
 
 
 def rival(standing: Standing) -> bool:
-    """Whether another thread with code of the program in it is blocked in a lock as well."""
+    """True if another thread with frames of the program is blocked in a lock as well."""
     return any(t.stance.kind in ("lock", "gil") and t.stance.chain for t in standing.threads[1:])
 
 
 def other_threads(standings: list[Standing]) -> tuple[Evidence, ...]:
+    """Return the other threads that hold the GIL or wait for a lock."""
     found = []
     for standing in standings[:4]:
         for thread in standing.threads[1:6]:
             if thread.stance.frame and (thread.stance.kind in ("lock", "gil") or thread.holds_gil):
-                says = "holds the GIL" if thread.holds_gil else f"waits for a {thread.stance.operation}"
+                fact = "holds the GIL" if thread.holds_gil else f"waits for a {thread.stance.operation}"
                 found.append(
                     Evidence(
                         str(standing.rank),
-                        f"{says} at {show(thread.stance.frame)}",
+                        f"{fact} at {show(thread.stance.frame)}",
                         standing.name,
                         thread.thread,
                     )
@@ -91,4 +99,5 @@ def other_threads(standings: list[Standing]) -> tuple[Evidence, ...]:
 
 
 def gil_refuted() -> tuple[str, ...]:
-    return ("CPU time of the holder that grows: then it computes with the GIL held and ends one day.",)
+    """Return what would refute a blocked GIL."""
+    return ("CPU time of the holder that grows: then it computes with the GIL held and will finish.",)

@@ -1,10 +1,12 @@
 """An expected rank has no process that can be dumped, and the others wait for it.
 
-What it looks like: seven dumps of eight; the seven wait in a collective or in the rendezvous. The eighth was killed (out of
-memory, a node failure, the scheduler), was never started, is stopped by a signal, or sits in an uninterruptible system call.
+What it looks like: seven dumps of eight; the seven wait in a collective or in the rendezvous. The
+eighth was killed (out of memory, a node failure, the scheduler), was never started, is stopped by a
+signal, or is in an uninterruptible system call.
 
-Common causes: the kernel's out-of-memory killer (dmesg), a crash whose traceback only that rank's log has, SIGSTOP from a
-debugger, a failed node that the launcher has not noticed, fewer processes started than WORLD_SIZE says.
+Common causes: the kernel's out-of-memory killer (dmesg), a crash whose traceback is only in the log
+of that rank, SIGSTOP from a debugger, a failed node that the launcher has not noticed, fewer
+processes started than WORLD_SIZE.
 
 The ranks that wait are victims: their time-out names them, not the rank that is gone.
 """
@@ -16,17 +18,18 @@ from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, NextStep, Rank
 from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiters_move, waiting_evidence, waiting_for
 
-SAID = {
+STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
-    "timed_out": "did not answer the collector in time",
-    "not_permitted": "could not be read: permission refused",
+    "timed_out": "did not respond to the collector in time",
+    "not_permitted": "could not be read: permission denied",
     "not_python": "runs no Python that can be read",
-    "dumped": "gave no stack",
+    "dumped": "returned no stack",
 }
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     stopped = [s for s in case.ranks if s.status == "stopped" or s.stance.kind == "stopped"]
     lost: dict[Rank, str] = dict(case.missing.items())
     lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
@@ -40,23 +43,25 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         "missing_rank",
         certainty(case, graph, statuses, stopped),
         tuple(lost),
-        f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)} {SAID[next(iter(lost.values()))]}; {waiting_for(graph)}.",
+        f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)} {STATUS_TEXTS[next(iter(lost.values()))]}; {waiting_for(graph)}.",
         loss_evidence(case, lost, stopped) + waiting_evidence(graph),
         next_steps(statuses),
         (
-            "A process of that rank that is alive and computes: then this collection did not find it.",
-            "Stacks of the waiting ranks that move on.",
+            "A process of that rank that is alive and computes: then this collection missed it.",
+            "Stacks of the waiting ranks that change.",
         ),
     )
 
 
 def explained(graph: Graph) -> bool:
-    """Whether the ranks that were saved explain the hang: then a rank without a file was just not saved."""
+    """True if the saved ranks explain the hang: then a rank without a file was just not saved."""
     return bool(graph.sources) or not same_place(graph.waiting)
 
 
 def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standing]) -> Confidence:
-    """A rank that is known to be gone or stopped is certain; one that only has no file may just not have been saved."""
+    """Return high for a rank that is known to be gone or stopped, low for one that only has no file
+    and may not have been saved.
+    """
     level = 2 if statuses <= {"gone", "stopped"} else 0
     if not case.certain_missing and not stopped:
         level = 0
@@ -70,8 +75,9 @@ def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standi
 
 
 def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[Standing]) -> tuple[Evidence, ...]:
+    """Return what error files, logs and statuses record about the lost ranks."""
     found = [
-        Evidence(str(rank), f"rank {rank} {SAID[status]}", process=f"rank_{rank}")
+        Evidence(str(rank), f"rank {rank} {STATUS_TEXTS[status]}", process=f"rank_{rank}")
         for rank, status in list(lost.items())[:8]
     ]
     for standing in stopped[:4]:
@@ -84,28 +90,30 @@ def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[Standing]) ->
             found.append(
                 Evidence(
                     str(error.rank),
-                    f"its error file says: {error.message.splitlines()[0][:200]}"
+                    f"its error file: {error.message.splitlines()[0][:200]}"
                     if error.message
                     else "left an error file",
                 )
             )
     for log in case.snapshot.logs:
         if log.rank in lost and log.lines:
-            found.append(Evidence(str(log.rank), f"the last line of its log: {log.lines[-1][:200]}"))
+            found.append(Evidence(str(log.rank), f"last line of its log: {log.lines[-1][:200]}"))
     return tuple(found)
 
 
 def next_steps(statuses: set[str]) -> tuple[NextStep, ...]:
+    """Return the next steps for the statuses of the lost ranks."""
     steps = []
     if "gone" in statuses:
         steps.append(
-            step("dmesg -T | grep -i -E 'killed process|oom'", "the kernel says whom it killed for memory")
+            step(
+                "dmesg -T | grep -i -E 'killed process|oom'",
+                "shows which process the kernel killed for memory",
+            )
         )
-        steps.append(
-            step("tail -n 100 LOG_OF_THAT_RANK", "its last words are in its own log, not in the others'")
-        )
+        steps.append(step("tail -n 100 LOG_OF_THAT_RANK", "its last messages are in its own log only"))
     if "stopped" in statuses:
-        steps.append(step("kill -CONT PID", "a stopped process goes on where it was"))
+        steps.append(step("kill -CONT PID", "a stopped process continues where it was"))
     if "not_permitted" in statuses:
         steps.append(
             step(

@@ -1,12 +1,15 @@
 """All ranks of the group wait in the same collective, called from the same place.
 
-What it looks like: eight of eight stacks are equal and end in one all_reduce (or in the synchronisation behind it), and no rank is missing.
-The program is not to blame: everybody came. Look at what carries the collective.
+What it looks like: eight of eight stacks are equal and end in one all_reduce (or in the
+synchronisation behind it), and no rank is missing. The program is not the cause: every rank
+arrived. Check what carries the collective.
 
-Common causes: a network link or switch, a wrong interface (NCCL_SOCKET_IFNAME), a firewall between nodes, InfiniBand or EFA trouble, a GPU
-that fell off the bus (dmesg: Xid), a driver, shared memory or peer-to-peer trouble inside one node.
+Common causes: a network link or switch, a wrong interface (NCCL_SOCKET_IFNAME), a firewall between
+nodes, InfiniBand or EFA failures, a GPU that fell off the bus (dmesg: Xid), a driver, shared memory
+or peer-to-peer failures inside one node.
 
-No rank can be blamed by its stack. Flight Recorder or NCCL RAS may still name one that has enqueued less than the others.
+No rank can be blamed by its stack. Flight Recorder or NCCL RAS may still identify one that has
+enqueued less than the others.
 """
 
 from hangdoctor.case import Case
@@ -21,10 +24,10 @@ STEPS = (
     step("dmesg -T | grep -i -E 'xid|nvrm|link'", "GPU and link errors of this node"),
     step(
         "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
-        "says which interfaces and transports NCCL chose",
+        "shows which interfaces and transports NCCL chose",
         "more log lines",
     ),
-    step("ncclras -v", "NCCL 2.24 and later: which rank has launched less, or does not answer"),
+    step("ncclras -v", "NCCL 2.24 and later: which rank has launched less, or does not respond"),
     step(
         "all_reduce_perf -b 8 -e 128M -f 2 -g 8",
         "nccl-tests on the same nodes, halved until the bad one is found",
@@ -34,6 +37,7 @@ STEPS = (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     if not case.ranks:
         return from_records(case)
     if graph.sources or case.lost or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
@@ -43,32 +47,34 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     standing = first or graph.waiting[0].members[0]
     culprits, found = recorded(case)
-    # Equal stacks may still be of different steps: only records make it certain.
+    # Equal stacks may still belong to different steps: only records make it certain.
     agreed = any(finding.kind == "same" for finding in case.findings)
     best: Confidence = "high" if first and agreed else "medium"
     if standing.stance.kind == "backward":
         best = "low"
     if first is not None and any(c.stance.kind == "device" for c in graph.waiting):
-        best = "low"  # some wait for the device: nothing says that it runs the collective the others are in
-    if case.missing:  # a gap in the numbers: who is not here may stand elsewhere
+        best = "low"  # some wait for the device, which may run another collective than the others
+    if case.missing:  # a gap in the numbers: a rank that was not saved may be elsewhere
         best = "medium" if best == "high" else "low"
     return Verdict(
         "nccl_timeout",
         confidence(case, graph, graph.waiting_ranks, best),
         culprits,
-        f"All {len(case.ranks)} ranks wait in {operation(standing)} at {place(standing)}: the program brought everybody there, "
-        "so look at the network, the driver and the devices.",
+        f"All {len(case.ranks)} ranks wait in {operation(standing)} at {place(standing)}: every rank reached it, "
+        "so check the network, the driver and the devices.",
         waiting_evidence(graph) + found + stillness(case),
         STEPS,
         (
-            "A rank of the group that is not among these dumps and stands elsewhere.",
+            "A rank of the group that is not among these dumps and is elsewhere.",
             "Flight Recorder numbers that differ between the ranks: then they are not in the same collective.",
         ),
     )
 
 
 def from_records(case: Case) -> Verdict | None:
-    """No stacks, but every rank's record ends in the same unfinished collective."""
+    """Return the verdict without stacks, where every rank's record ends in the same unfinished
+    collective.
+    """
     findings = case.findings
     if not findings or any(finding.kind != "same" for finding in findings):
         return None
@@ -77,7 +83,7 @@ def from_records(case: Case) -> Verdict | None:
         "nccl_timeout",
         "medium",
         (),
-        f"By Flight Recorder {finding.detail} of group {finding.group}, and it has not completed.",
+        f"Flight Recorder: {finding.detail} of group {finding.group}, and it has not completed.",
         (
             Evidence(
                 rank_ranges(finding.agreeing_ranks),
@@ -85,12 +91,14 @@ def from_records(case: Case) -> Verdict | None:
             ),
         ),
         STEPS,
-        ("A rank of that group whose record is not here.",),
+        ("A rank of that group whose record is missing.",),
     )
 
 
 def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
-    """Ranks that records, RAS or watchdog messages put behind the others, and what they say."""
+    """Return the ranks that records, RAS or watchdog messages report as behind, with the findings
+    as evidence.
+    """
     found: list[Evidence] = []
     behind: tuple[int, ...] = ()
     for finding in case.findings:
@@ -100,10 +108,10 @@ def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
             )
         )
         behind = behind or (finding.odd_ranks if finding.kind == "behind" else ())
-    ras, said = behind_by_ras(case.snapshot.ras)
+    ras, fact = behind_by_ras(case.snapshot.ras)
     if ras:
-        found.append(Evidence(rank_ranges(ras), said))
+        found.append(Evidence(rank_ranges(ras), fact))
     for log in case.snapshot.logs[:1000]:
         for rank, sequence, name in watchdog_timeouts(log)[:2]:
-            found.append(Evidence(str(rank), f"its watchdog gave up on {name} number {sequence}", log.name))
+            found.append(Evidence(str(rank), f"its watchdog timed out on {name} number {sequence}", log.name))
     return behind or ras, tuple(found[:8])

@@ -1,4 +1,4 @@
-"""The order in which the rules are asked: what explains more comes first, `unknown` last."""
+"""The order in which the rules are applied: what explains more comes first, `unknown` last."""
 
 from types import ModuleType
 

@@ -1,12 +1,14 @@
-"""Send and receive, or pipeline stages, wait for each other.
+"""Send and receive calls, or pipeline stages, wait for each other.
 
-What it looks like: ranks stand in recv (or send) and nobody is on the other side: a ring in which everyone receives first, two stages that
-disagree on the number of micro-batches or chunks, a shape that one side announces and the other does not.
+What it looks like: ranks are in recv (or send) and no rank is on the other side: a ring in which
+every rank receives first, two stages that disagree on the number of micro-batches or chunks, a
+shape that one side announces and the other does not.
 
-Common causes: recv before send in a ring (use batch_isend_irecv or let even ranks send first); different micro-batch counts per stage; a
-shape exchanged only when it changes; a peer rank computed with the wrong modulus.
+Common causes: recv before send in a ring (use batch_isend_irecv or let even ranks send first);
+different micro-batch counts per stage; a shape exchanged only when it changes; a peer rank computed
+with the wrong modulus.
 
-A pipeline in which one stage stands outside send/recv is no such case: that stage is the culprit.
+A pipeline in which one stage is outside send/recv is a different case: that stage is the culprit.
 """
 
 from hangdoctor.case import Case
@@ -26,6 +28,7 @@ from hangdoctor.rules.verdict import (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     if graph.sources or case.lost:
         return None
     peers = [s for s in graph.waiting_ranks if s.stance.kind == "p2p"]
@@ -46,7 +49,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         (
             step(
                 "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",
-                "records who sends what to whom, with sizes",
+                "records sender, receiver and sizes of each message",
                 "a few MB of memory",
             ),
             step(

@@ -1,12 +1,15 @@
-"""A rank left the normal path through an error, and its peers wait for it.
+"""A rank left the normal path because of an error, and its peers wait for it.
 
-What it looks like: one rank is in an error handler, a retry loop, a sleep before the next attempt, a debugger, or idles after its engine
-failed; the others are in the collective that it should have come to.
+What it looks like: one rank is in an error handler, a retry loop, a sleep before the next attempt,
+a debugger, or idles after its engine failed; the others are in the collective that it should have
+reached.
 
-Common causes: `except Exception: continue` around a step with collectives in it; retrying after out-of-memory on one rank only;
-pdb in a job without a terminal; an engine whose scheduler died while its server still answers.
+Common causes: `except Exception: continue` around a step with collectives in it; retrying after
+out-of-memory on one rank only; pdb in a job without a terminal; an engine whose scheduler died
+while its server still responds.
 
-What helps: let the exception end the rank, or agree on it first (an all_reduce of an error flag, torchelastic's @record).
+What helps: let the exception end the rank, or agree on it first (an all_reduce of an error flag,
+torchelastic's @record).
 """
 
 from hangdoctor.case import Case, Standing
@@ -16,12 +19,13 @@ from hangdoctor.rules.verdict import LEVELS, Verdict, source_verdict, step
 from hangdoctor.waits import phases_of
 
 REFUTE = (
-    "The culprit comes to the collective in a later sample: then it was slow, not lost.",
+    "The culprit reaches the collective in a later sample: then it was only slow.",
     "No exception in that rank's log before this moment.",
 )
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict if the pattern is present, else None."""
     strong = [s for s in graph.source_ranks if s.stance.kind == "prompt" or in_own_error(s, graph)]
     asleep = [
         s
@@ -51,7 +55,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             step("cat $TORCHELASTIC_ERROR_FILE", "torchelastic keeps the first exception of each rank"),
             step(
                 "areal-debug hang collect --to LATER",
-                "a retry loop shows another line now and then; the peers do not",
+                "a retry loop changes its line between samples; the peers do not",
             ),
         ),
         REFUTE,
@@ -61,7 +65,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def in_own_error(standing: Standing, graph: Graph) -> bool:
-    """Whether an error path is on the stack that its peers are not in: a retry wrapper around all ranks says nothing."""
+    """True if the stack contains an error path that its peers' stacks lack: a retry wrapper around
+    all ranks proves nothing.
+    """
     if "error" not in standing.stance.phases:
         return False
     shared = [{(f.function, f.file) for f in c.stance.frames} for c in graph.waiting[:8]]
@@ -74,24 +80,25 @@ def in_own_error(standing: Standing, graph: Graph) -> bool:
 
 
 def what_of(standing: Standing) -> str:
+    """Return where the culprit is, as a phrase for the summary."""
     kind = standing.stance.kind
     if kind == "prompt":
-        return "at a prompt that nobody answers"
+        return "at a prompt without a user"
     if "error" in standing.stance.phases:
         return "in an error path"
     return {"sleep": "in a sleep", "idle": "in an idle loop"}.get(kind, "outside the step")
 
 
 def failures(case: Case, culprits: list[Standing]) -> tuple[Evidence, ...]:
-    """What the culprits' error files and logs say of an exception."""
+    """Return the exceptions in the culprits' error files and logs."""
     ranks = {s.rank for s in culprits}
     found = [
-        Evidence(str(error.rank), f"its error file says: {error.message[:200]}")
+        Evidence(str(error.rank), f"its error file: {error.message[:200]}")
         for error in case.snapshot.errors
         if error.rank in ranks
     ]
     for log in case.snapshot.logs:
         line = next((line for line in reversed(log.lines) if "Error" in line or "Traceback" in line), None)
         if log.rank in ranks and line:
-            found.append(Evidence(str(log.rank), f"its log says: {line[:200]}", log.name))
+            found.append(Evidence(str(log.rank), f"its log: {line[:200]}", log.name))
     return tuple(found)

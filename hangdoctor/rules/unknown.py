@@ -1,7 +1,8 @@
-"""The evidence does not decide.
+"""The evidence is inconclusive.
 
-What it looks like: one rank's stack of many, stacks that end in the program's own code with nothing said about why, or ranks that could
-not be read. An honest "cannot tell" and a list of what to collect is worth more than a guess.
+What it looks like: the stack of one rank out of many, stacks that end in the program's own code
+without a known wait, or ranks that could not be read. "Inconclusive" and a list of what to collect
+is worth more than a guess.
 """
 
 from hangdoctor.case import Case
@@ -24,26 +25,27 @@ from hangdoctor.rules.verdict import (
 
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict of last resort: what is known, with low confidence."""
     sources = graph.source_ranks
     few = len(sources) * 2 <= len(case.ranks)
     if sources and graph.waiting:
         summary = (
-            f"{named(sources).capitalize()} {plural(sources, 'stands', 'stand')} at {place(sources[0])}, outside what the others wait in "
-            f"({waiting_for(graph)}), but the stack does not say why."
+            f"{named(sources).capitalize()} {plural(sources, 'is', 'are')} at {place(sources[0])}, outside the operation of the others "
+            f"({waiting_for(graph)}), but the stack does not show why."
         )
     elif len(case.ranks) == 1:
         only = case.ranks[0]
-        summary = f"Only {named([only])} was read: it stands at {place(only)}; what the others do decides."
+        summary = f"Only {named([only])} was read: it is at {place(only)}; the other ranks are needed for a diagnosis."
     elif not case.ranks:
         return from_records_alone(case)
     else:
-        summary = f"{len(case.ranks)} ranks were read; their stacks do not say what they wait for."
+        summary = f"{len(case.ranks)} ranks were read; their stacks do not show what they wait for."
     return Verdict(
         "unknown",
         "low",
         ranks_of(sources) if few and graph.waiting else (),
         summary,
-        stack_evidence(sources, "stands here", graph) + waiting_evidence(graph) + stillness(case),
+        stack_evidence(sources, "is here", graph) + waiting_evidence(graph) + stillness(case),
         (
             step(
                 "areal-debug hang collect --to FOLDER",
@@ -55,22 +57,22 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def from_records_alone(case: Case) -> Verdict:
-    """No stacks: records still say who is behind, and not where that rank is instead."""
+    """Return the verdict without stacks: records show which rank is behind, not where it is."""
     behind = next((f for f in case.findings if f.kind == "behind"), None)
-    odd, said = (behind.odd_ranks, behind.detail) if behind else behind_by_ras(case.snapshot.ras)
+    odd, fact = (behind.odd_ranks, behind.detail) if behind else behind_by_ras(case.snapshot.ras)
     who = f"{'Rank' if len(odd) == 1 else 'Ranks'} {rank_ranges(odd)}"
     return Verdict(
         "unknown",
         "low",
         odd,
-        f"{who} {'is' if len(odd) == 1 else 'are'} behind ({said}); without stacks nobody can say why."
+        f"{who} {'is' if len(odd) == 1 else 'are'} behind ({fact}); without stacks the cause is unknown."
         if odd
         else "No rank's stack was read.",
-        (Evidence(rank_ranges(odd), said),) if odd else (),
+        (Evidence(rank_ranges(odd), fact),) if odd else (),
         (
             step(
                 "areal-debug hang collect --to FOLDER",
-                "the stack of the rank that is behind says where it is instead",
+                "the stack of the rank that is behind shows where it is instead",
             ),
         ),
         ("Records that were taken at different times.",),
@@ -78,12 +80,12 @@ def from_records_alone(case: Case) -> Verdict:
 
 
 def to_collect(case: Case) -> tuple[str, ...]:
-    """What would decide, given what is there."""
+    """Return the evidence that would be conclusive and is not there."""
     wanted = []
     if len(case.ranks) < 2 or case.missing:
         wanted.append("the stacks of all other ranks: areal-debug hang collect --to FOLDER")
     if case.num_samples < 2:
-        wanted.append("a second sample some seconds later: it tells slow from stuck")
+        wanted.append("a second sample some seconds later: it distinguishes slow from stuck")
     if not any(frame.native for s in case.ranks for frame in s.stance.frames[:3]):
         wanted.append(
             "native frames (py-spy dump --native): they show locks, sleeps and waits that Python frames hide"

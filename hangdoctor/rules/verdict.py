@@ -1,7 +1,7 @@
-"""What every rule gives back, and how sure it may be.
+"""The result of a rule, and the confidence it may claim.
 
-Certainty has to be earned: one sample of a job cannot tell slow from stuck, so it caps at medium; ranks that nobody saw, or
-ranks that stand elsewhere for another reason, take one level off.
+One sample of a job cannot distinguish slow from stuck, so it caps the confidence at medium; ranks
+that were not seen, or ranks that are elsewhere for another reason, lower it by one level.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Label, NextStep, Rank
 
-# Waits that a healthy step may sit in for seconds: being still for less than this proves little.
+# Waits that take seconds in a healthy step: no movement for less than PATIENCE_S proves little.
 SLOW_KINDS = (
     "data",
     "http",
@@ -35,7 +35,7 @@ MAX_EVIDENCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A rule's answer. `culprits` are ranks; the victims are the ranks that wait for others and are no culprits."""
+    """The result of a rule. `culprits` are ranks; the victims are the other ranks that wait."""
 
     label: Label
     confidence: Confidence
@@ -49,7 +49,9 @@ class Verdict:
 def confidence(
     case: Case, graph: Graph, culprits: Sequence[Standing], best: Confidence = "high"
 ) -> Confidence:
-    """The highest level that this case allows: `best` says how much the pattern alone may claim."""
+    """Return the highest level that this case allows; `best` is the level that the pattern alone
+    may claim.
+    """
     level = LEVELS.index(best)
     if case.num_samples < 2:
         level = min(level, 1)
@@ -74,18 +76,21 @@ def confidence(
 
 
 def waiters_move(graph: Graph) -> bool:
-    """Whether most of the ranks that wait for others have gone on between the samples: then nobody holds them."""
+    """True if most of the ranks that wait for others made progress between the samples: then
+    nothing blocks them.
+    """
     return sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks)
 
 
 def ranks_of(standings: Sequence[Standing]) -> tuple[Rank, ...]:
+    """Return the ranks of some processes in order, names last."""
     return tuple(
         sorted((s.rank for s in standings if s.rank is not None), key=lambda r: (isinstance(r, str), r))
     )
 
 
 def named(standings: Sequence[Standing]) -> str:
-    """`rank 3` or `ranks 0-2,5`."""
+    """Return `rank 3` or `ranks 0-2,5`."""
     found = ranks_of(standings)
     if len(found) == 1:
         return f"rank {found[0]}" if isinstance(found[0], int) else str(found[0])
@@ -93,18 +98,19 @@ def named(standings: Sequence[Standing]) -> str:
 
 
 def plural(standings: Sequence[Standing], one: str, many: str) -> str:
+    """Return `one` for a single process, else `many`."""
     return one if len(standings) == 1 else many
 
 
 def place(standing: Standing) -> str:
-    """Where in the user's program a process stands, as a phrase; empty where the stack shows none of it."""
+    """Return the place in the user's program where a process is, as a phrase."""
     chain = standing.stance.chain
     frame = chain[0] if chain else standing.stance.frame
     return show(frame) if frame else "no frame of the program"
 
 
 def waiting_for(graph: Graph) -> str:
-    """What the victims wait in, as a phrase."""
+    """Return what the victims wait in, as a phrase."""
     if not graph.waiting:
         return "no peer waits for it"
     first = graph.waiting[0]
@@ -112,6 +118,7 @@ def waiting_for(graph: Graph) -> str:
 
 
 def operation(standing: Standing) -> str:
+    """Return the operation that a process waits in, as a phrase."""
     stance = standing.stance
     return {
         "device": "a synchronisation with the device",
@@ -123,18 +130,20 @@ def operation(standing: Standing) -> str:
 def stack_evidence(
     standings: Sequence[Standing], fact: str, graph: Graph | None = None
 ) -> tuple[Evidence, ...]:
-    """One line per culprit (at most eight) with the frame that shows the wait and where its way parted."""
+    """Return one line per culprit (at most eight) with the frame that shows the wait and where its
+    path diverges from its peers'.
+    """
     found = []
     peers = [c.members[0].stance.frames for c in graph.waiting[:8]] if graph else []
     for standing in standings[:MAX_EVIDENCE]:
         frame = standing.stance.frame
         others = [p for p in peers if p is not standing.stance.frames]
         fork = first_divergent(standing.stance.frames, others) if others and standing.stance.frames else None
-        parted = f"; its way parts from its peers' at {show(fork)}" if fork else ""
+        diverges = f"; its path diverges from its peers' at {show(fork)}" if fork else ""
         found.append(
             Evidence(
                 ranks=str(standing.rank if standing.rank is not None else ""),
-                fact=fact + parted,
+                fact=fact + diverges,
                 process=standing.name,
                 thread=standing.thread,
                 frame=frame.function if frame else "",
@@ -145,7 +154,9 @@ def stack_evidence(
 
 
 def waiting_evidence(graph: Graph, culprits: Sequence[Standing] = ()) -> tuple[Evidence, ...]:
-    """One line per place where ranks wait for others; places where only culprits wait have theirs already."""
+    """Return one line per place where ranks wait for others; places where only culprits wait are
+    covered already.
+    """
     found = []
     blamed = {standing.name for standing in culprits}
     for cluster in [c for c in graph.waiting if not blamed.issuperset(m.name for m in c.members)][:4]:
@@ -164,16 +175,17 @@ def waiting_evidence(graph: Graph, culprits: Sequence[Standing] = ()) -> tuple[E
 
 
 def stillness(case: Case) -> tuple[Evidence, ...]:
-    """What the samples say of movement."""
+    """Return what the samples show about movement."""
     if case.num_samples < 2:
-        return (Evidence("", "one sample only: it cannot tell slow from stuck"),)
+        return (Evidence("", "one sample only: it cannot distinguish slow from stuck"),)
     moved = [s for s in case.ranks if s.moved]
     still = len(case.ranks) - len(moved)
-    fact = f"{still} of {len(case.ranks)} ranks stood at the same place in all {case.num_samples} samples"
+    fact = f"{still} of {len(case.ranks)} ranks were at the same place in all {case.num_samples} samples"
     return (Evidence(rank_ranges(ranks_of(moved)), fact + ("; these moved" if moved else "")),)
 
 
 def step(do: str, why: str, cost: str = "") -> NextStep:
+    """Return a `NextStep`."""
     return NextStep(do, why, cost)
 
 
@@ -188,7 +200,9 @@ def source_verdict(
     best: Confidence = "high",
     more: tuple[Evidence, ...] = (),
 ) -> Verdict:
-    """The verdict of every rule whose culprits stand outside the operation that their peers wait in."""
+    """Return the verdict of every rule whose culprits are outside the operation that their peers
+    wait in.
+    """
     level = confidence(case, graph, culprits, best if graph.waiting else "medium")
     return Verdict(
         label,

@@ -1,1 +1,3 @@
-"""From signs of life to a verdict while the job still lives: slow, stuck, partly done, finished without a step."""
+"""From signs of life to a verdict while the job runs: slow, stuck, partly done, finished without a
+step.
+"""

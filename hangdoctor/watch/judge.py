@@ -1,4 +1,4 @@
-"""Slow or stuck, from signs of life alone: pure functions of what was seen and of the clock.
+"""Distinguish slow from stuck by signs of life alone: pure functions of the signs and of the clock.
 
 signs ──follow──> tracks (when did each process last move?) ──judge──> starting | moving | quiet | partly_done
 """
@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from hangdoctor.watch.signs import Signs
 
 PAUSES_BEFORE_QUIET = 5
-"""A process is quiet when it has paused this many times longer than it ever did before."""
+"""A process is quiet when its pause is this many times its longest earlier pause."""
 LEAST_QUIET_S = 120.0
 GPU_POWER_CHANGE = 0.1
-"""GPUs that compute draw more and less from step to step; those that wait in a collective draw the same within 1-2 %."""
+"""The power of computing GPUs varies; that of GPUs in a collective is constant to 1-2 %."""
 CPU_SHARE = 0.3
-"""Of one core, between two looks. Loggers and progress bars of a hung rank use a few percent."""
+"""Of one core, between two polls. Loggers and progress bars of a hung rank use a few percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. `quiet_s` fixes when silence is suspicious once the first step is done; None learns it from the job's
-    own pauses. `watchdog_s` is when NCCL (or the scheduler) will kill the job: we want to be there at half of it."""
+    """Limits in seconds.
+
+    `quiet_s` is the silence that is suspicious once the first step is done; None learns it from the
+    job's own pauses. `watchdog_s` is when NCCL (or the scheduler) will kill the job: the collection
+    comes at half of it.
+    """
 
     quiet_s: float | None = None
     watchdog_s: float = 600.0
@@ -27,8 +31,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One process over time: its last signs and when they were seen, those when it last moved and when that was,
-    and the longest pause between two moves."""
+    """One process over time: its last signs and when they were seen, those when it last moved and
+    when that was, and the longest pause between two moves.
+    """
 
     signs: Signs
     seen_at: float
@@ -49,7 +54,7 @@ class Judgement:
 
 
 def follow(tracks: dict[str, Track], seen: list[Signs], now: float) -> dict[str, Track]:
-    """The tracks after one more look. A process that is no longer seen has ended."""
+    """Return the tracks after one more poll. A process that is no longer seen has ended."""
     updated = {
         name: replace(track, signs=replace(track.signs, alive=False)) for name, track in tracks.items()
     }
@@ -66,7 +71,9 @@ def follow(tracks: dict[str, Track], seen: list[Signs], now: float) -> dict[str,
 
 
 def _has_moved(before: Track, signs: Signs, now: float) -> bool:
-    """By the best sign there is: beat, log, GPU power, and CPU time where nothing better is."""
+    """Return whether a process moved by the best sign there is: beat, log, GPU power, and CPU time
+    where nothing better is.
+    """
     if signs.beat_time is not None:
         return (signs.step, signs.beat_time) != (before.signs.step, before.signs.beat_time)
     if signs.log_bytes != before.signs.log_bytes:
@@ -80,10 +87,10 @@ def _has_moved(before: Track, signs: Signs, now: float) -> bool:
 
 
 def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
-    """What the tracks say of the job at `now`.
+    """Return the state of the job at `now`.
 
-    Beats are kept once a step by every process, so one that stops is enough; logs and CPU time are kept by some
-    only, so without beats all of them must be silent.
+    Every process beats once a step, so one that stops is sufficient; logs and CPU time exist for
+    some processes only, so without beats all of them must be silent.
     """
     ended = tuple(name for name, track in tracks.items() if _has_ended(track))
     working = {name: track for name, track in tracks.items() if not _has_ended(track)}
@@ -100,8 +107,11 @@ def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
 
 
 def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
-    """How long a silence may last: half the watchdog's time before the first step, which downloads and compiles; then
-    as told, or a multiple of the longest pause between two beats so far, but in time before the watchdog."""
+    """Return how long a silence may last, in seconds.
+
+    Half the watchdog's time before the first step, which downloads and compiles; then `quiet_s`, or
+    a multiple of the longest pause between two beats so far, but in time before the watchdog.
+    """
     if not _has_started(tracks):
         return limits.watchdog_s / 2
     if limits.quiet_s is not None:
@@ -113,7 +123,7 @@ def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
 
 
 def finished_without_steps(tracks: dict[str, Track]) -> bool:
-    """Whether processes that keep beats ended before any of them finished a step."""
+    """True if processes with beats ended before any of them finished a step."""
     steps = [track.signs.step for track in tracks.values() if track.signs.step is not None]
     return bool(steps) and max(steps) == 0
 

@@ -1,8 +1,9 @@
-"""Stand beside a job, look once in a while, and when it goes silent find out why before anything kills it.
+"""Watch a job, poll its signs of life, and when it goes silent find the cause before anything kills
+it.
 
-job ──signs──> follow, judge ──quiet──> collect + diagnose ──moves──> slow: wait twice as long
- ^                                                        └─hung──> post-mortem, hook, notify | kill | restart
- └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
+    job ──signs──> follow, judge ──quiet──> collect + diagnose ──moves──> slow: wait twice as long
+     ^                                                        └─hung──> post-mortem, hook, notify | kill | restart
+     └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
 """
 
 import os
@@ -33,7 +34,9 @@ STUCK = 1
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to watch and what to do. `folder` receives one post-mortem folder a finding; `hook` is a shell command."""
+    """How to watch and what to do. `folder` receives one post-mortem folder per finding; `hook` is
+    a shell command.
+    """
 
     folder: Path
     limits: Limits = field(default_factory=Limits)
@@ -46,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A hang that was found: the diagnosis, the folder of its post-mortem, and when (monotonic seconds)."""
+    """A hang that was found: the diagnosis, its post-mortem folder, and the time (monotonic s)."""
 
     diagnosis: Diagnosis
     folder: Path
@@ -55,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """How a watch ended: the hang that the job was in, its last tracks, and whether we ended it."""
+    """The end of a watch: the hang that the job was in, its last tracks, whether we ended it."""
 
     finding: Finding | None
     tracks: dict[str, Track]
@@ -63,14 +66,15 @@ class Watched:
 
 
 Diagnose = Callable[[Path], Diagnosis]
-"""Reads a collection, writes its reports beside it, gives the diagnosis."""
-Tell = Callable[[str], None]
+"""Reads a collection, writes its reports into the same folder, returns the diagnosis."""
+Report = Callable[[str], None]
 
 
-def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell) -> int:
+def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, report: Report) -> int:
     """Run `command` as a child (so that the kernel lets us read it) and watch it until it ends.
 
-    Returns the exit status of the command, or 1 when it hung and was killed or finished without a step.
+    Returns the exit status of the command, or 1 when it hung and was killed or finished without a
+    step.
     """
     adopt_orphans()
     for attempt in range(plan.max_restarts + 1):
@@ -79,23 +83,26 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, tell: Tell
         child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)})
         with signals_forwarded_to(child):
             search = Search(variable=(VARIABLE, str(beats)))
-            watched = _watch(search, beats, plan, diagnose, tell, child.poll)
+            watched = _watch(search, beats, plan, diagnose, report, child.poll)
             status = child.wait()
-            _see_to_orphans(search, plan, tell)
+            _end_orphans(search, plan, report)
         if watched.ended_by_us:
             if plan.then == "restart" and attempt < plan.max_restarts:
-                tell(f"restarting, {plan.max_restarts - attempt} more times at most")
+                report(f"restarting, {plan.max_restarts - attempt} more times at most")
                 continue
             return STUCK
         if status == 0 and finished_without_steps(watched.tracks):
-            tell("the job finished with status 0 and not one step: is its data empty, or its step count 0?")
+            report(
+                "the job finished with status 0 and without a step: is its data empty, or its step count 0?"
+            )
             return STUCK
         return status
     raise AssertionError("the last attempt returns")
 
 
-def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, tell: Tell) -> int:
-    """Watch processes that somebody else has started until they end; 1 when they hung at the end.
+def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, report: Report) -> int:
+    """Watch processes that were started elsewhere until they end; return 1 when they hung at the
+    end.
 
     Their heartbeats are found by the variable in their environment.
     """
@@ -103,12 +110,14 @@ def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, tell: Tell
     def ended() -> int | None:
         return None if any(lives(pid) for pid in pids) else 0
 
-    watched = _watch(Search(pids), _beats_of(pids), plan, diagnose, tell, ended)
+    watched = _watch(Search(pids), _beats_of(pids), plan, diagnose, report, ended)
     return STUCK if watched.finding is not None or finished_without_steps(watched.tracks) else 0
 
 
 def _beats_of(pids: tuple[int, ...]) -> Path:
-    """The heartbeat folder that these processes or those below them were started with; else one that is empty."""
+    """Return the heartbeat folder that these processes or their descendants were started with, else
+    an empty one.
+    """
     table = process_table()
     for pid in [*pids, *descendants(pids, table)]:
         environment = table[pid].environment if pid in table else None
@@ -117,12 +126,14 @@ def _beats_of(pids: tuple[int, ...]) -> Path:
     return Path(os.devnull)
 
 
-def _see_to_orphans(search: Search, plan: Plan, tell: Tell) -> None:
-    """Ranks whose launcher died hold their GPUs and ports: say so, and end them where ending was asked for."""
+def _end_orphans(search: Search, plan: Plan, report: Report) -> None:
+    """Report ranks that outlive their launcher and hold its GPUs and ports; end them unless the
+    plan is only to notify.
+    """
     orphans = [pid for pid in members(search, process_table()) if lives(pid)]
     if orphans:
         fate = "" if plan.then == "notify" else "; ending them"
-        tell(f"{len(orphans)} processes outlived the job: pid {', '.join(map(str, orphans))}{fate}")
+        report(f"{len(orphans)} processes outlived the job: pid {', '.join(map(str, orphans))}{fate}")
         if plan.then != "notify":
             end_all(orphans)
 
@@ -132,13 +143,14 @@ def _watch(
     beats: Path,
     plan: Plan,
     diagnose: Diagnose,
-    tell: Tell,
+    report: Report,
     ended: Callable[[], int | None],
 ) -> Watched:
-    """Look until the job ends, or hangs and is ended as planned.
+    """Poll until the job ends, or hangs and is ended as planned.
 
-    A slow job doubles the patience until it moves again. A hang is told at once, but nothing is killed before the
-    silence has lasted half a limit longer: a checkpoint on slow storage looks hung and ends.
+    A slow job doubles the patience until it moves again. A hang is reported at once, but nothing is
+    killed before the silence has lasted half a limit longer: a checkpoint on slow storage
+    appears hung and ends.
     """
     tracks: dict[str, Track] = {}
     job, watts, scanned_at, patience, finding = NO_JOB, None, -RESCAN_S, 1, None
@@ -150,10 +162,10 @@ def _watch(
         judgement = judge(tracks, now, plan.limits)
         if judgement.silent_s < judgement.limit_s / 2:
             if finding is not None:
-                tell("it moves again")
+                report("it moves again")
             patience, finding = 1, None
         elif finding is None and judgement.silent_s > judgement.limit_s * patience:
-            finding = _examine(search, judgement, plan, diagnose, tell)
+            finding = _examine(search, judgement, plan, diagnose, report)
             patience *= 2
         elif finding and plan.then != "notify" and now - finding.found_at > judgement.limit_s / 2:
             end_all(members(search, process_table()))
@@ -164,7 +176,7 @@ def _watch(
 
 
 def _find(search: Search) -> Job:
-    """The job as it is now; empty while its ranks have not come up."""
+    """Return the job as it is now; empty while its ranks have not started."""
     try:
         return find_job(search, process_table())
     except HangInputError:
@@ -172,9 +184,9 @@ def _find(search: Search) -> Job:
 
 
 def _examine(
-    search: Search, judgement: Judgement, plan: Plan, diagnose: Diagnose, tell: Tell
+    search: Search, judgement: Judgement, plan: Plan, diagnose: Diagnose, report: Report
 ) -> Finding | None:
-    """Collect and diagnose a silent job. None when its stacks move: slow, not stuck."""
+    """Collect and diagnose a silent job. Return None when its stacks move: slow, not stuck."""
     folder = plan.folder / time.strftime("hang-%Y%m%d-%H%M%S")
     quiet = f"{', '.join(judgement.names)} silent for {judgement.silent_s:.0f} s (limit {judgement.limit_s:.0f} s)"
     try:
@@ -182,24 +194,24 @@ def _examine(
         collect_host(search, folder, plan.options)
         diagnosis = diagnose(folder)
     except HangInputError as error:
-        tell(f"{quiet}, but nothing could be collected: {error}")
+        report(f"{quiet}, but nothing could be collected: {error}")
         return None
     if diagnosis.label == "straggler_or_not_hung":
-        tell(f"{quiet}, but it moves: {diagnosis.summary}")
+        report(f"{quiet}, but it moves: {diagnosis.summary}")
         return None
     finding = Finding(diagnosis, folder, time.monotonic())
     others = "; others have ended" if judgement.state == "partly_done" else ""
-    tell(f"{quiet}{others}: {diagnosis.label}: {diagnosis.summary} Post-mortem: {folder}")
-    _run_hook(finding, plan, tell)
+    report(f"{quiet}{others}: {diagnosis.label}: {diagnosis.summary} Post-mortem: {folder}")
+    _run_hook(finding, plan, report)
     return finding
 
 
-def _run_hook(finding: Finding, plan: Plan, tell: Tell) -> None:
-    """The user's command, with the finding in its environment."""
+def _run_hook(finding: Finding, plan: Plan, report: Report) -> None:
+    """Run the user's command, with the finding in its environment."""
     if not plan.hook:
         return
     diagnosis = finding.diagnosis
-    told = {
+    variables = {
         "HANGDOCTOR_LABEL": diagnosis.label,
         "HANGDOCTOR_CONFIDENCE": diagnosis.confidence,
         "HANGDOCTOR_CULPRITS": " ".join(map(str, diagnosis.culprit_ranks)),
@@ -208,10 +220,10 @@ def _run_hook(finding: Finding, plan: Plan, tell: Tell) -> None:
     }
     try:
         status = subprocess.run(
-            plan.hook, shell=True, env=os.environ | told, timeout=HOOK_TIMEOUT_S, check=False
+            plan.hook, shell=True, env=os.environ | variables, timeout=HOOK_TIMEOUT_S, check=False
         ).returncode
     except subprocess.TimeoutExpired:
-        tell(f"the hook {plan.hook!r} did not end in {HOOK_TIMEOUT_S:g} s and was left")
+        report(f"the hook {plan.hook!r} did not end in {HOOK_TIMEOUT_S:g} s and was killed")
         return
     if status:
-        tell(f"the hook {plan.hook!r} ended with status {status}")
+        report(f"the hook {plan.hook!r} ended with status {status}")

@@ -1,7 +1,9 @@
-"""What a process shows of its life at one moment, read without touching it: its beat, its log, its GPUs, its CPU time.
+"""Signs of life of a process at one moment, read without touching it: beat, log, GPU power, CPU
+time.
 
-A beat is proof of progress; a growing log nearly so. GPU power that goes up and down is a sign of work, utilisation is
-not: a kernel that waits in NCCL shows 100 %. CPU time counts on hosts without GPUs only, for the same reason.
+A beat is proof of progress; a growing log nearly so. GPU power that varies is a sign of work,
+utilisation is not: a kernel that waits in NCCL shows 100 %. CPU time counts on hosts without GPUs
+only, for the same reason.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,11 @@ from hangdoctor.heartbeat import Beat
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """One process at one moment. None where there is no such sign; `log_bytes` is what its log files hold,
-    `gpu_watts` what all GPUs of the host draw, `cpu_s` user plus system time."""
+    """One process at one moment; None where there is no such sign.
+
+    `log_bytes` is the size of its log files, `gpu_watts` the power of all GPUs of the host, `cpu_s`
+    user plus system time.
+    """
 
     name: str
     alive: bool
@@ -29,7 +34,7 @@ class Signs:
 
 
 def read_signs(job: Job, beats: dict[str, Beat], gpu_watts: float | None) -> list[Signs]:
-    """The signs of every rank and server of a job, and of every process that beats without being one."""
+    """Return the signs of every rank and server of a job, and of every other process that beats."""
     ranks = [target for target in job.targets if target.role not in ("child", "launcher")]
     known = {target.name for target in ranks}
     found = [_signs_of(target, beats.get(target.name), gpu_watts) for target in ranks]
@@ -37,7 +42,7 @@ def read_signs(job: Job, beats: dict[str, Beat], gpu_watts: float | None) -> lis
 
 
 def gpu_watts() -> float | None:
-    """What all GPUs of this host draw together, or None without GPUs (or drivers that tell)."""
+    """Return the power of all GPUs of this host in watts, or None where no driver reports it."""
     drawn = [card.power_watts for card in gpus() or [] if card.power_watts is not None]
     return sum(drawn) if drawn else None
 
@@ -56,7 +61,7 @@ def _beating(beat: Beat) -> Signs:
 
 
 def _log_bytes(pid: int) -> int | None:
-    """The size of the regular files that it writes stdout and stderr to."""
+    """Return the size of the regular files that it writes stdout and stderr to."""
     sizes = []
     for descriptor in ("1", "2"):
         link = Path(PROC, str(pid), "fd", descriptor)

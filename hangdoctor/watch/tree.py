@@ -1,4 +1,4 @@
-"""The processes of a watched job: adopt its orphans, pass signals on to it, end all of it."""
+"""The processes of a watched job: adopt its orphans, forward signals to it, end all of it."""
 
 import ctypes
 import os
@@ -15,7 +15,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_all(pids: list[int]) -> None:
-    """SIGTERM to all, SIGKILL to what is left of them: a rank in a collective hears no SIGTERM."""
+    """Send SIGTERM to all, then SIGKILL to those that remain: a rank in a collective ignores
+    SIGTERM.
+    """
     _signal(pids, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and any(lives(pid) for pid in pids):
@@ -24,7 +26,7 @@ def end_all(pids: list[int]) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """True if a process runs; one that has ended and waits for its parent does not."""
     stat = read_stat(pid)
     return stat is not None and stat.state not in "ZX"
 
@@ -39,18 +41,20 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 @contextmanager
 def signals_forwarded_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What a scheduler or Ctrl-C tells the watcher is meant for the job, whose end then ends the watcher."""
+    """Forward signals to the job while it runs: its end then ends the watcher."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [
+    previous = [
         signal.signal(number, lambda received, _frame: child.send_signal(received)) for number in numbers
     ]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(numbers, previous, strict=True):
             signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:
-    """When a launcher dies, its ranks become ours instead of init's: still watched, still readable under Yama."""
+    """Become the parent of ranks whose launcher dies, instead of init: still watched, still
+    readable under Yama.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

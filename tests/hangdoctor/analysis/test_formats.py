@@ -1,4 +1,4 @@
-"""Every format that people keep stacks in, from the shortest text that shows its peculiarities to the frames it holds."""
+"""Every stack format: the shortest text that shows its peculiarities, and its frames."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Ten thousand mutated dumps of every format: no crash, no hang, no code that runs, nothing that reaches a terminal or a browser."""
+"""Ten thousand mutated dumps of every format: no crash, no hang, no code executed, no injection."""
 
 import json
 import pickle
@@ -103,7 +103,7 @@ def seeds() -> list[tuple[str, bytes]]:
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
-    """`data` with one to four wounds."""
+    """Return `data` with one to four mutations."""
     wounded = bytearray(data)
     for _ in range(chance.randrange(1, 5)):
         at = chance.randrange(len(wounded) + 1)
@@ -194,7 +194,7 @@ def test_a_pipe_in_a_folder_cannot_block_the_reader(tmp_path):
     os.mkfifo(tmp_path / "rank_0.txt")
     notes: list[str] = []
     assert list(members_of(tmp_path, notes)) == []
-    assert notes == ["rank_0.txt: not a regular file, passed over"]
+    assert notes == ["rank_0.txt: not a regular file, skipped"]
 
 
 def test_a_pickle_with_a_giant_memo_index_uses_no_memory():

@@ -1,4 +1,4 @@
-"""Folders, tars and posts as people have them: whose stack a file is, and what happens to files that are no use."""
+"""Folders, tars and posts: the process of each file, and what happens to unusable files."""
 
 import io
 import json
@@ -87,7 +87,7 @@ def test_a_mapping_gives_ranks_to_files_without_a_name(tmp_path):
         ({"collection.json": '{"format": "zip"}'}, "is not hangdoctor's"),
     ],
 )
-def test_input_that_is_no_use_says_what_is_wrong(tmp_path, files, says):
+def test_unusable_input_reports_what_is_wrong(tmp_path, files, says):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(HangInputError, match=says):

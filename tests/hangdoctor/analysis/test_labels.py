@@ -1,4 +1,4 @@
-"""Every label on stacks written by hand, with the culprits; and what must not be accused."""
+"""Every label on hand-written stacks, with the culprits; and cases without a culprit."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 def cases() -> list:
-    """(title, label, culprits, world size, text) of every `##### title | label | culprits | world N` in the files."""
+    """Return the cases of all files: `##### title | label | culprits | world N`, then stacks."""
     found = []
     for path in sorted(CASES.glob("*.txt")):
         for block in path.read_text().split("##### ")[1:]:
@@ -29,6 +29,6 @@ def test_stacks_get_their_label_and_culprits(tmp_path, label, culprits, world_si
     (tmp_path / "stacks.txt").write_text(text)
     diagnosis = diagnose(read_snapshot([tmp_path], world_size))
     assert (diagnosis.label, diagnosis.culprit_ranks) == (label, culprits), diagnosis.summary
-    assert diagnosis.confidence != "high"  # one sample cannot tell slow from stuck
+    assert diagnosis.confidence != "high"  # one sample cannot distinguish slow from stuck
     assert diagnosis.evidence
     assert diagnosis.would_refute

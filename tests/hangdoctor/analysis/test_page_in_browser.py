@@ -25,7 +25,7 @@ Thread 1 (idle): "MainThread"
     step (train.py:50)
     <module> (train.py:90)
 """
-# Put into a copy of the page, which itself has no script and forbids any: widths and colours as the browser sees them.
+# Inserted into a copy of the page, which forbids scripts: widths and colours in the browser.
 PROBE = """<script>addEventListener("load", () => {
   const boxes = [...document.querySelectorAll(".icicle .row .row > .node")].map(n => Math.round(n.getBoundingClientRect().width));
   const cells = [...document.querySelectorAll(".cell")].map(c => getComputedStyle(c).backgroundColor);

@@ -1,4 +1,4 @@
-"""Recorded operations: what Flight Recorder, RAS and the watchdog say, and how it weighs against the stacks."""
+"""Records of Flight Recorder, RAS and the watchdog, and their weight against the stacks."""
 
 import json
 import os

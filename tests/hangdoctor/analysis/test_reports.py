@@ -1,4 +1,4 @@
-"""The reports of one diagnosis, whole; the JSON object; the command line and its exit status."""
+"""The complete reports of one diagnosis; the JSON object; the command line and its exit status."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ Thread {pid} (idle): "MainThread"
     <module> (train.py:95)
 """
 REPORT = """cleanup_deadlock  medium confidence
-Rank 1 is on the way out (destroy_process_group at <module> (train.py:95)) while ranks 0,2 still wait in all_reduce.
+Rank 1 is exiting (destroy_process_group at <module> (train.py:95)) while ranks 0,2 still wait in all_reduce.
 
 culprits  1
 victims   0,2
@@ -45,11 +45,11 @@ Stacks, outermost call first; * where ranks diverge
   destroy_process_group (torch/distributed/distributed_c10d.py:2146)
 
 Evidence
-  rank 1: leaves: destroy_process_group; its way parts from its peers' at <module> (train.py:95)  \
+  rank 1: exiting: destroy_process_group; its path diverges from its peers' at <module> (train.py:95)  \
 destroy_process_group (torch/distributed/distributed_c10d.py:2146)
   rank 0,2: wait in all_reduce called from step (train.py:60)  all_reduce (torch/distributed/distributed_c10d.py:2806)
-  -: one sample only: it cannot tell slow from stuck
-  rank 0,2: waits for 1, which has not come to all_reduce
+  -: one sample only: it cannot distinguish slow from stuck
+  rank 0,2: waits for 1, which has not reached all_reduce
 
 Next
 """
@@ -91,16 +91,16 @@ def test_json_is_exactly_the_documented_object(stacks):
         "stack": ["all_reduce (torch/distributed/distributed_c10d.py:2806)", "step (train.py:60)", "<module> (train.py:90)"],
     }  # fmt: skip
     assert document["evidence"][0] == {
-        "ranks": "1", "fact": "leaves: destroy_process_group; its way parts from its peers' at <module> (train.py:95)",
+        "ranks": "1", "fact": "exiting: destroy_process_group; its path diverges from its peers' at <module> (train.py:95)",
         "process": "rank_1", "thread": "MainThread", "frame": "destroy_process_group",
         "location": "torch/distributed/distributed_c10d.py:2146",
     }  # fmt: skip
 
 
-def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
+def test_markdown_and_page_agree_with_the_terminal(stacks):
     page, text = stacks.parent / "p.html", stacks.parent / "p.md"
     run("diagnose", str(stacks), "--output", str(page), "--output", str(text))
-    assert text.read_text().startswith("## cleanup_deadlock (medium confidence)\n\nRank 1 is on the way out")
+    assert text.read_text().startswith("## cleanup_deadlock (medium confidence)\n\nRank 1 is exiting")
     assert "Culprits: 1. Victims: 0,2." in text.read_text()
     html = page.read_text()
     assert html.count('class="cell victim"') == 2
@@ -118,7 +118,7 @@ def test_markdown_and_page_say_the_same_as_the_terminal(stacks):
         ({}, 2, "No stacks of any rank"),
     ],
 )
-def test_exit_status_tells_hung_from_cannot_tell(tmp_path, texts, status, label):
+def test_exit_status_distinguishes_hung_from_inconclusive(tmp_path, texts, status, label):
     for rank, text in texts.items():
         (tmp_path / f"rank_{rank}.txt").write_text(text.format(pid=5 + rank))
     done = run("diagnose", str(tmp_path))
@@ -126,7 +126,7 @@ def test_exit_status_tells_hung_from_cannot_tell(tmp_path, texts, status, label)
     assert label in done.output
 
 
-def test_unknown_says_what_to_collect(tmp_path):
+def test_unknown_lists_what_to_collect(tmp_path):
     (tmp_path / "rank_0.txt").write_text(WAITING.format(pid=5))
     document = json.loads(run("diagnose", str(tmp_path), "--json").output)
     assert [line.split(":")[0] for line in document["collect"]] == [
@@ -141,7 +141,7 @@ def test_unknown_says_what_to_collect(tmp_path):
 def test_a_path_that_does_not_exist_is_one_sentence(tmp_path):
     done = run("diagnose", str(tmp_path / "nowhere"))
     assert done.exit_code == 2
-    assert "is no folder, tar or file" in done.output
+    assert "is not a folder, tar or file" in done.output
     assert "Traceback" not in done.output
 
 

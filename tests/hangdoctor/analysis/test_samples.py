@@ -1,4 +1,4 @@
-"""Collections with several samples and /proc beside them: what moved, what slept, who is gone."""
+"""Collections with several samples and /proc facts: what moved, what slept, who is gone."""
 
 import json
 from dataclasses import dataclass, field
@@ -32,7 +32,10 @@ ASLEEP = {
 
 @dataclass
 class Process:
-    """A process of a collection: a stack and /proc per sample, a thread as `function file line` texts, innermost first."""
+    """A process of a collection: a stack and /proc per sample.
+
+    A thread is a list of `function file line` texts, innermost first.
+    """
 
     stacks: list[list[str]]
     facts: list[dict] = field(default_factory=lambda: [ASLEEP, ASLEEP])
@@ -48,7 +51,7 @@ class Process:
 def write(
     folder: Path, processes: dict[str, Process], seconds: float = 3.0, source: dict[str, str] | None = None
 ) -> Path:
-    """The collection of these processes in `folder`."""
+    """Write the collection of these processes to `folder`."""
     entries = [
         {"name": name, "rank": p.rank if p.rank is not None or p.parent else int(name.rsplit("_", 1)[-1]), "role": p.role,
          "host": "a", "pid": 10, "parent": p.parent, "status": p.status, "detail": "", "command": ""}

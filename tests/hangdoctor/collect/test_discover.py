@@ -45,7 +45,7 @@ TORCHRUN = (
 @pytest.mark.parametrize(
     "search", [Search(pids=(10,)), Search(pids=(12,)), Search(match=r"train\.py"), Search()]
 )
-def test_ranks_are_told_from_their_children_which_inherit_their_environment(search):
+def test_ranks_are_distinguished_from_children_that_inherit_their_environment(search):
     job = find_job(search, table(*TORCHRUN, process(99, 1, "python other.py", {})))
     assert [(target.name, target.pid, target.parent) for target in job.targets] == [
         ("rank_0", 11, None),

@@ -1,4 +1,4 @@
-"""What is read around a process: GPUs, RAS, error files, environments, against stand-ins that answer like the real ones."""
+"""Evidence around a process (GPUs, RAS, error files, environments), from tool stand-ins."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ esac
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """Put a script alone on PATH (beside the system's own folders of shell tools)."""
+    """Put a script alone on PATH (with the system's own folders of shell tools)."""
 
     def put(name, text):
         (tmp_path / name).write_text(text)
@@ -41,12 +41,12 @@ def test_broken_driver_gives_no_gpus_and_no_error(tool):
     assert evidence.gpus() == []
 
 
-def test_ras_is_asked_by_its_tool_where_there_is_one(tool):
+def test_ras_is_queried_by_its_tool_where_there_is_one(tool):
     tool("ncclras", '#!/bin/sh\necho "ras says $1"\n')
     assert evidence.nccl_ras() == "ras says -v\n"
 
 
-def test_ras_is_asked_over_its_socket_otherwise(monkeypatch, tmp_path):
+def test_ras_is_queried_over_its_socket_otherwise(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(evidence, "RAS_PORT", server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""One host collected for real: small processes that claim ranks, and the folder that comes of them."""
+"""Collect one real host: small processes that claim ranks, and the resulting folder."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def test_native_frames_are_a_second_pass_beside_the_first(job, tmp_path):
     assert (tmp_path / "out/samples/0/rank_1.json").exists()
 
 
-def test_flight_recorder_is_asked_through_its_pipe(job, tmp_path):
+def test_flight_recorder_dump_is_requested_through_its_pipe(job, tmp_path):
     pipe = tmp_path / "pipe_1.pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""Which rank a process claims to be, from literal environments and command lines."""
+"""The rank a process claims to be, from literal environments and command lines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Collections of several hosts laid into one."""
+"""Collections of several hosts merged into one."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def test_every_host_keeps_its_files_under_names_of_its_own(tmp_path):
         elsewhere=(0,),
         job_size=2,
     )
-    merged = merge([a, b], [], tmp_path / "all", all_asked=True)
+    merged = merge([a, b], [], tmp_path / "all", all_queried=True)
     assert merged == read_manifest(tmp_path / "all")
     assert [(process.name, process.rank, process.parent, process.host) for process in merged.processes] == [
         ("rank_0", 0, None, "a"),
@@ -79,16 +79,16 @@ def test_rank_that_no_host_has_is_gone_when_all_hosts_of_the_job_answered(tmp_pa
     a = collection(
         tmp_path / "a", "a", entry("rank_0", 0), entry("rank_1", 1, status="gone"), elsewhere=(2, 3)
     )
-    assert ends_of(merge([a], [], tmp_path / "all", all_asked=True)) == (["rank_1", "rank_2", "rank_3"], ())
+    assert ends_of(merge([a], [], tmp_path / "all", all_queried=True)) == (["rank_1", "rank_2", "rank_3"], ())
 
 
-def test_rank_of_a_host_that_was_not_asked_or_did_not_answer_is_not_gone(tmp_path):
+def test_rank_of_a_host_that_was_not_queried_or_did_not_respond_is_not_gone(tmp_path):
     down = HostEntry("b", "unreachable", "no route")
-    for failed, all_asked in (([], False), ([down], True)):
+    for failed, all_queried in (([], False), ([down], True)):
         a = collection(
             tmp_path / "a", "a", entry("rank_0", 0), entry("rank_1", 1, status="gone"), elsewhere=(2, 3)
         )
-        merged = merge([a], failed, tmp_path / "all", all_asked)
+        merged = merge([a], failed, tmp_path / "all", all_queried)
         assert ends_of(merged) == (["rank_1"], (2, 3))
         written = json.loads((tmp_path / "all/collection.json").read_text())
         assert (written["world_size"], written["job_size"]) == (None, 4)

@@ -1,4 +1,4 @@
-"""What a refused dump advises, for literal situations."""
+"""Advice after a refused dump, for literal situations."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from hangdoctor.collect.permission import Access, explain_refusal
         (Access(1, False, 1000, 1000, False), "sudo sysctl kernel.yama.ptrace_scope=0"),
         (Access(0, False, 1000, 0, False), "belongs to uid 0 and this command runs as uid 1000"),
         (Access(2, False, 1000, 1000, False), "ptrace_scope is 2: run this with sudo"),
-        (Access(3, True, 0, 0, False), "nobody may read it until a reboot"),
+        (Access(3, True, 0, 0, False), "no process may read it until a reboot"),
         (Access(None, False, 0, 0, True), "docker run --cap-add SYS_PTRACE"),
         (Access(None, False, 0, 0, False), "run this with CAP_SYS_PTRACE"),
     ],
 )
-def test_refusal_names_the_cause_and_the_way_out(access, advice):
+def test_refusal_names_the_cause_and_the_remedy(access, advice):
     text = explain_refusal(access)
     assert advice in text
     assert "areal-debug hang watch -- COMMAND" in text

@@ -1,4 +1,4 @@
-"""What py-spy's exit codes and words mean, with real targets where they can be had and scripted py-spys where not."""
+"""Meaning of py-spy's exit codes and messages, with real targets or scripted py-spys."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def target():
 
 
 def script(tmp_path, body):
-    """A py-spy of our own, for answers that a real one cannot be made to give."""
+    """A scripted py-spy, for results that a real one cannot be made to return."""
     path = tmp_path / "py-spy"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -74,7 +74,7 @@ touch {tmp_path}/tried; echo 'Error: Failed to find python version from target p
     assert (done.status, done.output) == ("dumped", "[]\n")
 
 
-def test_refusal_is_told_from_other_failures(tmp_path):
+def test_refusal_is_distinguished_from_other_failures(tmp_path):
     tool = script(
         tmp_path, 'echo "Permission Denied: Try running again with elevated permissions" >&2; exit 1'
     )

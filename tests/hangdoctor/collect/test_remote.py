@@ -1,4 +1,4 @@
-"""Many hosts in one folder, through stand-ins for ssh and kubectl that run the collector on this machine."""
+"""Many hosts in one folder, with stand-ins for ssh and kubectl that run the collector here."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ exec "$@"
 
 @pytest.fixture
 def rank(tmp_path):
-    """A process that claims to be rank 0 of 2; gives the folder that goes first on PATH."""
+    """Start a process that claims to be rank 0 of 2; return the folder that comes first on PATH."""
     code = "import time; print(flush=True); time.sleep(600)"
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "SLURM_NNODES": "2", "MASTER_PORT": "1"}
     process = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_no_host_with_a_rank_says_what_each_answered(tmp_path, monkeypatch):
 
 def test_host_that_does_not_answer_in_time_is_named(tmp_path):
     with pytest.raises(ValueError, match="slow: timed_out: no answer in 5 s"):
-        merge_answers([Answer("slow", None, b"", "no answer in 5 s")], tmp_path, all_asked=True)
+        merge_answers([Answer("slow", None, b"", "no answer in 5 s")], tmp_path, all_queried=True)
 
 
 def test_srun_shares_the_job_and_takes_no_gpu_from_it():
@@ -109,7 +109,7 @@ def test_srun_shares_the_job_and_takes_no_gpu_from_it():
     ]
 
 
-def test_missing_scheduler_is_said(monkeypatch, tmp_path):
+def test_missing_scheduler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostsUnknown, match="squeue is not on PATH here"):
         slurm_hosts("42")
@@ -121,7 +121,7 @@ def test_two_ways_to_the_hosts_are_refused(tmp_path):
     assert "--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one." in done.output
 
 
-def test_missing_ssh_is_said(tmp_path, monkeypatch):
+def test_missing_ssh_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = run_collect(tmp_path, "--ssh", "a")
     assert "a: unreachable: ssh is not on PATH here" in done.output

@@ -1,4 +1,4 @@
-"""Two ranks wait in the barrier of a checkpoint; rank 2 never came, because it waits for its answers over HTTP.
+"""Two ranks wait in the barrier of a checkpoint; rank 2 is absent and waits for an HTTP response.
 
 label: external_wait
 culprits: 2

@@ -1,4 +1,4 @@
-"""Rank 0 waits for its background checkpoint writer, and the storage does not answer; peers wait to train on.
+"""Rank 0 waits for its checkpoint writer, whose storage does not respond; peers wait to train.
 
 label: checkpoint_stall
 culprits: 0

@@ -1,4 +1,4 @@
-"""Rank 1 ends early and meets a barrier in an atexit handler while its peer still trains.
+"""Rank 1 ends early and enters a barrier in an atexit handler while its peer still trains.
 
 label: cleanup_deadlock
 culprits: 1

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: every rank wants the last asynchronous save finished, rank 1's storage is stuck.
+"""torch.distributed.checkpoint: all ranks finish the last asynchronous save, rank 1's is stuck.
 
 label: checkpoint_stall
 culprits: 1

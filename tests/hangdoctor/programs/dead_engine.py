@@ -1,4 +1,4 @@
-"""The engine on rank 1 failed, caught it, and idles for ever; the trainer waits to give it new weights.
+"""The engine on rank 1 failed, caught it, and idles; the trainer waits to update its weights.
 
 label: partial_exception
 culprits: 1

@@ -1,4 +1,4 @@
-"""Rank 0 asks an inference server that accepted the connection and never answers; peers wait for the samples.
+"""Rank 0 waits for an inference server that accepts and never responds; peers wait for samples.
 
 label: external_wait
 culprits: 0

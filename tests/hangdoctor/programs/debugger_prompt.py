@@ -1,4 +1,4 @@
-"""Rank 1 raised and sits in a post-mortem debugger that nobody looks at; its peers wait for it.
+"""Rank 1 raised and is in a post-mortem debugger without a user; its peers wait for it.
 
 label: partial_exception
 culprits: 1

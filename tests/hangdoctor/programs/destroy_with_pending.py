@@ -1,4 +1,4 @@
-"""Rank 0 leaves the loop early with an asynchronous reduction in flight; destroying the group waits for it.
+"""Rank 0 leaves the loop with an asynchronous reduction in flight and waits for it in destroy.
 
 label: cleanup_deadlock
 culprits: 0

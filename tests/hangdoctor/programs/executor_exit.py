@@ -1,4 +1,4 @@
-"""Rank 0 leaves a `with` block whose thread pool joins an upload that never ends; peers wait in the last barrier.
+"""Rank 0's `with` block joins an upload that never ends; peers wait in the last barrier.
 
 label: cleanup_deadlock
 culprits: 0

@@ -1,4 +1,4 @@
-"""Rank 0 reduces a number for its log line; its peers have gone on to the barrier at the end of the epoch.
+"""Rank 0 reduces a number for its log line; its peers are in the barrier after the epoch.
 
 label: collective_mismatch
 culprits: 0

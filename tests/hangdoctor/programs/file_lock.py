@@ -1,4 +1,4 @@
-"""Rank 0 waits for the lock file of a shared cache that another process holds; peers wait in a barrier.
+"""Rank 0 waits for the lock file of a shared cache, held by another process; peers in a barrier.
 
 label: lock_deadlock
 culprits: 0

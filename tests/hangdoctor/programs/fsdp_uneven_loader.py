@@ -1,4 +1,4 @@
-"""FSDP2: rank 1 has no batch left and waits at the end of the epoch while its peers gather parameters.
+"""FSDP2: rank 1 has no batch left and waits after the epoch while its peers gather parameters.
 
 label: collective_mismatch
 culprits: 1

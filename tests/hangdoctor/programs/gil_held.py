@@ -1,4 +1,4 @@
-"""A native extension on rank 1 blocks without giving up the GIL; its peers wait in the reduction.
+"""A native extension on rank 1 blocks without releasing the GIL; its peers wait in the reduction.
 
 label: lock_deadlock
 culprits: 1

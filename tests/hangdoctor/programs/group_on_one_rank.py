@@ -1,4 +1,4 @@
-"""Rank 0 alone makes a process group, though every rank must; its peers have gone on to train.
+"""Rank 0 alone creates a process group, though every rank must; its peers train already.
 
 label: init_deadlock
 culprits: 0

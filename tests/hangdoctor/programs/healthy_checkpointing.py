@@ -1,4 +1,4 @@
-"""Rank 0 writes one checkpoint after the other, in small pieces, and its peer trains with it in between.
+"""Rank 0 writes many checkpoints in small pieces, and its peer trains with it in between.
 
 label: healthy
 ranks: 2

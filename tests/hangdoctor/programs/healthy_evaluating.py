@@ -1,4 +1,4 @@
-"""Rank 0 evaluates on the CPU at its own pace while the other waits at the barrier after it: slow, but moving.
+"""Rank 0 evaluates slowly on the CPU while the other waits at the barrier after it: it moves.
 
 label: healthy
 ranks: 2

@@ -1,4 +1,4 @@
-"""Two ranks train: forward, backward, gradient reduction, again and again.
+"""Two ranks train: forward, backward, gradient reduction, repeated.
 
 label: healthy
 ranks: 2

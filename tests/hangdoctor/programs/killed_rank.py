@@ -1,4 +1,4 @@
-"""Rank 1 was killed; rank 0 waits in the store for its word that the checkpoint is read.
+"""Rank 1 was killed; rank 0 waits in the store for its message that the checkpoint is read.
 
 label: missing_rank
 culprits: 1

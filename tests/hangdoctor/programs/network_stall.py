@@ -1,4 +1,4 @@
-"""The network goes away under an all_reduce: every rank waits in the same collective at the same line.
+"""The network fails under an all_reduce: every rank waits in the same collective and line.
 
 Runs inside a network namespace of its own, whose loopback device rank 0 takes down.
 

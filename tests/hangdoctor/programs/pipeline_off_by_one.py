@@ -1,4 +1,4 @@
-"""Pipeline stages disagree on the number of micro-batches: one waits for an activation, the other for a gradient.
+"""Pipeline stages disagree on the number of micro-batches: one waits forward, one backward.
 
 label: p2p_shape_mismatch
 culprits: 0 1

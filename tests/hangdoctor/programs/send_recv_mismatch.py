@@ -1,4 +1,4 @@
-"""The sender cuts its 8 activations into 2 chunks and the receiver expects 16, in 4: both end in recv.
+"""The sender cuts 8 activations into 2 chunks, the receiver expects 16 in 4: both end in recv.
 
 label: p2p_shape_mismatch
 culprits: 0 1

@@ -1,4 +1,4 @@
-"""Rank 1 has a much bigger batch and computes on; its peers wait for it. Slow, not hung.
+"""Rank 1 has a much bigger batch and still computes; its peers wait for it. Slow, not hung.
 
 label: straggler_or_not_hung
 culprits: 1

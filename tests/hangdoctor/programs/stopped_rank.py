@@ -1,4 +1,4 @@
-"""Rank 1 is stopped (SIGSTOP: a debugger, a job scheduler, a stray Ctrl-Z) and its peers wait for it.
+"""Rank 1 is stopped (SIGSTOP by a debugger, a scheduler, a stray Ctrl-Z); its peers wait for it.
 
 label: missing_rank
 culprits: 1

@@ -1,4 +1,4 @@
-"""The agent that hosts the store is gone: every rank is a client that tries to connect for ever.
+"""The agent that hosts the store is gone: every rank retries its connection indefinitely.
 
 label: init_deadlock
 culprits: none

@@ -1,4 +1,4 @@
-"""Rank 1 waits in an import for the lock of an extension build that died; its peers wait in the rendezvous.
+"""Rank 1 waits in an import for the lock of a dead extension build; peers in the rendezvous.
 
 label: init_deadlock
 culprits: 1

@@ -1,4 +1,4 @@
-"""Rank 1 reads its model from storage that does not answer (a FIFO stands for it) before the rendezvous.
+"""Rank 1 reads its model from storage that does not respond (a FIFO) before the rendezvous.
 
 label: init_deadlock
 culprits: 1

@@ -1,4 +1,4 @@
-"""Rank 0 reads a shard from storage that does not answer, in its own process; peers wait in the reduction.
+"""Rank 0 reads a shard from storage that does not respond, in its own process; peers reduce.
 
 label: dataloader_stall
 culprits: 0

@@ -1,4 +1,4 @@
-"""A reward worker process of rank 0 never returns its verdict; the rank waits for it, its peers for the rank.
+"""A reward worker process of rank 0 never returns; the rank waits for it, its peers for the rank.
 
 label: external_wait
 culprits: 0

@@ -1,4 +1,4 @@
-"""Rank 1 fails in its loss, swallows the error, and its cleanup meets a barrier while its peer reduces gradients.
+"""Rank 1 swallows an error in its loss and enters a barrier in its clean-up; its peer reduces.
 
 label: cleanup_deadlock
 culprits: 1

@@ -1,4 +1,4 @@
-"""Rank 0 writes the checkpoint to storage that does not answer; its peers wait in the barrier after it.
+"""Rank 0 writes the checkpoint to storage that does not respond; peers wait in the barrier.
 
 label: checkpoint_stall
 culprits: 0

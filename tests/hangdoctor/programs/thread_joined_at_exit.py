@@ -1,4 +1,4 @@
-"""Rank 1 has returned from main, and the interpreter joins a metrics thread that nobody told to stop.
+"""Rank 1 returned from main, and the interpreter joins a metrics thread that nothing stops.
 
 label: cleanup_deadlock
 culprits: 1

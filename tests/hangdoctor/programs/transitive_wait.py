@@ -1,6 +1,6 @@
-"""Tensor- and data-parallel groups: rank 3 retries alone, rank 2 waits for it, and ranks 0 and 1 wait for those two.
+"""Tensor- and data-parallel groups: rank 3 retries alone, 2 waits for it, 0 and 1 for those two.
 
-The ranks wait in different collectives of different groups, and that is no mismatch.
+The ranks wait in different collectives of different groups, which is not a mismatch.
 
 label: partial_exception
 culprits: 3

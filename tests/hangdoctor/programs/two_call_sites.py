@@ -1,4 +1,4 @@
-"""All ranks wait in broadcast, but rank 2 for the metrics of rank 0 and its peers for the weights of rank 2.
+"""All ranks wait in broadcast: rank 2 for metrics of rank 0, its peers for weights of rank 2.
 
 label: collective_mismatch
 culprits: 2

@@ -1,4 +1,4 @@
-"""Rank 2's loader has one batch less (no drop_last): it leaves the loop while its peers reduce gradients.
+"""Rank 2's loader has one batch less (no drop_last): it leaves the loop, its peers reduce.
 
 label: collective_mismatch
 culprits: 2

@@ -1,4 +1,4 @@
-"""Rank 1's data-loader worker was forked while a lock was held and waits for it; the rank waits for the worker.
+"""Rank 1's data-loader worker was forked under a held lock and waits for it; rank 1 waits too.
 
 label: dataloader_stall
 culprits: 1

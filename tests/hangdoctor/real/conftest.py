@@ -1,7 +1,8 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
-A program says in its docstring what it is (`label`, `culprits`, `ranks`, `starts`, `launch`), so it is its own oracle.
-Every day its ranks are forked in the nursery, several programs at a time; the long tests start them with torchrun.
+A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
+`launch`). By default its ranks are forked in the nursery, several programs at a time; the long
+tests start them with torchrun.
 """
 
 import json
@@ -39,7 +40,7 @@ SETTLE_S = 6
 
 @dataclass(frozen=True)
 class Program:
-    """What the docstring of a fault program says of it."""
+    """The fields in the docstring of a fault program."""
 
     path: Path
     label: str
@@ -50,17 +51,17 @@ class Program:
 
 
 def read_program(name: str) -> Program:
-    """The program of that name, as its docstring describes it."""
+    """Return the program of that name, as its docstring describes it."""
     path = PROGRAMS / f"{name}.py"
-    told = dict(re.findall(r"^(\w+): (.+)$", path.read_text(), re.MULTILINE))
-    num_ranks = int(told["ranks"])
+    fields = dict(re.findall(r"^(\w+): (.+)$", path.read_text(), re.MULTILINE))
+    num_ranks = int(fields["ranks"])
     return Program(
         path,
-        told["label"],
-        tuple(int(rank) for rank in re.findall(r"\d+", told.get("culprits", ""))),
+        fields["label"],
+        tuple(int(rank) for rank in re.findall(r"\d+", fields.get("culprits", ""))),
         num_ranks,
-        tuple(int(rank) for rank in told.get("starts", " ".join(map(str, range(num_ranks)))).split()),
-        told.get("launch", "any"),
+        tuple(int(rank) for rank in fields.get("starts", " ".join(map(str, range(num_ranks)))).split()),
+        fields.get("launch", "any"),
     )
 
 
@@ -88,7 +89,7 @@ class Nursery:
         self.num_runs = 0
 
     def start(self, program: Program, folder: Path) -> tuple[int, ...]:
-        """Fork the ranks of a program; gives their pids. Markers go to `folder / "markers"`."""
+        """Fork the ranks of a program; return their pids. Markers go to `folder / "markers"`."""
         with self.lock:
             self.num_runs += 1
             markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the nursery
@@ -112,14 +113,14 @@ class Nursery:
         return int(self.process.stdout.readline())
 
     def close(self) -> None:
-        """Let it end; its ranks have ended before."""
+        """Let it end; its ranks have ended already."""
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
 
 
 def free_port() -> int:
-    """A port that the operating system says is free; five digits, as the nursery wants it."""
+    """Return a free port; five digits, as the nursery needs."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -132,7 +133,7 @@ def _environment() -> dict[str, str]:
 
 
 def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
-    """The program under torchrun, in a network namespace of its own when it wants to break the network."""
+    """The program under torchrun, in its own network namespace when it breaks the network."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={program.num_ranks}"]
     command = [sys.executable, *torchrun, str(program.path)]
     if program.launch == "network_namespace":
@@ -146,7 +147,7 @@ def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
 
 @contextmanager
 def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator[tuple[int, ...]]:
-    """The program at its hang point: the pids of its ranks, or of torchrun without a nursery. All of it is killed
+    """Yield the pids of the ranks at the hang point, or of torchrun without a nursery; kill all
     afterwards."""
     (folder / "markers").mkdir(parents=True)
     launcher = None
@@ -178,7 +179,7 @@ def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> 
 
 
 def _wait_until_still(pids: tuple[int, ...]) -> None:
-    """Until the processes use no CPU for a while, or clearly will not stop using it."""
+    """Wait until the processes use no CPU for a while, or clearly will not stop using it."""
     deadline = time.monotonic() + SETTLE_S
     still_since, before = time.monotonic(), -1.0
     while time.monotonic() < deadline and time.monotonic() - still_since < STILL_S:
@@ -199,7 +200,7 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
 
 
 def diagnose_program(program: Program, folder: Path, nursery: Nursery | None) -> Diagnosis:
-    """Run a program until it hangs, collect it through the real py-spy, and diagnose the collection."""
+    """Run a program until it hangs, collect it with the real py-spy, diagnose the collection."""
     with running(program, folder / "run", nursery) as pids:
         collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
     return diagnose(read_snapshot((folder / "collection",), None, {}))
@@ -207,7 +208,7 @@ def diagnose_program(program: Program, folder: Path, nursery: Nursery | None) ->
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory) -> Iterator[Nursery]:
-    """Where ranks are forked."""
+    """The process that forks ranks."""
     nursery = Nursery(tmp_path_factory.mktemp("nursery"))
     yield nursery
     nursery.close()
@@ -215,13 +216,13 @@ def nursery(tmp_path_factory) -> Iterator[Nursery]:
 
 @pytest.fixture
 def hanging(tmp_path):
-    """Call with a program's name inside `with`: the program under torchrun, at its hang point; gives the pids."""
+    """Context manager: run a program under torchrun to its hang point; yields the pids."""
     return lambda name: running(read_program(name), tmp_path / "run", nursery=None)
 
 
 @pytest.fixture(scope="session")
 def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """Test id to future diagnosis, for every program test of this session that asks for it, several at a time."""
+    """Map test id to future diagnosis, for the program tests of this session, several at a time."""
     items = [item for item in request.session.items if "diagnoses" in item.fixturenames]
     pool = ThreadPoolExecutor(PROGRAMS_AT_ONCE)
     yield {
@@ -238,13 +239,13 @@ def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]
 
 @pytest.fixture
 def diagnosis(request, diagnoses) -> Diagnosis:
-    """What was said of the program of this test, run in the nursery."""
+    """The diagnosis of the program of this test, run in the nursery."""
     return diagnoses[request.node.nodeid].result()
 
 
 @pytest.fixture
 def diagnosis_under_torchrun(request, tmp_path) -> Diagnosis:
-    """What is said of the program of this test, started by torchrun."""
+    """The diagnosis of the program of this test, started by torchrun."""
     program = read_program(request.node.callspec.params["program"])
     if program.launch == "plain":
         pytest.skip("torchrun would end, start or serve what this fault leaves dead, absent or unserved")

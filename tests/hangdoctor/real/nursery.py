@@ -1,10 +1,11 @@
-"""Ranks forked from one interpreter that has imported torch, so that a rank starts in milliseconds and not in seconds.
+"""Ranks forked from one interpreter with torch imported: a rank starts in milliseconds.
 
     stdin: {"program", "environment", "log"} a line  ──fork──>  the rank runs the program as __main__
     stdout: its pid a line
 
-To whoever looks at it a rank is an ordinary one: its variables are written into the block that /proc/PID/environ shows
-too (so their values must be as long as those that this process was started with), and its stdin stays open and silent.
+From outside, a rank is an ordinary one: its variables are written into the block of
+/proc/PID/environ too (so their values must be as long as those that this process was started
+with), and its stdin stays open and silent.
 """
 
 import ctypes

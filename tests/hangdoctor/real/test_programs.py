@@ -1,4 +1,4 @@
-"""Programs that are the faults, run for real: the label and the culprits must be right, and the healthy unaccused."""
+"""Real runs of fault programs: label and culprits must be right; healthy jobs have no culprit."""
 
 from pathlib import Path
 
@@ -9,21 +9,21 @@ HEALTHY = sorted(path.stem for path in PROGRAMS.glob("healthy_*.py"))
 FAULTS = sorted({path.stem for path in PROGRAMS.glob("*.py")} - {*HEALTHY, "hang_point"})
 
 
-def told_by(program: str) -> tuple[str, tuple[int, ...]]:
-    """The label and the culprits that a program's docstring gives."""
+def expected_of(program: str) -> tuple[str, tuple[int, ...]]:
+    """Return the label and the culprits in a program's docstring."""
     lines = (PROGRAMS / f"{program}.py").read_text().splitlines()
-    told = dict(line.split(": ", 1) for line in lines if line.startswith(("label: ", "culprits: ")))
-    return told["label"], tuple(int(word) for word in told["culprits"].split() if word.isdigit())
+    fields = dict(line.split(": ", 1) for line in lines if line.startswith(("label: ", "culprits: ")))
+    return fields["label"], tuple(int(word) for word in fields["culprits"].split() if word.isdigit())
 
 
 def accuses(diagnosis) -> bool:
-    """Whether a diagnosis claims a hang with more than low confidence."""
+    """True if a diagnosis claims a hang with more than low confidence."""
     return diagnosis.label not in ("straggler_or_not_hung", "unknown") and diagnosis.confidence != "low"
 
 
 @pytest.mark.parametrize("program", FAULTS)
 def test_fault_is_named_with_its_culprits(program, diagnosis):
-    assert (diagnosis.label, diagnosis.culprit_ranks) == told_by(program), diagnosis.summary
+    assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
 
 
 @pytest.mark.parametrize("program", HEALTHY)
@@ -35,7 +35,7 @@ def test_healthy_program_is_not_accused(program, diagnosis):
 @pytest.mark.parametrize("attempt", range(4))
 @pytest.mark.parametrize("program", FAULTS)
 def test_fault_is_named_every_time(program, attempt, diagnosis):
-    assert (diagnosis.label, diagnosis.culprit_ranks) == told_by(program), diagnosis.summary
+    assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
 
 
 @pytest.mark.long
@@ -48,7 +48,7 @@ def test_healthy_program_is_never_accused(program, attempt, diagnosis):
 @pytest.mark.long
 @pytest.mark.parametrize("program", FAULTS)
 def test_fault_under_torchrun_is_named_with_its_culprits(program, diagnosis_under_torchrun):
-    assert (diagnosis_under_torchrun.label, diagnosis_under_torchrun.culprit_ranks) == told_by(program)
+    assert (diagnosis_under_torchrun.label, diagnosis_under_torchrun.culprit_ranks) == expected_of(program)
 
 
 def test_there_are_enough_programs():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def actors():
-    """Handles of two actors in which a method waits; rank 1 stands in `wait_for_reward`."""
+    """Handles of two actors in which a method waits; rank 1 is in `wait_for_reward`."""
     ray = pytest.importorskip("ray")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own

@@ -75,7 +75,7 @@ def test_tasks_of_a_slurm_job_are_collected_beside_its_own_step(job, tmp_path):
 
 
 @pytest.mark.long
-def test_unknown_slurm_job_is_said(slurm, tmp_path):
+def test_unknown_slurm_job_is_reported(slurm, tmp_path):
     done = CliRunner().invoke(collect, ["--slurm", "999999", "--to", str(tmp_path / "out")])
     assert done.exit_code == 2
-    assert "names no SLURM job 999999" in done.output
+    assert "found no SLURM job 999999" in done.output

@@ -1,4 +1,4 @@
-"""Beats as files: what they say, who writes where, and what a beat costs."""
+"""Beats as files: contents, one file per process, and the cost of a beat."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def test_nothing_is_written_without_the_variable(tmp_path, monkeypatch):
 
 
 def test_observer_of_the_training_loop_counts_finished_steps(folder):
-    told = []
+    seen = []
     for event, facts in [
         ("start", {"config": {}, "rank": 3}),
         ("batch", {"step": 0}),
@@ -44,8 +44,8 @@ def test_observer_of_the_training_loop_counts_finished_steps(folder):
         ("end", {"steps": 1, "error": None}),
     ]:
         observe(event, **facts)
-        told.append((read_beats(folder)["rank_3"].step, read_beats(folder)["rank_3"].done))
-    assert told == [(0, False), (0, False), (1, False), (1, False), (1, True)]
+        seen.append((read_beats(folder)["rank_3"].step, read_beats(folder)["rank_3"].done))
+    assert seen == [(0, False), (0, False), (1, False), (1, False), (1, True)]
 
 
 def test_forked_child_beats_into_a_file_of_its_own_opening(folder):

@@ -6,10 +6,10 @@ from hangdoctor.watch.judge import Judgement, Limits, finished_without_steps, fo
 from hangdoctor.watch.signs import Signs
 
 
-def tracks_of(*looks):
-    """Tracks after looks of the form (now, signs, signs, ...)."""
+def tracks_of(*polls):
+    """Return the tracks after polls of the form (now, signs, signs, ...)."""
     tracks = {}
-    for now, *seen in looks:
+    for now, *seen in polls:
         tracks = follow(tracks, seen, now)
     return tracks
 
@@ -75,7 +75,7 @@ def test_cpu_time_counts_only_without_a_better_sign():
 
 
 def enumerate_by_ten(signs):
-    """One look every ten seconds."""
+    """Return one poll every ten seconds."""
     return [(10 * look, one) for look, one in enumerate(signs)]
 
 
@@ -91,7 +91,7 @@ def test_gpus_that_draw_the_same_power_are_quiet_though_the_host_spins():
 
 
 @pytest.mark.parametrize("last", [beating("rank_0", 5, done=True), beating("rank_0", 5, alive=False)])
-def test_some_ranks_done_and_others_not_is_said(last):
+def test_some_ranks_done_and_others_not_is_reported(last):
     tracks = tracks_of((0, beating("rank_0", 4), beating("rank_1", 4)), (1, last, beating("rank_1", 5)))
     assert judge(tracks, 12, Limits(quiet_s=10)) == Judgement("partly_done", ("rank_1",), 11, 10)
 

@@ -1,4 +1,4 @@
-"""Signs of life of real processes: logs and CPU time by /proc, beats by name, GPU power by nvidia-smi."""
+"""Signs of real processes: logs and CPU time by /proc, beats by name, GPU power by nvidia-smi."""
 
 import subprocess
 import sys
