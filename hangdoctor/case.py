@@ -1,20 +1,25 @@
 """The analysed snapshot: for each process its wait, whether it moved, and its other threads.
 
-Snapshot -> by process: threads of the best sample -> Stance of the main thread
+Snapshot -> by process: threads of the best sample -> ThreadWait of the main thread
                         other threads and /proc    -> what the main thread waits for
-                        all samples                -> moved or not
+                        all samples                -> moved or not: place, context switches, CPU time
          -> Case: ranks (of the job itself), others (engines, children), missing
 """
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from hangdoctor.fuse import Finding, findings_of
-from hangdoctor.model import ProcessDump, ProcessFacts, Rank, Snapshot, Status
-from hangdoctor.movement import BUSY_CPU_FRACTION, cpu_fraction, has_moved, has_run
+from hangdoctor.frames import is_library, python_only
+from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
+from hangdoctor.recorded_operations import Finding, findings_of
 from hangdoctor.threads import ThreadStance, best_sample, effective, view
-from hangdoctor.waits import Stance
+from hangdoctor.waits import ThreadWait
 
+# Measured: the main thread of a hung rank is not switched to once between two samples; that of a
+# rank which makes steps is switched to at least 20 times a second, however loaded the machine.
+RAN_SWITCHES = 5
+BUSY_CPU_FRACTION = 0.5
 # A wait that spins or polls runs as well: its context switches prove nothing. These kinds only run
 # when there is work.
 WORKING_KINDS = (
@@ -22,8 +27,62 @@ WORKING_KINDS = (
 )  # fmt: skip
 
 
+def has_moved(mains: list[ThreadWait], dumps: list[ProcessDump], thread_wait: ThreadWait) -> bool:
+    """Return whether the main thread was elsewhere in the user's program, or ran through its waits,
+    between two samples.
+    """
+    for before, after in pairwise(mains):
+        if before is after:
+            continue
+        if call_path(before) != call_path(after) or leaf(before) != leaf(after):
+            return True
+    first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
+    spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
+    woken = first is not None and last is not None and last - first >= RAN_SWITCHES
+    return thread_wait.kind in ("collective", "p2p") and woken and not spins
+
+
+def call_path(thread_wait: ThreadWait) -> tuple[Frame, ...]:
+    """Return the program's own calls; in a process that runs a library only, such as an engine, the
+    library's.
+    """
+    return thread_wait.chain or python_only(thread_wait.frames)
+
+
+def leaf(thread_wait: ThreadWait) -> Frame | None:
+    """Return the innermost frame that identifies a place in the program: lines inside a library's
+    polling loop do not.
+    """
+    python = python_only(thread_wait.frames)
+    if not python or (thread_wait.kind not in ("running", "blocked") and is_library(python[0].file)):
+        return None
+    return python[0]
+
+
+def has_run(dumps: list[ProcessDump]) -> bool | None:
+    """Return whether the kernel ran the main thread between the first and the last sample."""
+    first, last = switches(dumps[0].facts), switches(dumps[-1].facts)
+    return None if len(dumps) < 2 or first is None or last is None else last - first >= RAN_SWITCHES
+
+
+def switches(facts: ProcessFacts) -> int | None:
+    """Return voluntary plus involuntary context switches, or None where either is unknown."""
+    if facts.voluntary_switches is None or facts.involuntary_switches is None:
+        return None
+    return facts.voluntary_switches + facts.involuntary_switches
+
+
+def cpu_fraction(dumps: list[ProcessDump]) -> float | None:
+    """Return CPU seconds per second between first and last sample, or None where unknown."""
+    first, last = dumps[0], dumps[-1]
+    before, after = first.facts.cpu_s, last.facts.cpu_s
+    if before is None or after is None or first.time is None or last.time is None or last.time <= first.time:
+        return None
+    return (after - before) / (last.time - first.time)
+
+
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProcessState:
     """The state of one process of the job, over all samples.
 
     `moved`: the main thread was at another place of the program; `ran`: the kernel switched to it
@@ -38,7 +97,7 @@ class Standing:
     status: Status
     detail: str
     parent: str | None
-    stance: Stance
+    thread_wait: ThreadWait
     thread: str
     threads: tuple[ThreadStance, ...]
     moved: bool | None
@@ -57,7 +116,7 @@ class Standing:
         """True if it makes progress: it computes, or its main thread ran although it waits for no
         peer.
         """
-        return self.busy or (bool(self.ran) and self.stance.kind in WORKING_KINDS)
+        return self.busy or (bool(self.ran) and self.thread_wait.kind in WORKING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +129,8 @@ class Case:
 
     snapshot: Snapshot
     role: str
-    ranks: tuple[Standing, ...]
-    others: tuple[Standing, ...]
+    ranks: tuple[ProcessState, ...]
+    others: tuple[ProcessState, ...]
     missing: dict[int, Status]
     certain_missing: bool
     span_s: float
@@ -92,7 +151,7 @@ class Case:
         """The number of ranks that exist or should exist."""
         return len(self.ranks) + len(self.missing)
 
-    def children_of(self, name: str) -> list[Standing]:
+    def children_of(self, name: str) -> list[ProcessState]:
         """Return the child processes of the process called `name`."""
         return [other for other in self.others if other.parent == name]
 
@@ -103,10 +162,10 @@ def build_case(snapshot: Snapshot) -> Case:
     for dump in snapshot.dumps:
         by_process[dump.name].append(dump)
     seen: dict[int, tuple[ThreadStance, ...]] = {}
-    standings = [standing_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
-    role = primary_role(standings)
-    ranks = [s for s in standings if s.role == role and s.rank is not None and s.threads]
-    others = [named(s) for s in standings if s.role != role or s.rank is None]
+    process_states = [process_state_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
+    role = primary_role(process_states)
+    ranks = [s for s in process_states if s.role == role and s.rank is not None and s.threads]
+    others = [named(s) for s in process_states if s.role != role or s.rank is None]
     present = {s.rank for s in ranks}
     if role == "trainer" and snapshot.expected:
         missing = {rank: status for rank, status in snapshot.expected.items() if rank not in present}
@@ -131,21 +190,23 @@ def build_case(snapshot: Snapshot) -> Case:
     )
 
 
-def primary_role(standings: list[Standing]) -> str:
+def primary_role(process_states: list[ProcessState]) -> str:
     """Return `trainer` where there is one, else the role that most ranked processes have."""
-    counts = Counter(s.role for s in standings if s.rank is not None)
+    counts = Counter(s.role for s in process_states if s.rank is not None)
     return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
 
 
-def named(standing: Standing) -> Standing:
+def named(process_state: ProcessState) -> ProcessState:
     """Identify a rank of another role by its process name: number 1 of the engine is not rank 1."""
-    return replace(standing, rank=standing.name) if standing.rank is not None else standing
+    return (
+        replace(process_state, rank=process_state.name) if process_state.rank is not None else process_state
+    )
 
 
-def standing_of(
+def process_state_of(
     dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
-) -> Standing:
-    """Return the state of one process from its dumps. `seen` caches the stances of equal thread
+) -> ProcessState:
+    """Return the state of one process from its dumps. `seen` caches the waits of equal thread
     lists.
     """
     dumps = sorted(dumps, key=lambda dump: dump.sample)
@@ -153,8 +214,8 @@ def standing_of(
     at = best_sample(views)
     dump, threads = dumps[at], views[at]
     mains = [v[0] for v in views if v]
-    stance, thread = effective(threads, dump)
-    return Standing(
+    thread_wait, thread = effective(threads, dump)
+    return ProcessState(
         name=dump.name,
         rank=dump.rank,
         role=dump.role,
@@ -162,10 +223,10 @@ def standing_of(
         status="stopped" if dump.facts.state in ("T", "t") else dump.status,
         detail=dump.detail,
         parent=dump.parent,
-        stance=stance,
+        thread_wait=thread_wait,
         thread=thread,
         threads=threads,
-        moved=has_moved([main.stance for main in mains], dumps, stance) if len(mains) > 1 else None,
+        moved=has_moved([main.thread_wait for main in mains], dumps, thread_wait) if len(mains) > 1 else None,
         ran=has_run(dumps),
         cpu_fraction=cpu_fraction(dumps),
         facts=dump.facts,

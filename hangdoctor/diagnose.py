@@ -6,12 +6,12 @@ others.
 
 from dataclasses import replace
 
-from hangdoctor.case import Case, Standing, build_case
+from hangdoctor.case import Case, ProcessState, build_case
 from hangdoctor.frames import show
-from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph, wait_for_graph
 from hangdoctor.groups import StackClass, rank_ranges, stack_classes
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
+from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.order import RULES
 from hangdoctor.rules.unknown import to_collect
 from hangdoctor.rules.verdict import LEVELS, Verdict, operation
@@ -149,7 +149,7 @@ def group_of(stack_class: StackClass) -> Group:
     return Group(
         ranks=rank_ranges(stack_class.ranks),
         size=len(stack_class.members),
-        waits_for=first.stance.kind,
+        waits_for=first.thread_wait.kind,
         doing=operation(first),
         stack=tuple(show(frame) for frame in stack_class.frames[:200]),
     )
@@ -174,10 +174,10 @@ def rank_map(
     return tuple(sorted(cells, key=lambda cell: (isinstance(cell.rank, str), cell.rank)))
 
 
-def part_of(standing: Standing, blamed: set[Rank], waiting: set[str]) -> str:
+def part_of(process_state: ProcessState, blamed: set[Rank], waiting: set[str]) -> str:
     """Return the part of a rank in the hang: culprit, victim, running or other."""
-    if standing.rank in blamed:
+    if process_state.rank in blamed:
         return "culprit"
-    if standing.name in waiting and not standing.moved:
+    if process_state.name in waiting and not process_state.moved:
         return "victim"
-    return "running" if standing.moved or standing.busy else "other"
+    return "running" if process_state.moved or process_state.busy else "other"

@@ -10,12 +10,12 @@ Nodes are clusters of ranks that wait at the same place, so that 100,000 ranks a
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import python_only
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Frame
 from hangdoctor.patterns import ROOTED
-from hangdoctor.waits import Stance
+from hangdoctor.waits import ThreadWait
 
 # Waits that may be for a child process.
 CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
@@ -25,8 +25,8 @@ CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
 class Cluster:
     """Ranks that wait for the same thing at the same place of the program."""
 
-    members: tuple[Standing, ...]
-    stance: Stance
+    members: tuple[ProcessState, ...]
+    thread_wait: ThreadWait
     path: tuple[Frame, ...]
 
     @property
@@ -53,12 +53,12 @@ class Graph:
     edges: tuple[Edge, ...]
 
     @property
-    def source_ranks(self) -> tuple[Standing, ...]:
+    def source_ranks(self) -> tuple[ProcessState, ...]:
         """The processes of all source clusters."""
         return tuple(member for cluster in self.sources for member in cluster.members)
 
     @property
-    def waiting_ranks(self) -> tuple[Standing, ...]:
+    def waiting_ranks(self) -> tuple[ProcessState, ...]:
         """The processes of all waiting clusters."""
         return tuple(member for cluster in self.waiting for member in cluster.members)
 
@@ -66,40 +66,41 @@ class Graph:
 def wait_for_graph(case: Case) -> Graph:
     """Return the clusters of the case's ranks, largest first, and the edges between them."""
     clusters = cluster(case.ranks)
-    waiting = tuple(c for c in clusters if c.stance.waits_for_peers)
-    sources = tuple(c for c in clusters if not c.stance.waits_for_peers)
+    waiting = tuple(c for c in clusters if c.thread_wait.waits_for_peers)
+    sources = tuple(c for c in clusters if not c.thread_wait.waits_for_peers)
     return Graph(waiting, sources, edges_between(case, waiting, sources))
 
 
-def cluster(ranks: tuple[Standing, ...]) -> tuple[Cluster, ...]:
+def cluster(ranks: tuple[ProcessState, ...]) -> tuple[Cluster, ...]:
     """Group ranks by (kind, operation, path to the wait); root and others of a rooted collective
     are joined although they differ by a line.
     """
-    by_place: dict[tuple[str, str, tuple[Frame, ...]], list[Standing]] = defaultdict(list)
+    by_place: dict[tuple[str, str, tuple[Frame, ...]], list[ProcessState]] = defaultdict(list)
     paths: dict[int, tuple[Frame, ...]] = {}
-    for standing in ranks:
-        stance = standing.stance
-        if id(stance) not in paths:
-            paths[id(stance)] = path_to(stance)
-        by_place[(stance.kind, stance.operation, paths[id(stance)])].append(standing)
-    joined: dict[object, list[Standing]] = {}
+    for process_state in ranks:
+        thread_wait = process_state.thread_wait
+        if id(thread_wait) not in paths:
+            paths[id(thread_wait)] = path_to(thread_wait)
+        by_place[(thread_wait.kind, thread_wait.operation, paths[id(thread_wait)])].append(process_state)
+    joined: dict[object, list[ProcessState]] = {}
     for (kind, operation, path), members in by_place.items():
         joined.setdefault((kind, operation, place_key(operation, path)), []).extend(members)
     found = [
-        Cluster(tuple(members), members[0].stance, path_to(members[0].stance)) for members in joined.values()
+        Cluster(tuple(members), members[0].thread_wait, path_to(members[0].thread_wait))
+        for members in joined.values()
     ]
     return tuple(sorted(found, key=lambda c: (-len(c.members), c.ranks)))
 
 
-def path_to(stance: Stance) -> tuple[Frame, ...]:
+def path_to(thread_wait: ThreadWait) -> tuple[Frame, ...]:
     """Return the calls that led to the wait, innermost first, without the frames inside the waiting
     library.
     """
-    python = python_only(stance.frames)
-    if stance.frame in python and stance.kind in ("collective", "p2p"):
-        inside_library = stance.frame not in stance.chain
-        return python[python.index(stance.frame) + inside_library :]
-    return stance.chain or python
+    python = python_only(thread_wait.frames)
+    if thread_wait.frame in python and thread_wait.kind in ("collective", "p2p"):
+        inside_library = thread_wait.frame not in thread_wait.chain
+        return python[python.index(thread_wait.frame) + inside_library :]
+    return thread_wait.chain or python
 
 
 def place_key(operation: str, path: tuple[Frame, ...]) -> object:
@@ -118,12 +119,12 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
     edges = []
     missing = rank_ranges(case.missing)
     for waiter in waiting[:50]:
-        what = f"{waiter.stance.operation or waiter.stance.kind}"
+        what = f"{waiter.thread_wait.operation or waiter.thread_wait.kind}"
         targets = [s.ranks for s in sources[:50]] or [w.ranks for w in waiting[:50] if w is not waiter]
         edges += [Edge(waiter.ranks, target, f"has not reached {what}") for target in targets]
         if missing:
             edges.append(Edge(waiter.ranks, missing, f"is missing in {what}"))
-    for source in [s for s in sources[:50] if s.stance.kind in CHILD_KINDS]:
+    for source in [s for s in sources[:50] if s.thread_wait.kind in CHILD_KINDS]:
         for member in source.members[:5]:
             edges += [
                 Edge(str(member.rank), child.name, "it started") for child in case.children_of(member.name)
@@ -136,5 +137,5 @@ def same_place(clusters: tuple[Cluster, ...]) -> bool:
 
     A wait for the device hides which collective the device is in, so it agrees with any.
     """
-    named = [c for c in clusters if c.stance.kind != "device"]
+    named = [c for c in clusters if c.thread_wait.kind != "device"]
     return len(named) <= 1

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hangdoctor.case import Standing
+from hangdoctor.case import ProcessState
 from hangdoctor.frames import python_only
 from hangdoctor.model import Frame, Rank
 
@@ -18,7 +18,7 @@ from hangdoctor.model import Frame, Rank
 class StackClass:
     """Processes with one stack. `frames` are normalised Python frames, innermost first."""
 
-    members: tuple[Standing, ...]
+    members: tuple[ProcessState, ...]
     frames: tuple[Frame, ...]
 
     @property
@@ -40,17 +40,17 @@ def rank_ranges(ranks: Iterable[Rank]) -> str:
     return ",".join([*parts, *names[:20], *(["..."] if len(names) > 20 else [])])
 
 
-def stack_classes(standings: Sequence[Standing]) -> tuple[StackClass, ...]:
+def stack_classes(process_states: Sequence[ProcessState]) -> tuple[StackClass, ...]:
     """Group processes by wait and Python stack, largest class first, then by lowest rank."""
-    members: dict[tuple[str, int], list[Standing]] = defaultdict(list)
+    members: dict[tuple[str, int], list[ProcessState]] = defaultdict(list)
     stacks: dict[tuple[Frame, ...], int] = {}
     by_identity: dict[int, int] = {}
-    for standing in standings:
-        frames = standing.stance.frames
+    for process_state in process_states:
+        frames = process_state.thread_wait.frames
         if id(frames) not in by_identity:
             by_identity[id(frames)] = stacks.setdefault(python_only(frames), len(stacks))
-        members[(standing.stance.kind, by_identity[id(frames)])].append(standing)
-    found = [StackClass(tuple(group), python_only(group[0].stance.frames)) for group in members.values()]
+        members[(process_state.thread_wait.kind, by_identity[id(frames)])].append(process_state)
+    found = [StackClass(tuple(group), python_only(group[0].thread_wait.frames)) for group in members.values()]
     return tuple(sorted(found, key=lambda c: (-len(c.members), str(c.ranks[:1]).rjust(12))))
 
 

@@ -4,7 +4,13 @@ the job.
 A wait is *specific* (a collective, a data loader, an HTTP client: it names what must happen) or
 *generic* (a lock, a queue, a socket, a sleep: it only shows how). The innermost specific wait
 decides; a generic one counts where nothing around it is specific. Phases (cleanup, init,
-checkpoint, data, error) are read from the complete stack.
+checkpoint, data, error, engine) are read from the complete stack.
+
+Python frames end where C begins. A native pass shows the C calls; where there is none, the source
+line names the call, and `/proc/PID/wchan` names the kernel function in which the main thread
+sleeps.
+
+In the tables, `USER` as a file means: not in a library.
 """
 
 import re
@@ -13,7 +19,6 @@ from functools import lru_cache
 
 from hangdoctor.frames import is_library, normal_frames, python_only, user_frames
 from hangdoctor.model import Frame
-from hangdoctor.native import NATIVE
 from hangdoctor.patterns import (
     COLLECTIVE_FILES,
     COLLECTIVES,
@@ -24,14 +29,215 @@ from hangdoctor.patterns import (
     WORKER_LOOP,
     Pattern,
 )
-from hangdoctor.phases import DOMAINS, PHASES
+
+# fmt: off
+NATIVE = (
+    Pattern("p2p", "recv", r"c10d::ProcessGroupGloo::RecvWork::wait|.*RecvWork.*", r".*"),
+    Pattern("p2p", "send", r"c10d::ProcessGroupGloo::SendWork::wait|.*SendWork.*", r".*"),
+    Pattern(
+        "collective", "work.wait",
+        r"c10d::Work::wait|c10d::(ops|ProcessGroup)[^(]*::(wait|synchronize).*|.*WorkNCCL::.*|"
+        r"gloo::(?!transport|rendezvous).*|ncclGroupEnd.*|ncclAllReduce.*",
+        r".*",
+    ),
+    Pattern(
+        "store", "store",
+        r"c10d::(TCPStore|FileStore|PrefixStore|HashStore|detail::TCPClient|.*Store::).*|gloo::rendezvous.*|"
+        r"ncclCommInitRank.*|bootstrapInit.*",
+        r".*",
+    ),
+    Pattern(
+        "device", "device sync",
+        r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize.*|cudaMemcpy.*|cuMemcpy.*|"
+        r"at::native::_local_scalar_dense.*|at::native::item.*",
+        r".*",
+    ),
+    Pattern("backward", "backward", r"torch::autograd::Engine::.*", r".*"),
+    Pattern("gil", "GIL", r"take_gil|PyEval_AcquireThread|PyEval_RestoreThread", r".*"),
+    Pattern(
+        "lock", "lock",
+        r"(lock|rlock)_(PyThread_)?acquire.*|.*acquire_timed|PyMutex_Lock.*|_PyMutex.*",
+        r".*",
+    ),
+    Pattern("file_lock", "file lock", r"flock|fcntl_flock.*|fcntl_lockf.*|lockf", r".*"),
+    Pattern("sleep", "sleep", r"clock_nanosleep|time_sleep|nanosleep|pysleep", r".*"),
+    Pattern("subprocess", "waitpid", r"wait4|waitpid|waitid|os_waitpid.*", r".*"),
+    Pattern("prompt", "input", r"builtin_input.*|PyOS_Readline|readline.*", r".*"),
+    Pattern(
+        "socket", "socket",
+        r"sock_recv.*|sock_accept.*|sock_connect.*|recv|recvfrom|accept4?|connect|SSL_read.*|__libc_recv|"
+        r"__poll|poll|epoll_wait|select",
+        r".*",
+    ),
+    Pattern(
+        "file", "file",
+        r"os_read.*|os_fsync.*|fsync|fdatasync|_io_FileIO_(read|write).*|os_write.*",
+        r".*",
+    ),
+)
+# A call into C leaves no Python frame: the text of the source line names the call that sleeps.
+SOURCE = (
+    ("destroy", "destroy_process_group", r"\b(destroy_process_group|_abort_process_group)\("),
+    ("sleep", "sleep", r"\bsleep\("),
+    ("file_lock", "file lock", r"\b(flock|lockf)\("),
+    ("lock", "lock", r"\bwith\b.*(lock|mutex|semaphore|condition|\bcv\b)|(lock|mutex|sem\w*)\.acquire\(|\.acquire\("),
+    ("prompt", "input", r"\binput\(|breakpoint\(|set_trace\("),
+    ("subprocess", "waitpid", r"\bos\.(system|wait\w*)\("),
+    ("collective", "work.wait", r"\b\w*(work|handle|req|request|pending|future|fut|op|w|h|works?\[\w+\])\.wait\("),
+    ("store", "store", r"\bstore\.\w+\(|TCPStore\("),
+    ("socket", "socket", r"\.(recv\w*|accept|connect)\(|getaddrinfo\("),
+    ("device", "device sync", r"\.(item|cpu|tolist|numpy|synchronize)\(|\bsynchronize\("),
+    ("file", "file", r"\bopen\(|\.(open|read\w*|write\w*|readline\w*)\(|\bos\.(read|write|fsync)\("),
+)
+POSTED = re.compile(
+    r"\b(i?recv|i?send|batch_isend_irecv)\b|\b(all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|all_to_all\w*|barrier)\b"
+)
+# Where the stack ends in a line of Python, the kernel still names the call in which the main thread
+# sleeps.
+WCHAN = (
+    ("sleep", r"hrtimer_nanosleep|do_nanosleep|common_nsleep.*"),
+    ("subprocess", r"do_wait.*|kernel_wait.*"),
+    ("queue", r"(anon_)?pipe_(read|write).*|eventfd_read"),
+    (
+        "socket",
+        r".*poll.*|ep_.*|do_select|core_sys_select|inet_csk_accept|sk_wait_data|wait_woken|unix_stream.*|"
+        r"skb_wait.*|tcp_.*",
+    ),
+    ("prompt", r"n_tty_read|tty_.*"),
+    (
+        "file",
+        r"(nfs|rpc_wait|folio_wait|io_schedule|jbd2|fuse|request_wait|wait_on_page|xfs|ext4|lustre|ll_|cl_|wait_for_partner|fifo_open|pipe_wait).*",
+    ),
+    ("file_lock", r"(flock_lock|locks_lock|posix_lock).*"),
+    ("stopped", r"do_signal_stop|ptrace_stop"),
+)
+# fmt: on
+
+
+# fmt: off
+PHASES = (
+    (
+        "cleanup",
+        r"destroy_process_group|_shutdown|_exit_function|_run_finalizers|_run_exitfuncs|_python_exit|"
+        r"_cleanup_process_groups",
+        r"torch/distributed/.*|threading.py|multiprocessing/util.py|concurrent/futures/.*|<frozen.*|weakref.py",
+    ),
+    ("cleanup", r"shutdown|__exit__|_terminate_pool|terminate", r"concurrent/futures/.*|multiprocessing/pool.py"),
+    ("cleanup", r"_shutdown_workers|_clean_up_worker", r"torch(data)?/.*"),
+    (
+        "cleanup",
+        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__exit__|__del__|__aexit__)"
+        r"(_(all|dist\w*|engines?|process\w*|workers?|train\w*|job|run|servers?|resources?|everything|groups?|parallel\w*|"
+        r"loaders?|writers?|threads?|pools?|and_\w+))?|\w+_(clean_?up|tear_?down|shut_?down)|"
+        r"stop_\w*(workers?|engines?|servers?|threads?|writers?)",
+        r"USER",
+    ),
+    (
+        "cleanup",
+        r"finish|end_training|teardown|_teardown|strategy_teardown",
+        r"(wandb|accelerate|lightning|pytorch_lightning)/.*",
+    ),
+    (
+        "init",
+        r"init_process_group|_store_based_barrier|rendezvous|_tcp_rendezvous_handler|next_rendezvous|"
+        r"new_group|new_subgroups.*|_new_group_with_tag|_new_process_group_helper|split_group|"
+        r"init_device_mesh|_init_device_mesh|_init_process_groups|_get_or_create_default_group",
+        r"torch/distributed/.*",
+    ),
+    (
+        "init",
+        r"initialize_model_parallel|init_distributed|init_torch_distributed|init_distributed_environment|"
+        r"initialize_megatron|_initialize_distributed|setup_distributed|_sync_module_states|"
+        r"_sync_params_and_buffers|_verify_param_shape_across_processes|_ddp_init_helper",
+        r".*",
+    ),
+    ("init", r"_find_and_load.*", r"<frozen importlib.*|importlib/_bootstrap.*"),
+    (
+        "init",
+        r"_?(init|initiali[sz]e|setup|build|create|construct)_?(distributed|dist|model|engine|process_groups?|"
+        r"groups?|parallel|trainer|worker|mesh|env)\w*|load_model\w*|build_\w*model\w*",
+        r"USER",
+    ),
+    ("init", r"__init__", r"torch/nn/parallel/distributed.py|torch/distributed/fsdp/.*"),
+    (
+        "checkpoint",
+        r".*",
+        r"torch/distributed/checkpoint/.*|torch/serialization.py|safetensors/.*|"
+        r"megatron/.*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
+    ),
+    # Activation checkpointing only shares the name.
+    (
+        "checkpoint",
+        r"(?!.*(forward|gradient|grad_|activation|layer|block|sequential|wrap|function))\w*(checkpoint|ckpt)\w*",
+        r"USER",
+    ),
+    (
+        "checkpoint",
+        r"save_pretrained|save_state|_?save_model\w*|async_save|maybe_finalize_async\w*|save_hf\w*|"
+        r"_?(save|load)_?\w*(checkpoint|ckpt)\w*|_save_and_\w+",
+        r"(?!torch/utils/checkpoint).*",
+    ),
+    ("data", r".*", r"torch/utils/data/.*|torchdata/.*|webdataset/.*|nvidia/dali/.*"),
+    (
+        "data",
+        r"_?(get|next|load|fetch|prefetch|read)_?(batch|data|sample|minibatch|microbatch)\w*|_?next_batch|"
+        r"data_?iter\w*",
+        r"USER",
+    ),
+    (
+        "error",
+        r"\w*(handle|on|report|recover|catch)\w*_(error|exception|failure|oom|crash|fault|nan)\w*|\w*(error|"
+        r"exception|failure)_(handler|handling|loop|recovery)\w*|excepthook\w*|recover\w*|\w*retry\w*|"
+        r"\w*_on_(error|failure|exception)|rollback\w*|wait_for_(recovery|debugger|restart|admin)\w*|"
+        r"\w*after_(error|failure|exception|crash|oom)\w*|post_mortem\w*|panic\w*|except_\w*|quarantine\w*",
+        r"USER",
+    ),
+    (
+        "error",
+        r".*",
+        r"(tenacity|backoff|retrying)/.*|retrying.py|pdb.py|bdb.py|code.py|traceback.py|ipdb/.*|pudb/.*|"
+        r"debugpy/.*|rpdb/.*",
+    ),
+    # Requests to services outside the job for samples or rewards: a poll there is no error path.
+    (
+        "outside",
+        r"_?\w*(rollout|generat|trajector|infer(ence|_)|reward|verif|judge|grade)\w*|prepare_batch|"
+        r"_?wait_(for_)?(server|engine|results?|samples?|response|health)\w*",
+        r"USER",
+    ),
+    (
+        "engine",
+        r"event_loop.*|run_busy_loop|worker_busy_loop|_process_input_queue|run_scheduler_process|"
+        r"run_engine_core|run_worker.*",
+        r"(sglang|vllm)/.*",
+    ),
+)
+# The parallel dimension of a library's collective: different ones may be different groups.
+DOMAINS = (
+    ("pipeline", r"megatron/.*pipeline.*|deepspeed/runtime/pipe/.*|torch/distributed/pipelining/.*"),
+    ("expert", r".*(moe|expert|token_dispatcher|deep_ep).*"),
+    (
+        "tensor",
+        r"megatron/.*tensor_parallel/.*|.*(parallel_state|tensor_parallel|tensor/parallel|sequence_parallel|"
+        r"vocab_parallel).*",
+    ),
+    ("context", r".*(context_parallel|ring_attention|ulysses).*"),
+    ("sharded data", r"torch/distributed/.*fsdp/.*|deepspeed/runtime/zero/.*"),
+    (
+        "data",
+        r"torch/nn/parallel/distributed.py|megatron/.*distributed/.*|.*(distributed_data_parallel|"
+        r"param_and_grad_buffer|distrib_optimizer).*",
+    ),
+)
+# fmt: on
+
 
 # These call the program back: the code of a module waits, not the import around it.
 AROUND = ("import", "load", "compile")
 
 
 @dataclass(frozen=True, slots=True)
-class Stance:
+class ThreadWait:
     """The wait of one thread.
 
     `frame` shows the wait, `chain` is the user's call path to it, innermost first. `operation` is
@@ -112,14 +318,14 @@ def domain_of(file: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def stance_of(raw: tuple[Frame, ...]) -> Stance:
+def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
     """Classify a stack from its frames alone."""
     frames = normal_frames(raw)
     python = python_only(frames)
     phases = frozenset(phase for f in python for phase in phases_of(f.function, f.file))
     domain = next((name for f in python if (name := domain_of(f.file))), "")
     kind, operation, frame = wait_of(frames, python)
-    return Stance(kind, operation, frame, user_frames(frames), phases, domain, frames)
+    return ThreadWait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 
 def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:

@@ -1,6 +1,4 @@
-"""`areal-debug hang collect`: write the stacks of every rank into one folder; and the live
-`areal-debug hang`.
-"""
+"""`areal-debug hang` and `hang collect`: collect the stacks of ranks, to diagnose now or later."""
 
 import shutil
 import tempfile
@@ -15,8 +13,8 @@ from areal_debug.cli import Verb, force_option, json_option
 from areal_debug.render import errors_as_sentences, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
-from hangdoctor.collect.layout import Manifest, pack
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
+from hangdoctor.collect.write import Manifest, pack
 from hangdoctor.errors import HangInputError
 
 TAR_ENDINGS = (".tar.gz", ".tgz")
@@ -109,8 +107,9 @@ def collect(
 
 
 def live(pids: tuple[int, ...], as_json: bool) -> int:
-    """Collect this host, diagnose, print; return the exit code of `hang diagnose`. Raises
-    HangInputError for no ranks.
+    """Collect this host, diagnose, print; return the exit code of `hang diagnose`.
+
+    Raises HangInputError if there are no ranks.
     """
     from areal_debug.hang.render import show_diagnosis
     from hangdoctor.diagnose import diagnose
@@ -125,8 +124,9 @@ def live(pids: tuple[int, ...], as_json: bool) -> int:
 def _way_to_hosts(
     slurm: str | None, ssh: str | None, k8s: str | None, namespace: str
 ) -> tuple[list[str], Callable[[str, list[str]], list[str]]] | None:
-    """Return the hosts and a function that wraps the collector's command for one; None for this
-    host.
+    """Return the hosts and a function that wraps the collector's command for one.
+
+    None for this host.
     """
     from hangdoctor.collect import remote
 

@@ -57,7 +57,7 @@ def diagnose(
     Exit code 0: not hung. 1: a hang was found. 2: inconclusive.
     """
     from areal_debug.hang.render import show_diagnosis
-    from hangdoctor.diagnose import diagnose as judge
+    from hangdoctor.diagnose import diagnose as diagnose_snapshot
     from hangdoctor.parse.read import parse_mapping, read_snapshot
 
     pages = output_by_ending(output, force)
@@ -67,13 +67,16 @@ def diagnose(
     except OSError as error:
         fail(str(error))
     sys.exit(
-        show_diagnosis(judge(snapshot), snapshot, as_json, html=pages.get(".html"), markdown=pages.get(".md"))
+        show_diagnosis(
+            diagnose_snapshot(snapshot), snapshot, as_json, html=pages.get(".html"), markdown=pages.get(".md")
+        )
     )
 
 
 def output_by_ending(outputs: tuple[Path, ...], force: bool) -> dict[str, Path]:
-    """Return the files to write by their ending. Raises ValueError for another ending or an
-    existing file.
+    """Return the files to write by their ending.
+
+    Raises ValueError for another ending or an existing file.
     """
     for path in outputs:
         if path.suffix not in (".html", ".md"):
@@ -92,8 +95,8 @@ def output_by_ending(outputs: tuple[Path, ...], force: bool) -> dict[str, Path]:
 @errors_as_sentences
 def explain(label: str | None, as_json: bool) -> None:
     """Explain the pattern behind a LABEL of a diagnosis; without one, list all labels."""
-    from hangdoctor.explain import explain as lesson
-    from hangdoctor.explain import labels
+    from hangdoctor.rules.order import explain as lesson
+    from hangdoctor.rules.order import labels
 
     text = lesson(label)
     if not as_json:

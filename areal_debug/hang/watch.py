@@ -72,7 +72,7 @@ def watch(
     trainer. With --json every diagnosis is one line of JSON on standard output. Exit code: the
     job's, or 1 for a hang.
     """
-    from hangdoctor.watch.judge import Limits
+    from hangdoctor.watch.liveness import Limits
     from hangdoctor.watch.loop import Plan, watch_command, watch_pids
 
     if bool(job) == bool(pids):
@@ -92,10 +92,10 @@ def watch(
         return diagnosis
 
     plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts)  # type: ignore[arg-type]
-    tell = (lambda text: None) if is_quiet() else report
+    notify = (lambda text: None) if is_quiet() else report
     if job:
-        sys.exit(watch_command(list(job), plan, diagnose, tell))
-    sys.exit(watch_pids(pids, plan, diagnose, tell))
+        sys.exit(watch_command(list(job), plan, diagnose, notify))
+    sys.exit(watch_pids(pids, plan, diagnose, notify))
 
 
 def report(text: str) -> None:

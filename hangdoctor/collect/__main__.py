@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
-from hangdoctor.collect.layout import pack
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
+from hangdoctor.collect.write import pack
 from hangdoctor.errors import HangInputError
 
 NOTHING_TO_COLLECT = 3

@@ -1,15 +1,19 @@
-"""Evidence besides stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS.
+"""Evidence besides stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS, source
+lines.
 
 Every function returns text or bytes, or None when there is nothing: a collection never fails
 because one is missing.
 """
 
+import json
+import linecache
 import os
 import re
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +30,7 @@ MAX_ERROR_FILE_BYTES = 4 << 20
 RAS_PORT = 28028
 QUICK_S = 5.0
 DUMP_WAIT_S = 10.0
+MAX_LINE_CHARACTERS = 200
 
 
 def selected_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -221,3 +226,17 @@ def _quick(command: list[str]) -> str | None:
     except (subprocess.SubprocessError, OSError):
         return None
     return done.stdout or None
+
+
+def source_lines(dumps: Iterable[str]) -> dict[str, str]:
+    """Return `FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is
+    readable here.
+    """
+    places = {
+        (frame["filename"], frame["line"])
+        for dump in dumps
+        for thread in json.loads(dump)
+        for frame in thread["frames"]
+    }
+    found = {f"{file}:{line}": linecache.getline(file, line).strip() for file, line in sorted(places)}
+    return {place: text[:MAX_LINE_CHARACTERS] for place, text in found.items() if text}

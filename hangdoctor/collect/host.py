@@ -14,7 +14,10 @@ from pathlib import Path
 
 from hangdoctor.collect import evidence, pyspy
 from hangdoctor.collect.discover import Job, Search, Target, find_job
-from hangdoctor.collect.layout import (
+from hangdoctor.collect.evidence import source_lines
+from hangdoctor.collect.process import process_table, read_facts
+from hangdoctor.collect.pyspy import Options, Outcome, dump_target
+from hangdoctor.collect.write import (
     HostEntry,
     Manifest,
     ProcessEntry,
@@ -23,9 +26,6 @@ from hangdoctor.collect.layout import (
     write_manifest,
     write_text,
 )
-from hangdoctor.collect.process import process_table, read_facts
-from hangdoctor.collect.sample import Options, Outcome, dump_target
-from hangdoctor.collect.source import source_lines
 
 PARALLEL_DUMPS = 4 * (os.cpu_count() or 1)
 

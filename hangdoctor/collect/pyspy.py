@@ -1,24 +1,35 @@
-"""Run one py-spy dump of one process and interpret its exit code and messages.
+"""Dump one process: /proc facts, one run of py-spy, and the outcome of the attempt.
 
 Nonblocking first: a hung rank does not move, so torn reads are rare, while a py-spy that is killed
 in ptrace can leave its target stopped. py-spy exits with 0, 1 or 2 only, so the cause is read from
-its message.
+its message. Where the kernel refuses, the text says why and exactly what to do about it.
 """
 
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hangdoctor.collect.errors import PySpyMissing
+from hangdoctor.collect.discover import Target
+from hangdoctor.collect.process import read_facts, read_stat
+from hangdoctor.collect.write import write_json, write_text
+from hangdoctor.errors import PySpyMissing
 
 STARTING = "Failed to find python version"
 GONE = ("Failed to get process executable name", "No such process", "Check that the process is running")
 REFUSED = ("Permission Denied", "Operation not permitted", "EPERM", "os error 13")
 RETRIES = 2
 RETRY_AFTER_S = 0.4
+SYS_PTRACE = 1 << 19
+NEXT_TIME = (
+    "For next time, without any privilege: start the job under `areal-debug hang watch -- COMMAND` (a parent may read its "
+    "children), or put `import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True)` into the "
+    "program; then `kill -USR1 PID` writes its stacks to its stderr, and `areal-debug hang diagnose LOG` reads them."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +103,114 @@ def _meaning(complaint: str) -> tuple[str, str]:
     if STARTING in complaint:
         return "not_python", "no Python interpreter was found in it (or it has not come up yet)"
     return "not_python", first
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What decides whether this process may read another: Yama's scope (None without Yama), our
+    capability, uids.
+    """
+
+    ptrace_scope: int | None
+    may_ptrace: bool
+    our_uid: int
+    their_uid: int | None
+    in_container: bool
+
+
+def explain_refusal(access: Access) -> str:
+    """Return what to do, most likely cause first."""
+    if access.their_uid not in (None, access.our_uid) and not access.may_ptrace:
+        cause = f"It belongs to uid {access.their_uid} and this command runs as uid {access.our_uid}: run it as that user or with sudo."
+    elif access.ptrace_scope == 1:
+        cause = (
+            "kernel.yama.ptrace_scope is 1, so only a parent may read a process: run this with sudo, or allow it until the next "
+            "boot with `sudo sysctl kernel.yama.ptrace_scope=0`."
+        )
+    elif access.ptrace_scope in (2, 3):
+        cause = f"kernel.yama.ptrace_scope is {access.ptrace_scope}: " + (
+            "run this with sudo."
+            if access.ptrace_scope == 2
+            else "no process may read it until a reboot with another value."
+        )
+    else:
+        cause = "The kernel or a seccomp profile refuses process_vm_readv: run this with CAP_SYS_PTRACE."
+    if access.in_container:
+        cause += (
+            " In a container that is `docker run --cap-add SYS_PTRACE`, or in Kubernetes "
+            "`securityContext: {capabilities: {add: [SYS_PTRACE]}}`; from the host it works without either."
+        )
+    return f"{cause} {NEXT_TIME}"
+
+
+def current_access(their_uid: int | None) -> Access:
+    """Return the access facts of this host and this process."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return Access(
+        int(scope.read_text()) if scope.exists() else None,
+        bool(_effective_capabilities() & SYS_PTRACE),
+        os.getuid(),
+        their_uid,
+        Path("/.dockerenv").exists() or Path("/run/secrets/kubernetes.io").exists(),
+    )
+
+
+def _effective_capabilities() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a collection. Times in seconds; `timeout_s` is for one dump of one process."""
+
+    num_samples: int = 2
+    interval_s: float = 3.0
+    timeout_s: float = 10.0
+    native: bool = False
+    log_lines: int = 200
+    host: str = field(default_factory=socket.gethostname)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of dumping one target in one sample."""
+
+    status: str
+    detail: str
+
+
+def dump_target(target: Target, tool: str, folder: Path, sample: int, options: Options) -> Outcome:
+    """Dump one process in one sample: /proc facts first, since py-spy's own reading would change
+    them.
+    """
+    place = folder / f"samples/{sample}/{target.name}"
+    stat = read_stat(target.pid)
+    if stat is None or stat.state in "ZX":
+        return Outcome("gone", f"pid {target.pid} ended before sample {sample}")
+    write_json(folder / f"proc/{sample}/{target.name}.json", asdict(read_facts(target.pid)))
+    if not target.process.is_python and target.role == "child":
+        return Outcome("not_python", f"{target.process.executable} is no Python")
+    done = dump(tool, target.pid, options.timeout_s)
+    if done.status != "dumped":
+        write_text(place.with_name(f"{target.name}.error.txt"), done.complaint or done.detail)
+    else:
+        write_text(place.with_name(f"{target.name}.json"), done.output)
+        if options.native and stat.state != "T":
+            _second_pass(target, tool, place, options)
+    if stat.state in "Tt":
+        return Outcome("stopped", f"pid {target.pid} is stopped (state {stat.state}): SIGCONT would wake it")
+    if done.status == "not_permitted":
+        return Outcome(done.status, explain_refusal(current_access(target.process.uid)))
+    return Outcome(done.status, done.detail)
+
+
+def _second_pass(target: Target, tool: str, place: Path, options: Options) -> None:
+    """Dump native frames, which py-spy cannot combine with JSON; a failure saves its message and
+    keeps the first pass.
+    """
+    done = dump(tool, target.pid, options.timeout_s, native=True)
+    ending = "native.txt" if done.status == "dumped" else "native.error.txt"
+    write_text(
+        place.with_name(f"{target.name}.{ending}"), done.output if done.status == "dumped" else done.complaint
+    )

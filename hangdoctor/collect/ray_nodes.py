@@ -5,10 +5,10 @@ only when called.
 from pathlib import Path
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.errors import HostsUnknown
-from hangdoctor.collect.layout import Manifest
+from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.remote import Answer, build_bundle, collector_command, merge_answers, time_limit_s
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.write import Manifest
+from hangdoctor.errors import HostsUnknown
 
 ACTORS_AND_TASKS = r"^ray::(?!IDLE)"
 """Process titles of Ray workers that are not idle."""

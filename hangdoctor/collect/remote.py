@@ -20,10 +20,9 @@ from pathlib import Path
 
 from hangdoctor.collect.__main__ import NOTHING_TO_COLLECT, arguments_for
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.errors import HostsUnknown, NoRanksFound
-from hangdoctor.collect.layout import HostEntry, Manifest, merge, unpack
-from hangdoctor.collect.pyspy import find_pyspy
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options, find_pyspy
+from hangdoctor.collect.write import HostEntry, Manifest, merge, unpack
+from hangdoctor.errors import HostsUnknown, NoRanksFound
 
 BOOTSTRAP = """
 import io, os, shutil, sys, tarfile, tempfile

@@ -1,9 +1,9 @@
 """Read folders, tars and files member by member and join them by process name into a snapshot.
 
-    members_of(path) -> place_of(member) -> a reader per kind -> Reading (by process and sample) -> Snapshot
+    members_of(path) -> place_of(member) -> a reader per kind -> Reading -> Snapshot
 
 A member that cannot be read becomes a note, never a failure: the rest of a collection must remain
-usable.
+usable. A py-spy that failed is classified by its message: its exit status is 1 for every cause.
 """
 
 import re
@@ -11,21 +11,51 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hangdoctor.errors import HangInputError, UnreadableDump
-from hangdoctor.model import Snapshot, Thread
-from hangdoctor.parse import layout, ras
+from hangdoctor.model import Snapshot, Status, Thread
+from hangdoctor.parse import location, ras
+from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
+from hangdoctor.parse.location import ProcessName, canonical, parse_name
 from hangdoctor.parse.logs import parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
-from hangdoctor.parse.names import ProcessName, canonical, parse_name
-from hangdoctor.parse.reading import Reading, finish
-from hangdoctor.parse.refusals import refusal_in
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import Section, parse_stacks_text
 
+# Messages of py-spy 0.4.2 and 0.4.3; `Failed to suspend` follows a process header without threads.
+STATUS_PATTERNS: tuple[tuple[Status, str], ...] = (
+    (
+        "not_permitted",
+        r"permission denied|operation not permitted|\bEPERM\b|os error (?:1|13)\b|elevated permissions",
+    ),
+    ("stopped", r"failed to suspend process"),
+    (
+        "not_python",
+        r"failed to find python version|unsupported version of python|failed to find a python interpreter",
+    ),
+    (
+        "gone",
+        r"failed to get process executable name|no such process|os error 3\b|check that the process is running",
+    ),
+    ("timed_out", r"timed? ?out|signal: killed"),
+)
+MAX_REFUSAL_BYTES = 20_000
 JSON_ARRAY = re.compile(r"\[\s*[{\]]")
 # A text of a few bytes may claim that its stack belongs to any number of ranks.
 MAX_PROCESSES = 1_000_000
 MAX_NOTES = 1000
+
+
+def refusal_in(text: str) -> tuple[Status, str] | None:
+    """Return (status, first line) of an error message of py-spy, or None where a text is none."""
+    if len(text) > MAX_REFUSAL_BYTES or not re.search(
+        r"\b(?:Error|Permission Denied|Failed|timed? ?out)\b", text, re.IGNORECASE
+    ):
+        return None
+    line = next((line.strip() for line in text.split("\n") if line.strip()), "")
+    status = next(
+        (status for status, pattern in STATUS_PATTERNS if re.search(pattern, text, re.IGNORECASE)), None
+    )
+    return (status, line[:300]) if status else None
 
 
 def read_snapshot(
@@ -56,13 +86,13 @@ def read_snapshot(
 
 def take(reading: Reading, member: str, data: bytes) -> None:
     """Read one file into `reading`; a file that cannot be read becomes a note."""
-    place = layout.place_of(member)
+    place = location.place_of(member)
     if not data:
         reading.notes.append(f"{member[:200]}: empty")
         return
     try:
         if place.file == "collection.json":
-            reading.contents = layout.contents_from(data)
+            reading.contents = location.contents_from(data)
         else:
             READERS[place.kind](reading, place, member, data)
     except UnreadableDump as problem:
@@ -79,7 +109,7 @@ def name_of(reading: Reading, file: str) -> ProcessName:
     return parse_name(reading.mapping.get(file, file))
 
 
-def owner_of(reading: Reading, place: layout.Place, member: str) -> ProcessName:
+def owner_of(reading: Reading, place: location.Place, member: str) -> ProcessName:
     """Return the process of a file by its own name or, where it is loose, by that of its folder:
     `rank_3/stacks.txt`.
     """
@@ -92,27 +122,27 @@ def owner_of(reading: Reading, place: layout.Place, member: str) -> ProcessName:
     return process
 
 
-def take_facts(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_facts(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `proc`."""
-    reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = layout.facts_from(data)
+    reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = location.facts_from(data)
 
 
-def take_environment(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_environment(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `env`."""
-    reading.environments[name_of(reading, place.file).name] = layout.environment_from(data)
+    reading.environments[name_of(reading, place.file).name] = location.environment_from(data)
 
 
-def take_source(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_source(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `source`."""
-    reading.source |= layout.source_from(data)
+    reading.source |= location.source_from(data)
 
 
-def take_gpus(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_gpus(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `gpu`."""
-    reading.gpus += layout.gpus_from(data, place.file.removesuffix(".json"), place.sample or 0)
+    reading.gpus += location.gpus_from(data, place.file.removesuffix(".json"), place.sample or 0)
 
 
-def take_log(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_log(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `logs`; outside a collection, stacks in it are read as a dump."""
     text, process = data.decode(errors="replace"), name_of(reading, place.file)
     if reading.contents is None and parse_stacks_text(text):
@@ -120,12 +150,12 @@ def take_log(reading: Reading, place: layout.Place, member: str, data: bytes) ->
     reading.logs.append(parse_log(process.name, process.rank, text, member))
 
 
-def take_error(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_error(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `errors`."""
     reading.errors.append(parse_error_file(data, name_of(reading, place.file).rank, member))
 
 
-def take_records(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_records(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a Flight Recorder dump."""
     rank = name_of(reading, place.file).rank
     if rank is None:
@@ -133,10 +163,10 @@ def take_records(reading: Reading, place: layout.Place, member: str, data: bytes
     reading.records += parse_flight_recorder(data, rank)
 
 
-def take_ras(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file of `ras`, text or JSON."""
     if data.lstrip()[:1] == b"{":
-        document = layout.object_from(data, "ras")
+        document = location.object_from(data, "ras")
         if not ras.is_ras(document):
             raise UnreadableDump("a RAS report has 'communicators'")
         reading.ras += ras.ras_from(document)
@@ -144,7 +174,7 @@ def take_ras(reading: Reading, place: layout.Place, member: str, data: bytes) ->
         reading.ras += ras.parse_ras_text(data.decode(errors="replace"))
 
 
-def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_dump(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a file by its content."""
     if data[:1] == b"\x80":
         take_records(reading, place, member, data)
@@ -162,9 +192,9 @@ def take_dump(reading: Reading, place: layout.Place, member: str, data: bytes) -
         take_text(reading, place, member, text)
 
 
-def take_object(reading: Reading, place: layout.Place, member: str, data: bytes) -> None:
+def take_object(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a JSON object: Flight Recorder, RAS or error file."""
-    document = layout.object_from(data, member[:200])
+    document = location.object_from(data, member[:200])
     rank = name_of(reading, place.file).rank
     if is_flight_recorder(document):
         if rank is None:
@@ -178,7 +208,7 @@ def take_object(reading: Reading, place: layout.Place, member: str, data: bytes)
         raise UnreadableDump("JSON, but neither stacks, Flight Recorder, RAS nor an error file")
 
 
-def take_text(reading: Reading, place: layout.Place, member: str, text: str) -> None:
+def take_text(reading: Reading, place: location.Place, member: str, text: str) -> None:
     """Read a text: stacks, the message of a py-spy that failed, or a log."""
     process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
@@ -223,7 +253,7 @@ def owners(process: ProcessName, section: Section, number: int, total: int) -> l
 def keep(
     reading: Reading,
     process: ProcessName,
-    place: layout.Place,
+    place: location.Place,
     member: str,
     threads: tuple[Thread, ...],
     pid: int | None,
@@ -248,7 +278,7 @@ def keep(
     reading.sources[(process.name, sample)] = member
 
 
-READERS: dict[str, Callable[[Reading, layout.Place, str, bytes], None]] = {
+READERS: dict[str, Callable[[Reading, location.Place, str, bytes], None]] = {
     "samples": take_dump,
     "loose": take_dump,
     "proc": take_facts,

@@ -11,7 +11,7 @@ If every rank is in the checkpoint's barrier and none writes, the checkpoint is 
 the network. If one rank is elsewhere altogether, look there first.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
@@ -43,9 +43,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def saves(standing: Standing) -> bool:
+def saves(process_state: ProcessState) -> bool:
     """True if a rank saves or loads a checkpoint and is not exiting, failing or stopped."""
-    stance = standing.stance
-    return (stance.kind == "checkpoint" or "checkpoint" in stance.phases) and not (
-        stance.phases & {"cleanup", "error"} or stance.kind in ("stopped", "prompt")
+    thread_wait = process_state.thread_wait
+    return (thread_wait.kind == "checkpoint" or "checkpoint" in thread_wait.phases) and not (
+        thread_wait.phases & {"cleanup", "error"} or thread_wait.kind in ("stopped", "prompt")
     )

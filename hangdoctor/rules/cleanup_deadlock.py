@@ -13,7 +13,7 @@ When every rank is in destroy_process_group, look for CUDA graphs that captured 
 What helps: abort instead of destroy on the error path, and no collectives in `finally`.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -48,7 +48,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     staying = [s for s in graph.waiting_ranks if s not in leaving]
     # If no rank trains any more, a rank that only waits for its peers is a victim of one that
     # waits for something else.
-    held_up = [s for s in leaving if not s.stance.waits_for_peers]
+    held_up = [s for s in leaving if not s.thread_wait.waits_for_peers]
     culprits = leaving if staying else held_up or leaving
     certain = bool(staying) and all(last_call(s) or in_exit_handler(s, case) for s in culprits)
     where = place(culprits[0])
@@ -89,35 +89,35 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def last_call(standing: Standing) -> bool:
+def last_call(process_state: ProcessState) -> bool:
     """True if the rank destroys its process group or is in the interpreter's own exit functions."""
-    return standing.stance.kind == "destroy" or any(
-        frame.function in LAST_CALLS for frame in standing.stance.frames
+    return process_state.thread_wait.kind == "destroy" or any(
+        frame.function in LAST_CALLS for frame in process_state.thread_wait.frames
     )
 
 
-def leaves(standing: Standing, case: Case) -> bool:
+def leaves(process_state: ProcessState, case: Case) -> bool:
     """True if a stack is that of an exiting rank: a clean-up function, or an exit handler that
     Python itself calls.
     """
-    if standing.stance.kind in ("data", "stopped", "launcher") or standing.status == "stopped":
+    if process_state.thread_wait.kind in ("data", "stopped", "launcher") or process_state.status == "stopped":
         return False
-    if standing.stance.kind == "future" and standing.stance.operation == "pool result":
+    if process_state.thread_wait.kind == "future" and process_state.thread_wait.operation == "pool result":
         return False
-    return "cleanup" in standing.stance.phases or in_exit_handler(standing, case)
+    return "cleanup" in process_state.thread_wait.phases or in_exit_handler(process_state, case)
 
 
-def in_exit_handler(standing: Standing, case: Case) -> bool:
+def in_exit_handler(process_state: ProcessState, case: Case) -> bool:
     """True for an atexit callback: C calls it, so its stack has no `<module>` at the bottom, while
     its peers' stacks have one.
     """
-    if standing.thread != "MainThread" or not entered_by_call(standing):
+    if process_state.thread != "MainThread" or not entered_by_call(process_state):
         return False
     return sum(1 for s in case.ranks if not entered_by_call(s)) > 0
 
 
-def entered_by_call(standing: Standing) -> bool:
+def entered_by_call(process_state: ProcessState) -> bool:
     """True if the stack does not begin in a module, a thread or a spawned process."""
-    python = [frame for frame in standing.stance.frames if not frame.native]
+    python = [frame for frame in process_state.thread_wait.frames if not frame.native]
     entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
     return bool(python) and len(python) < 100 and not any(f.function in entries for f in python[-6:])

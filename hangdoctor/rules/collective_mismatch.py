@@ -16,11 +16,11 @@ collectives: one group waits for a rank that waits in the other. So without a re
 the confidence stays low.
 """
 
-from hangdoctor.case import Case, Standing
-from hangdoctor.fuse import Finding
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Cluster, Graph, same_place
 from hangdoctor.groups import common_prefix, rank_ranges
 from hangdoctor.model import Confidence, Evidence
+from hangdoctor.recorded_operations import Finding
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
@@ -60,9 +60,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return from_records(case, graph, recorded)
     if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
         return None
-    if any(s.stance.operation == "new_group" for s in graph.waiting_ranks):
+    if any(s.thread_wait.operation == "new_group" for s in graph.waiting_ranks):
         return None  # group creation belongs to init_deadlock
-    named_clusters = [c for c in graph.waiting if c.stance.kind != "device"]
+    named_clusters = [c for c in graph.waiting if c.thread_wait.kind != "device"]
     several = several_groups(named_clusters)
     odd = (behind_in_program(named_clusters) if several else []) or odd_ones(named_clusters)
     usual = [s for s in graph.waiting_ranks if s not in odd]
@@ -90,7 +90,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def odd_ones(clusters: list[Cluster]) -> list[Standing]:
+def odd_ones(clusters: list[Cluster]) -> list[ProcessState]:
     """Return the ranks outside the largest cluster; all of them where no cluster is the largest."""
     largest = len(clusters[0].members)
     if sum(1 for c in clusters if len(c.members) == largest) > 1:
@@ -102,11 +102,11 @@ def several_groups(clusters: list[Cluster]) -> bool:
     """True if libraries of different parallel dimensions wait: one group may correctly wait for a
     rank of another.
     """
-    domains = {c.stance.domain for c in clusters}
+    domains = {c.thread_wait.domain for c in clusters}
     return bool(domains & {"tensor", "pipeline", "expert", "context"}) and len(domains) > 1
 
 
-def behind_in_program(clusters: list[Cluster]) -> list[Standing]:
+def behind_in_program(clusters: list[Cluster]) -> list[ProcessState]:
     """Return the ranks at the earliest line of the function in which the call paths diverge: with
     several groups they block the others.
     """
@@ -119,7 +119,7 @@ def behind_in_program(clusters: list[Cluster]) -> list[Standing]:
     return [s for c, fork in zip(clusters, forks, strict=True) if fork.line == first for s in c.members]
 
 
-def certainty(clusters: list[Cluster], odd: list[Standing], recorded: bool) -> Confidence:
+def certainty(clusters: list[Cluster], odd: list[ProcessState], recorded: bool) -> Confidence:
     """Return high only for one rank against all others: several could be a sub-group that is stuck
     by itself.
     """
@@ -135,7 +135,7 @@ def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
     assumption about groups; stacks show where the odd ranks are.
     """
     odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
-    where = f" at {place(odd[0])}" if odd and odd[0].stance.frames else ""
+    where = f" at {place(odd[0])}" if odd and odd[0].thread_wait.frames else ""
     apart = [s for s in graph.source_ranks if s.rank not in finding.odd_ranks]
     return Verdict(
         "collective_mismatch",

@@ -12,7 +12,7 @@ If the rank has left the loop instead (its loader was shorter), that is a collec
 drop_last or Join.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Evidence
@@ -55,27 +55,27 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def waits_for_data(standing: Standing) -> bool:
+def waits_for_data(process_state: ProcessState) -> bool:
     """True if a rank waits for its data loader or in the program's own data functions."""
-    stance = standing.stance
-    if stance.phases & {"cleanup"} or stance.kind in ("stopped", "running", "compile"):
+    thread_wait = process_state.thread_wait
+    if thread_wait.phases & {"cleanup"} or thread_wait.kind in ("stopped", "running", "compile"):
         return False
-    if stance.kind in (
+    if thread_wait.kind in (
         "http",
         "rpc",
         "subprocess",
         "prompt",
     ):  # a function called fetch_samples may query a server
-        return any(frame.file.startswith(LOADERS) for frame in stance.frames)
-    return stance.kind == "data" or "data" in stance.phases
+        return any(frame.file.startswith(LOADERS) for frame in thread_wait.frames)
+    return thread_wait.kind == "data" or "data" in thread_wait.phases
 
 
-def workers(case: Case, starved: list[Standing]) -> tuple[Evidence, ...]:
+def workers(case: Case, starved: list[ProcessState]) -> tuple[Evidence, ...]:
     """Return the waits of the worker processes of the starved ranks."""
     found = []
-    for standing in starved[:4]:
-        for child in case.children_of(standing.name)[:4]:
-            if child.stance.frame:
-                fact = f"its worker waits in {child.stance.operation or child.stance.kind} at {show(child.stance.frame)}"
-                found.append(Evidence(str(standing.rank), fact, child.name, child.thread))
+    for process_state in starved[:4]:
+        for child in case.children_of(process_state.name)[:4]:
+            if child.thread_wait.frame:
+                fact = f"its worker waits in {child.thread_wait.operation or child.thread_wait.kind} at {show(child.thread_wait.frame)}"
+                found.append(Evidence(str(process_state.rank), fact, child.name, child.thread))
     return tuple(found)

@@ -10,7 +10,7 @@ that does not respond.
 What helps: a time-out on every external wait, and retries that all ranks agree on.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
@@ -30,10 +30,10 @@ OUTSIDE = {
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    outside = [s for s in graph.source_ranks if s.stance.kind in OUTSIDE or polls_outside(s)]
+    outside = [s for s in graph.source_ranks if s.thread_wait.kind in OUTSIDE or polls_outside(s)]
     if not outside:
         return None
-    kind = outside[0].stance.kind
+    kind = outside[0].thread_wait.kind
     best: Confidence = (
         "high" if kind in ("http", "rpc", "subprocess") or children(case, outside) else "medium"
     )
@@ -54,21 +54,24 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def polls_outside(standing: Standing) -> bool:
+def polls_outside(process_state: ProcessState) -> bool:
     """True if a rank sleeps or idles between requests to an engine or a reward service: `while not
     ready: sleep` in a rollout.
     """
-    return standing.stance.kind in ("sleep", "idle", "event") and "outside" in standing.stance.phases
+    return (
+        process_state.thread_wait.kind in ("sleep", "idle", "event")
+        and "outside" in process_state.thread_wait.phases
+    )
 
 
-def children(case: Case, standings: list[Standing]) -> tuple[Evidence, ...]:
+def children(case: Case, process_states: list[ProcessState]) -> tuple[Evidence, ...]:
     """Return the waits of the child processes that may be waited for."""
     found = []
-    for standing in standings[:4]:
-        for child in case.children_of(standing.name)[:4]:
-            frame = child.stance.frame
-            fact = f"its child process is in {child.stance.operation or child.stance.kind}"
+    for process_state in process_states[:4]:
+        for child in case.children_of(process_state.name)[:4]:
+            frame = child.thread_wait.frame
+            fact = f"its child process is in {child.thread_wait.operation or child.thread_wait.kind}"
             found.append(
-                Evidence(str(standing.rank), f"{fact} at {show(frame)}" if frame else fact, child.name)
+                Evidence(str(process_state.rank), f"{fact} at {show(frame)}" if frame else fact, child.name)
             )
     return tuple(found)

@@ -11,7 +11,7 @@ launcher that died with the store inside it (TORCHELASTIC_USE_AGENT_STORE), a fi
 nodes.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence
 from hangdoctor.rules.verdict import (
@@ -48,29 +48,29 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     waiters, sources = graph.waiting_ranks, graph.source_ranks
     starting = [s for s in waiters if starts(s)]
-    late = [s for s in sources if not s.stance.phases & {"cleanup", "error"}]
+    late = [s for s in sources if not s.thread_wait.phases & {"cleanup", "error"}]
     if starting and len(starting) == len(waiters) and late:
         return verdict(case, graph, late, f"has not reached {operation(starting[0])}")
-    loading = [s for s in late if s.stance.kind in ("import", "load")]
+    loading = [s for s in late if s.thread_wait.kind in ("import", "load")]
     if loading and waiters and len(loading) == len(sources):
-        return verdict(case, graph, loading, f"is still in {loading[0].stance.operation}", "medium")
+        return verdict(case, graph, loading, f"is still in {loading[0].thread_wait.operation}", "medium")
     if sources or not starting:
         return None
     if len(starting) == len(waiters):
         return together(case, graph, starting)
-    if len(starting) * 2 <= len(waiters) or all(s.stance.kind == "store" for s in starting):
+    if len(starting) * 2 <= len(waiters) or all(s.thread_wait.kind == "store" for s in starting):
         return verdict(
             case, graph, starting, f"is in {operation(starting[0])}, which every rank must call", "high"
         )
     return None
 
 
-def starts(standing: Standing) -> bool:
+def starts(process_state: ProcessState) -> bool:
     """True if a wait belongs to the start of the job."""
-    return standing.stance.kind == "store" or "init" in standing.stance.phases
+    return process_state.thread_wait.kind == "store" or "init" in process_state.thread_wait.phases
 
 
-def together(case: Case, graph: Graph, starting: list[Standing]) -> Verdict | None:
+def together(case: Case, graph: Graph, starting: list[ProcessState]) -> Verdict | None:
     """Return the verdict when every rank is in the start-up: at different places some are culprits,
     at one place none is.
     """
@@ -80,7 +80,7 @@ def together(case: Case, graph: Graph, starting: list[Standing]) -> Verdict | No
         return verdict(case, graph, starting if tie else odd, "is at another place of the start-up", "medium")
     return Verdict(
         "init_deadlock",
-        confidence(case, graph, starting, "high" if starting[0].stance.kind == "store" else "medium"),
+        confidence(case, graph, starting, "high" if starting[0].thread_wait.kind == "store" else "medium"),
         (),
         f"All {len(starting)} ranks wait in {operation(starting[0])} at {place(starting[0])}: "
         "the cause is outside these ranks (the store's host, the network, a rank that was never started).",
@@ -91,7 +91,7 @@ def together(case: Case, graph: Graph, starting: list[Standing]) -> Verdict | No
 
 
 def verdict(
-    case: Case, graph: Graph, culprits: list[Standing], fact: str, best: Confidence = "high"
+    case: Case, graph: Graph, culprits: list[ProcessState], fact: str, best: Confidence = "high"
 ) -> Verdict:
     """Return the verdict that blames `culprits`, with `fact` in the summary and the evidence."""
     peers = [s for s in graph.waiting_ranks if s not in culprits]

@@ -12,7 +12,7 @@ Peers in a collective are victims. The native pass (`py-spy dump --native`) is w
 plain Python frames do not.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
@@ -43,13 +43,15 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return source_verdict(
             "lock_deadlock", case, graph, held, what, STEPS, gil_refuted(), best, other_threads(held)
         )
-    files = [s for s in graph.source_ranks if s.stance.kind == "file_lock"]
+    files = [s for s in graph.source_ranks if s.thread_wait.kind == "file_lock"]
     if files:
         steps = (step("lslocks; ls -l LOCKFILE", "shows who holds the file lock, and since when"), *STEPS[:1])
         refute = ("The owner of the lock is alive and computes: then this rank waits for its turn.",)
         return source_verdict("lock_deadlock", case, graph, files, "for a lock file", steps, refute)
     locked = [
-        s for s in graph.source_ranks if s.stance.kind in ("lock", "gil") and not s.stance.phases & {"data"}
+        s
+        for s in graph.source_ranks
+        if s.thread_wait.kind in ("lock", "gil") and not s.thread_wait.phases & {"data"}
     ]
     if not locked:
         return None
@@ -62,36 +64,40 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def holds_gil_asleep(standing: Standing, case: Case) -> bool:
+def holds_gil_asleep(process_state: ProcessState, case: Case) -> bool:
     """True if a thread owns the GIL although the process used no CPU and its stack did not change:
     native code keeps the GIL.
     """
-    if standing.works or standing.moved or case.num_samples < 2:
+    if process_state.works or process_state.moved or case.num_samples < 2:
         return False
-    holder = next((t for t in standing.threads if t.holds_gil), None)
-    if holder is None or standing.stance.kind == "stopped":
+    holder = next((t for t in process_state.threads if t.holds_gil), None)
+    if holder is None or process_state.thread_wait.kind == "stopped":
         return False
-    waits = any(t.waits_for_gil or t.stance.kind == "gil" for t in standing.threads if t is not holder)
-    return waits or (standing.ran is False and standing.facts.state == "S")
+    waits = any(
+        t.waits_for_gil or t.thread_wait.kind == "gil" for t in process_state.threads if t is not holder
+    )
+    return waits or (process_state.ran is False and process_state.facts.state == "S")
 
 
-def rival(standing: Standing) -> bool:
+def rival(process_state: ProcessState) -> bool:
     """True if another thread with frames of the program is blocked in a lock as well."""
-    return any(t.stance.kind in ("lock", "gil") and t.stance.chain for t in standing.threads[1:])
+    return any(
+        t.thread_wait.kind in ("lock", "gil") and t.thread_wait.chain for t in process_state.threads[1:]
+    )
 
 
-def other_threads(standings: list[Standing]) -> tuple[Evidence, ...]:
+def other_threads(process_states: list[ProcessState]) -> tuple[Evidence, ...]:
     """Return the other threads that hold the GIL or wait for a lock."""
     found = []
-    for standing in standings[:4]:
-        for thread in standing.threads[1:6]:
-            if thread.stance.frame and (thread.stance.kind in ("lock", "gil") or thread.holds_gil):
-                fact = "holds the GIL" if thread.holds_gil else f"waits for a {thread.stance.operation}"
+    for process_state in process_states[:4]:
+        for thread in process_state.threads[1:6]:
+            if thread.thread_wait.frame and (thread.thread_wait.kind in ("lock", "gil") or thread.holds_gil):
+                fact = "holds the GIL" if thread.holds_gil else f"waits for a {thread.thread_wait.operation}"
                 found.append(
                     Evidence(
-                        str(standing.rank),
-                        f"{fact} at {show(thread.stance.frame)}",
-                        standing.name,
+                        str(process_state.rank),
+                        f"{fact} at {show(thread.thread_wait.frame)}",
+                        process_state.name,
                         thread.thread,
                     )
                 )

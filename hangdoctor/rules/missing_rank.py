@@ -11,7 +11,7 @@ processes started than WORLD_SIZE.
 The ranks that wait are victims: their time-out names them, not the rank that is gone.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.groups import rank_ranges
@@ -30,7 +30,7 @@ STATUS_TEXTS = {
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    stopped = [s for s in case.ranks if s.status == "stopped" or s.stance.kind == "stopped"]
+    stopped = [s for s in case.ranks if s.status == "stopped" or s.thread_wait.kind == "stopped"]
     lost: dict[Rank, str] = dict(case.missing.items())
     lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
@@ -58,7 +58,7 @@ def explained(graph: Graph) -> bool:
     return bool(graph.sources) or not same_place(graph.waiting)
 
 
-def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standing]) -> Confidence:
+def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[ProcessState]) -> Confidence:
     """Return high for a rank that is known to be gone or stopped, low for one that only has no file
     and may not have been saved.
     """
@@ -69,21 +69,25 @@ def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[Standi
         level = min(level, 1)
     if waiters_move(graph):
         level = 0
-    if any(s.stance.phases & {"cleanup", "error"} for s in graph.source_ranks if s not in stopped):
+    if any(s.thread_wait.phases & {"cleanup", "error"} for s in graph.source_ranks if s not in stopped):
         level = min(level, 1)
     return LEVELS[level]
 
 
-def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[Standing]) -> tuple[Evidence, ...]:
+def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[ProcessState]) -> tuple[Evidence, ...]:
     """Return what error files, logs and statuses record about the lost ranks."""
     found = [
         Evidence(str(rank), f"rank {rank} {STATUS_TEXTS[status]}", process=f"rank_{rank}")
         for rank, status in list(lost.items())[:8]
     ]
-    for standing in stopped[:4]:
-        if standing.stance.frame:
+    for process_state in stopped[:4]:
+        if process_state.thread_wait.frame:
             found.append(
-                Evidence(str(standing.rank), f"was stopped at {show(standing.stance.frame)}", standing.name)
+                Evidence(
+                    str(process_state.rank),
+                    f"was stopped at {show(process_state.thread_wait.frame)}",
+                    process_state.name,
+                )
             )
     for error in case.snapshot.errors:
         if error.rank in lost:

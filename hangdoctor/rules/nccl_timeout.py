@@ -13,11 +13,11 @@ enqueued less than the others.
 """
 
 from hangdoctor.case import Case
-from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, Rank
 from hangdoctor.parse.logs import watchdog_timeouts
+from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import Verdict, confidence, operation, place, step, stillness, waiting_evidence
 
 STEPS = (
@@ -42,17 +42,17 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return from_records(case)
     if graph.sources or case.lost or len(graph.waiting_ranks) < 2 or not same_place(graph.waiting):
         return None
-    first = next((c.members[0] for c in graph.waiting if c.stance.kind != "device"), None)
-    if first is not None and first.stance.kind not in ("collective", "backward"):
+    first = next((c.members[0] for c in graph.waiting if c.thread_wait.kind != "device"), None)
+    if first is not None and first.thread_wait.kind not in ("collective", "backward"):
         return None
-    standing = first or graph.waiting[0].members[0]
+    process_state = first or graph.waiting[0].members[0]
     culprits, found = recorded(case)
     # Equal stacks may still belong to different steps: only records make it certain.
     agreed = any(finding.kind == "same" for finding in case.findings)
     best: Confidence = "high" if first and agreed else "medium"
-    if standing.stance.kind == "backward":
+    if process_state.thread_wait.kind == "backward":
         best = "low"
-    if first is not None and any(c.stance.kind == "device" for c in graph.waiting):
+    if first is not None and any(c.thread_wait.kind == "device" for c in graph.waiting):
         best = "low"  # some wait for the device, which may run another collective than the others
     if case.missing:  # a gap in the numbers: a rank that was not saved may be elsewhere
         best = "medium" if best == "high" else "low"
@@ -60,7 +60,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         "nccl_timeout",
         confidence(case, graph, graph.waiting_ranks, best),
         culprits,
-        f"All {len(case.ranks)} ranks wait in {operation(standing)} at {place(standing)}: every rank reached it, "
+        f"All {len(case.ranks)} ranks wait in {operation(process_state)} at {place(process_state)}: every rank reached it, "
         "so check the network, the driver and the devices.",
         waiting_evidence(graph) + found + stillness(case),
         STEPS,

@@ -31,8 +31,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
     if graph.sources or case.lost:
         return None
-    peers = [s for s in graph.waiting_ranks if s.stance.kind == "p2p"]
-    pipeline = any(s.stance.domain == "pipeline" for s in peers)
+    peers = [s for s in graph.waiting_ranks if s.thread_wait.kind == "p2p"]
+    pipeline = any(s.thread_wait.domain == "pipeline" for s in peers)
     if len(peers) < 2 and not pipeline:
         return None
     everybody = len(peers) == len(case.ranks)

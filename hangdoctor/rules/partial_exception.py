@@ -12,7 +12,7 @@ What helps: let the exception end the rank, or agree on it first (an all_reduce 
 torchelastic's @record).
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import LEVELS, Verdict, source_verdict, step
@@ -26,21 +26,23 @@ REFUTE = (
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    strong = [s for s in graph.source_ranks if s.stance.kind == "prompt" or in_own_error(s, graph)]
+    strong = [s for s in graph.source_ranks if s.thread_wait.kind == "prompt" or in_own_error(s, graph)]
     asleep = [
         s
         for s in graph.source_ranks
-        if s.stance.kind in ("sleep", "idle", "event")
+        if s.thread_wait.kind in ("sleep", "idle", "event")
         and s not in strong
-        and not s.stance.phases & {"engine", "outside"}
+        and not s.thread_wait.phases & {"engine", "outside"}
     ]
     culprits = strong or asleep
     if not culprits or (not graph.waiting and not strong):
         return None
     failed = failures(case, culprits)
-    best: Confidence = "high" if strong and not {"data", "checkpoint"} & strong[0].stance.phases else "medium"
+    best: Confidence = (
+        "high" if strong and not {"data", "checkpoint"} & strong[0].thread_wait.phases else "medium"
+    )
     if asleep and not strong and not failed:
-        best = "low" if asleep[0].stance.kind == "event" else "medium"
+        best = "low" if asleep[0].thread_wait.kind == "event" else "medium"
     return source_verdict(
         "partial_exception",
         case,
@@ -64,32 +66,32 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def in_own_error(standing: Standing, graph: Graph) -> bool:
+def in_own_error(process_state: ProcessState, graph: Graph) -> bool:
     """True if the stack contains an error path that its peers' stacks lack: a retry wrapper around
     all ranks proves nothing.
     """
-    if "error" not in standing.stance.phases:
+    if "error" not in process_state.thread_wait.phases:
         return False
-    shared = [{(f.function, f.file) for f in c.stance.frames} for c in graph.waiting[:8]]
+    shared = [{(f.function, f.file) for f in c.thread_wait.frames} for c in graph.waiting[:8]]
     handlers = {
         (f.function, f.file)
-        for f in standing.stance.frames
+        for f in process_state.thread_wait.frames
         if not f.native and "error" in phases_of(f.function, f.file)
     }
     return any(not all(handler in frames for frames in shared) for handler in handlers) or not shared
 
 
-def what_of(standing: Standing) -> str:
+def what_of(process_state: ProcessState) -> str:
     """Return where the culprit is, as a phrase for the summary."""
-    kind = standing.stance.kind
+    kind = process_state.thread_wait.kind
     if kind == "prompt":
         return "at a prompt without a user"
-    if "error" in standing.stance.phases:
+    if "error" in process_state.thread_wait.phases:
         return "in an error path"
     return {"sleep": "in a sleep", "idle": "in an idle loop"}.get(kind, "outside the step")
 
 
-def failures(case: Case, culprits: list[Standing]) -> tuple[Evidence, ...]:
+def failures(case: Case, culprits: list[ProcessState]) -> tuple[Evidence, ...]:
     """Return the exceptions in the culprits' error files and logs."""
     ranks = {s.rank for s in culprits}
     found = [

@@ -11,7 +11,7 @@ is long but ends.
 How to distinguish it from a hang: take two samples more than a step apart. In a hang no rank moves.
 """
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -53,17 +53,19 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return slow(case, graph, sources)
     if sources and all(waits_for_requests(s) for s in case.ranks):
         return idle_engine(case, graph)
-    if sources and case.num_samples < 2 and all(s.stance.kind in ONCE for s in sources):
+    if sources and case.num_samples < 2 and all(s.thread_wait.kind in ONCE for s in sources):
         return slow(case, graph, sources)
     return None
 
 
-def waits_for_requests(standing: Standing) -> bool:
+def waits_for_requests(process_state: ProcessState) -> bool:
     """True if an engine's scheduler waits for requests from its queue, or passes them to its other
     ranks.
     """
     receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
-    return "engine" in standing.stance.phases and any(f.function in receivers for f in standing.stance.frames)
+    return "engine" in process_state.thread_wait.phases and any(
+        f.function in receivers for f in process_state.thread_wait.frames
+    )
 
 
 def idle_engine(case: Case, graph: Graph) -> Verdict:
@@ -112,21 +114,23 @@ def job_moves(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def works(standing: Standing) -> bool:
+def works(process_state: ProcessState) -> bool:
     """True if a rank that others wait for makes progress: it computes, or its stack changes while
     it works.
     """
-    stance = standing.stance
-    if stance.phases & {"error", "cleanup"} or stance.kind not in WORKING:
+    thread_wait = process_state.thread_wait
+    if thread_wait.phases & {"error", "cleanup"} or thread_wait.kind not in WORKING:
         return False
-    return standing.works or bool(standing.moved and stance.kind in ("running", "compile", "import", "load"))
+    return process_state.works or bool(
+        process_state.moved and thread_wait.kind in ("running", "compile", "import", "load")
+    )
 
 
-def slow(case: Case, graph: Graph, sources: tuple[Standing, ...]) -> Verdict:
+def slow(case: Case, graph: Graph, sources: tuple[ProcessState, ...]) -> Verdict:
     """Return the verdict for ranks that compute, compile or load while the others wait."""
     everybody = len(sources) == len(case.ranks)
     culprits = () if everybody else ranks_of(sources)
-    what = {s.stance.kind for s in sources}
+    what = {s.thread_wait.kind for s in sources}
     doing = "compiling" if what == {"compile"} else "loading" if what <= {"import", "load"} else "working"
     summary = (
         f"No rank waits for another: all ranks are {doing}."

@@ -6,10 +6,10 @@ is worth more than a guess.
 """
 
 from hangdoctor.case import Case
-from hangdoctor.fuse import behind_by_ras
 from hangdoctor.graph import Graph
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Evidence
+from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
     named,
@@ -86,7 +86,7 @@ def to_collect(case: Case) -> tuple[str, ...]:
         wanted.append("the stacks of all other ranks: areal-debug hang collect --to FOLDER")
     if case.num_samples < 2:
         wanted.append("a second sample some seconds later: it distinguishes slow from stuck")
-    if not any(frame.native for s in case.ranks for frame in s.stance.frames[:3]):
+    if not any(frame.native for s in case.ranks for frame in s.thread_wait.frames[:3]):
         wanted.append(
             "native frames (py-spy dump --native): they show locks, sleeps and waits that Python frames hide"
         )

@@ -7,7 +7,7 @@ that were not seen, or ranks that are elsewhere for another reason, lower it by 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hangdoctor.case import Case, Standing
+from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def confidence(
-    case: Case, graph: Graph, culprits: Sequence[Standing], best: Confidence = "high"
+    case: Case, graph: Graph, culprits: Sequence[ProcessState], best: Confidence = "high"
 ) -> Confidence:
     """Return the highest level that this case allows; `best` is the level that the pattern alone
     may claim.
@@ -55,18 +55,20 @@ def confidence(
     level = LEVELS.index(best)
     if case.num_samples < 2:
         level = min(level, 1)
-    elif any(standing.moved for standing in culprits):
+    elif any(process_state.moved for process_state in culprits):
         level -= 1
-    if case.span_s < PATIENCE_S and any(standing.stance.kind in SLOW_KINDS for standing in culprits):
+    if case.span_s < PATIENCE_S and any(
+        process_state.thread_wait.kind in SLOW_KINDS for process_state in culprits
+    ):
         level = min(level, 1)
-    if any(standing.works for standing in culprits):
+    if any(process_state.works for process_state in culprits):
         level = 0
     unseen = sum(
         1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
     )
     if len(case.ranks) < 2 or unseen or (case.missing and not case.lost):
         level -= 1
-    mine = {standing.name for standing in culprits}
+    mine = {process_state.name for process_state in culprits}
     elsewhere = [s for s in graph.source_ranks if s.name not in mine]
     if culprits and elsewhere and not {s.name for s in graph.source_ranks}.isdisjoint(mine):
         level -= 1
@@ -82,30 +84,30 @@ def waiters_move(graph: Graph) -> bool:
     return sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks)
 
 
-def ranks_of(standings: Sequence[Standing]) -> tuple[Rank, ...]:
+def ranks_of(process_states: Sequence[ProcessState]) -> tuple[Rank, ...]:
     """Return the ranks of some processes in order, names last."""
     return tuple(
-        sorted((s.rank for s in standings if s.rank is not None), key=lambda r: (isinstance(r, str), r))
+        sorted((s.rank for s in process_states if s.rank is not None), key=lambda r: (isinstance(r, str), r))
     )
 
 
-def named(standings: Sequence[Standing]) -> str:
+def named(process_states: Sequence[ProcessState]) -> str:
     """Return `rank 3` or `ranks 0-2,5`."""
-    found = ranks_of(standings)
+    found = ranks_of(process_states)
     if len(found) == 1:
         return f"rank {found[0]}" if isinstance(found[0], int) else str(found[0])
     return f"ranks {rank_ranges(found)}"
 
 
-def plural(standings: Sequence[Standing], one: str, many: str) -> str:
+def plural(process_states: Sequence[ProcessState], one: str, many: str) -> str:
     """Return `one` for a single process, else `many`."""
-    return one if len(standings) == 1 else many
+    return one if len(process_states) == 1 else many
 
 
-def place(standing: Standing) -> str:
+def place(process_state: ProcessState) -> str:
     """Return the place in the user's program where a process is, as a phrase."""
-    chain = standing.stance.chain
-    frame = chain[0] if chain else standing.stance.frame
+    chain = process_state.thread_wait.chain
+    frame = chain[0] if chain else process_state.thread_wait.frame
     return show(frame) if frame else "no frame of the program"
 
 
@@ -117,35 +119,39 @@ def waiting_for(graph: Graph) -> str:
     return f"{named(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
 
 
-def operation(standing: Standing) -> str:
+def operation(process_state: ProcessState) -> str:
     """Return the operation that a process waits in, as a phrase."""
-    stance = standing.stance
+    thread_wait = process_state.thread_wait
     return {
         "device": "a synchronisation with the device",
         "backward": "the backward pass",
-        "store": f"the store ({stance.operation})",
-    }.get(stance.kind, stance.operation or stance.kind)
+        "store": f"the store ({thread_wait.operation})",
+    }.get(thread_wait.kind, thread_wait.operation or thread_wait.kind)
 
 
 def stack_evidence(
-    standings: Sequence[Standing], fact: str, graph: Graph | None = None
+    process_states: Sequence[ProcessState], fact: str, graph: Graph | None = None
 ) -> tuple[Evidence, ...]:
     """Return one line per culprit (at most eight) with the frame that shows the wait and where its
     path diverges from its peers'.
     """
     found = []
-    peers = [c.members[0].stance.frames for c in graph.waiting[:8]] if graph else []
-    for standing in standings[:MAX_EVIDENCE]:
-        frame = standing.stance.frame
-        others = [p for p in peers if p is not standing.stance.frames]
-        fork = first_divergent(standing.stance.frames, others) if others and standing.stance.frames else None
+    peers = [c.members[0].thread_wait.frames for c in graph.waiting[:8]] if graph else []
+    for process_state in process_states[:MAX_EVIDENCE]:
+        frame = process_state.thread_wait.frame
+        others = [p for p in peers if p is not process_state.thread_wait.frames]
+        fork = (
+            first_divergent(process_state.thread_wait.frames, others)
+            if others and process_state.thread_wait.frames
+            else None
+        )
         diverges = f"; its path diverges from its peers' at {show(fork)}" if fork else ""
         found.append(
             Evidence(
-                ranks=str(standing.rank if standing.rank is not None else ""),
+                ranks=str(process_state.rank if process_state.rank is not None else ""),
                 fact=fact + diverges,
-                process=standing.name,
-                thread=standing.thread,
+                process=process_state.name,
+                thread=process_state.thread,
                 frame=frame.function if frame else "",
                 location=f"{frame.file}:{frame.line}" if frame else "",
             )
@@ -153,15 +159,15 @@ def stack_evidence(
     return tuple(found)
 
 
-def waiting_evidence(graph: Graph, culprits: Sequence[Standing] = ()) -> tuple[Evidence, ...]:
+def waiting_evidence(graph: Graph, culprits: Sequence[ProcessState] = ()) -> tuple[Evidence, ...]:
     """Return one line per place where ranks wait for others; places where only culprits wait are
     covered already.
     """
     found = []
-    blamed = {standing.name for standing in culprits}
+    blamed = {process_state.name for process_state in culprits}
     for cluster in [c for c in graph.waiting if not blamed.issuperset(m.name for m in c.members)][:4]:
-        frame = cluster.stance.frame
-        site = f" called from {show(cluster.stance.chain[0])}" if cluster.stance.chain else ""
+        frame = cluster.thread_wait.frame
+        site = f" called from {show(cluster.thread_wait.chain[0])}" if cluster.thread_wait.chain else ""
         found.append(
             Evidence(
                 ranks=cluster.ranks,
@@ -193,7 +199,7 @@ def source_verdict(
     label: Label,
     case: Case,
     graph: Graph,
-    culprits: Sequence[Standing],
+    culprits: Sequence[ProcessState],
     what: str,
     next_steps: tuple[NextStep, ...],
     would_refute: tuple[str, ...],

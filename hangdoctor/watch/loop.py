@@ -17,11 +17,11 @@ from typing import Literal
 from hangdoctor.collect.discover import NO_JOB, Job, Search, find_job, members
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
-from hangdoctor.watch.judge import Judgement, Limits, Track, finished_without_steps, follow, judge
+from hangdoctor.watch.liveness import Judgement, Limits, Track, finished_without_steps, follow, judge
 from hangdoctor.watch.signs import gpu_watts, read_signs
 from hangdoctor.watch.tree import adopt_orphans, end_all, lives, signals_forwarded_to
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from areal_debug.hang.render import report
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import HangInputError
+from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.read import read_snapshot, take
-from hangdoctor.parse.reading import Reading, finish
 from hangdoctor.report.html import page
 from hangdoctor.report.markdown import markdown
 

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from hangdoctor.errors import HangInputError
-from hangdoctor.parse.names import ProcessName, parse_name
+from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.read import parse_mapping, read_snapshot
 
 STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.hang.command import command
-from hangdoctor.explain import explain, labels
 from hangdoctor.model import Group
 from hangdoctor.report.text import joined_ranges, merged_tree, printable, tree_lines
+from hangdoctor.rules.order import explain, labels
 
 WAITING = """Process {pid}: python train.py
 Python v3.11.7

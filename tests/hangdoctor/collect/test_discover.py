@@ -5,8 +5,8 @@ import os
 import pytest
 
 from hangdoctor.collect.discover import Search, find_job
-from hangdoctor.collect.errors import NoRanksFound, SeveralJobs
 from hangdoctor.collect.process import Process
+from hangdoctor.errors import NoRanksFound, SeveralJobs
 
 OURS = os.getuid()
 

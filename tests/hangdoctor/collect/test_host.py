@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from areal_debug.hang.collect import collect
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
-from hangdoctor.collect.layout import read_manifest, unpack
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
+from hangdoctor.collect.write import read_manifest, unpack
 
 QUICK = Options(interval_s=0.2, timeout_s=20, host="here")
 RANK = """

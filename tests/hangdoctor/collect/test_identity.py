@@ -2,7 +2,7 @@
 
 import pytest
 
-from hangdoctor.collect.identity import Identity, identify, is_launcher, ranks_of_host, spans_hosts
+from hangdoctor.collect.discover import Identity, identify, is_launcher, ranks_of_host, spans_hosts
 
 TORCHRUN = {
     "RANK": "9",

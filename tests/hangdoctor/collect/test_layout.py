@@ -6,7 +6,7 @@ import tarfile
 
 import pytest
 
-from hangdoctor.collect.layout import (
+from hangdoctor.collect.write import (
     HostEntry,
     Manifest,
     ProcessEntry,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hangdoctor.collect.permission import Access, explain_refusal
+from hangdoctor.collect.pyspy import Access, explain_refusal
 
 
 @pytest.mark.parametrize(

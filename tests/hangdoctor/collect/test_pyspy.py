@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hangdoctor.collect import pyspy
-from hangdoctor.collect.errors import PySpyMissing
+from hangdoctor.errors import PySpyMissing
 
 
 @pytest.fixture

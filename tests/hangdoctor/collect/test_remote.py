@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.hang.collect import collect
-from hangdoctor.collect.errors import HostsUnknown
-from hangdoctor.collect.layout import read_manifest
 from hangdoctor.collect.remote import Answer, merge_answers, slurm_command, slurm_hosts
+from hangdoctor.collect.write import read_manifest
+from hangdoctor.errors import HostsUnknown
 
 SSH = """#!/bin/sh
 # ssh -o BatchMode=yes -o ConnectTimeout=10 HOST COMMAND: HOST `down` does not answer, the others are this machine.
@@ -118,7 +118,7 @@ def test_missing_scheduler_is_reported(monkeypatch, tmp_path):
 def test_two_ways_to_the_hosts_are_refused(tmp_path):
     done = run_collect(tmp_path, "--ssh", "a", "--slurm", "7")
     assert done.exit_code == 2
-    assert "--slurm, --ray, --ssh and --k8s are different ways to the hosts: give one." in done.output
+    assert "--slurm, --ray, --ssh and --k8s exclude each other: give one." in done.output
 
 
 def test_missing_ssh_is_reported(tmp_path, monkeypatch):

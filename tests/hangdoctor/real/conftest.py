@@ -25,7 +25,7 @@ import pytest
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
 from hangdoctor.diagnose import diagnose
 from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot

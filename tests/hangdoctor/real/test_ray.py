@@ -6,9 +6,9 @@ import warnings
 import pytest
 
 from hangdoctor.collect.discover import Search
-from hangdoctor.collect.layout import read_manifest
+from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.ray_nodes import collect_ray
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.write import read_manifest
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.hang.collect import collect
-from hangdoctor.collect.layout import read_manifest
+from hangdoctor.collect.write import read_manifest
 
 START_SLURM = Path(__file__).parents[2] / "slurm/start_slurm.sh"
 RANK = """

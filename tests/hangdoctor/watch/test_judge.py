@@ -2,7 +2,7 @@
 
 import pytest
 
-from hangdoctor.watch.judge import Judgement, Limits, finished_without_steps, follow, judge
+from hangdoctor.watch.liveness import Judgement, Limits, finished_without_steps, follow, judge
 from hangdoctor.watch.signs import Signs
 
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
-from hangdoctor.watch.judge import Limits
+from hangdoctor.watch.liveness import Limits
 from hangdoctor.watch.loop import Plan, watch_command, watch_pids
 from hangdoctor.watch.tree import lives
 

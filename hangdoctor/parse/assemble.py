@@ -1,5 +1,10 @@
 """The state of a read: what was read of a job so far, by process name and sample, joined into one
 snapshot.
+
+py-spy's JSON comes first because it cannot disturb the job; its native text, which shows the C
+calls below the innermost Python frame, comes second where it works. The two are joined thread by
+thread, and only where both show the same Python frames: a thread that moved in between keeps its
+first stack.
 """
 
 from collections.abc import Iterable
@@ -17,9 +22,29 @@ from hangdoctor.model import (
     Status,
     Thread,
 )
-from hangdoctor.parse import layout
-from hangdoctor.parse.names import ProcessName, coordinates_in, role_in
-from hangdoctor.parse.native import merge_native
+from hangdoctor.parse import location
+from hangdoctor.parse.location import ProcessName, coordinates_in, role_in
+
+
+def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
+    """Return `threads` with native frames where the native pass saw the same Python stack."""
+    if not natives or not threads:
+        return threads or natives
+    seen = {(thread.name, python_frames(thread)): thread.frames for thread in natives}
+    return tuple(
+        Thread(seen[key], t.name, t.active, t.holds_gil, t.waits_for_gil)
+        if (key := (t.name, python_frames(t))) in seen
+        else t
+        for t in threads
+    )
+
+
+def python_frames(thread: Thread) -> tuple[tuple[str, int], ...]:
+    """Return function and line of the Python frames: the two passes print paths of different
+    length.
+    """
+    return tuple((frame.function, frame.line) for frame in thread.frames if not frame.native)
+
 
 Key = tuple[str, int]
 
@@ -29,7 +54,7 @@ class Reading:
     """What was read so far, by process name and sample."""
 
     mapping: dict[str, str] = field(default_factory=dict)
-    contents: layout.Contents | None = None
+    contents: location.Contents | None = None
     processes: dict[str, ProcessName] = field(default_factory=dict)
     stacks: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
     natives: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
@@ -77,7 +102,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     )
 
 
-def number_unranked(reading: Reading, listed: dict[str, layout.ExpectedProcess]) -> None:
+def number_unranked(reading: Reading, listed: dict[str, location.ExpectedProcess]) -> None:
     """Number processes where no name has a rank: by command line (`--local_rank=3`,
     `sglang::scheduler_PP1_TP0`), else in the order of the files.
     """
@@ -104,7 +129,7 @@ def is_launcher(reading: Reading, name: str) -> bool:
     return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
 
 
-def dump_of(reading: Reading, listed: dict[str, layout.ExpectedProcess], key: Key) -> ProcessDump:
+def dump_of(reading: Reading, listed: dict[str, location.ExpectedProcess], key: Key) -> ProcessDump:
     """Return one process in one sample, with its entry of collection.json where there is one."""
     name, sample = key
     process = reading.processes[name]
@@ -152,7 +177,7 @@ def refused_ranks(reading: Reading) -> dict[int, Status]:
 
 
 def expected_ranks(
-    listed: Iterable[layout.ExpectedProcess],
+    listed: Iterable[location.ExpectedProcess],
     dumps: tuple[ProcessDump, ...],
     world_size: int | None,
     refused: dict[int, Status],
