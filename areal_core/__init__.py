@@ -1,1 +1,1 @@
-"""A complete, small, readable core that trains language models with reinforcement learning: FSDP2 and SGLang."""
+"""A small, complete core for reinforcement learning of language models, on FSDP2 and SGLang."""

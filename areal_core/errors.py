@@ -1,15 +1,12 @@
-"""Errors in the description of a run.
+"""Errors that several packages raise: in the description of a run, and in starting its processes.
 
 ValueError
 ├── ConfigError          an option: unknown, of the wrong type, missing, or inconsistent with another one
 │   └── AllocationError  the allocation string
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
-
-Errors of starting and monitoring processes.
-
 RuntimeError
-  ServerFailed     an inference server ended, or was not ready in time; the message has its last log lines
+└── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
 """
 
 

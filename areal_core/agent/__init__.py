@@ -1,1 +1,1 @@
-"""Agents: objects with `async def run(self, data, **extra_kwargs)`, which call a proxy."""
+"""Agents that call the model through a proxy of OpenAI's and Anthropic's APIs, as workflows."""

@@ -1,10 +1,10 @@
-"""Rows of a batch from the interactions of a session, with the exact sampled tokens.
+"""Rows of a batch from the interactions of a session, with the exact sampled tokens and rewards.
 
 `individual`: a row per call. `concat`: a row per conversation, while the prompt of each turn starts
 with the exact tokens of the previous one; where it does not (a template that renders a turn
 differently), a new row starts, so a row never contains a token that the model did not see.
 
-One reward per completion, from the result of an agent's `run`.
+Rewards come from the result of an agent's `run` or from `/rl/set_reward`, one per completion.
 """
 
 import math
@@ -78,7 +78,7 @@ def export_rows(
     Args:
         interactions: the answered calls, in order; at least one.
         rewards: by interaction id; a missing one is 0.
-        turn_discount: see `rewards.discounted`.
+        turn_discount: see `discounted`.
         style: "individual" rewards a call with its return over all later calls; "concat" rewards a
             row with the return of its first turn over the turns of the row.
 

@@ -1,6 +1,7 @@
-"""Requests and replies of the proxy, over a socket or in this process (both in `server.py`).
+"""Requests and replies of the proxy, over a socket or in this process (both in `proxy_server.py`).
 
-    agent --(OpenAI or Anthropic client)--> answer() --> dialect.parse_call --> complete() --> the session's engine
+    agent --(OpenAI or Anthropic client)--> answer() --> dialect.parse_call --> complete() --> the
+    session's engine
                                                ^                                                    | tokens, logprobs, versions
                                                +---------- dialect.render_reply <--- Interaction <--+ kept in the session
 

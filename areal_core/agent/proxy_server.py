@@ -1,7 +1,8 @@
 """The transports of the proxy: a port and, for agents of this process, direct calls.
 
     agent of this process -- InProcessTransport --> answer() in the agent's own thread --+
-    any process ------------ aiohttp (port) ------> answer() in the proxy's thread ------+--> rollout thread: engine
+    any process ------------ aiohttp (port) ------> answer() in the proxy's thread ------+-->
+    rollout thread: engine
 
 An agent that blocks its thread stops the other agents of that thread, but neither the engine nor
 agents that use the port.

@@ -1,6 +1,7 @@
 """Agents in worker processes (mode "subproc"), for frameworks that block or read os.environ.
 
-    run() --> idle workers --> one line of JSON to the worker's stdin --> asyncio.run(agent.run(...)) --> one line back
+    run() --> idle workers --> one line of JSON to the worker's stdin -->
+    asyncio.run(agent.run(...)) --> one line back
               waits for one    (areal_core.agent.subprocess_worker)          calls the proxy over its port
 
 Each worker runs one episode at a time, so `subproc_max_workers` is the number of concurrent

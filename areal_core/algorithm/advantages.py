@@ -1,10 +1,9 @@
-"""Token rewards and generalised advantage estimation over the tokens that the policy generated.
+"""From sequence rewards to token advantages: reward shaping, KL penalty, advantage estimation.
 
-Reward shaping, from a task's reward to the training reward: penalty, bias, scale, clip.
+    task rewards [B] -- overlong_penalty, shape_rewards --> [B] -- normalization.py --> rewards [B]
+    terminal_rewards [B, T] - kl_ctl * kl_estimate [B, T] -- gae --> advantages [B, T]
 
-Estimates of KL(policy || reference) from one sampled token each.
-
-J. Schulman, "Approximating KL divergence", 2020.
+Steps of the policy are the tokens in the loss mask: prompt and tool tokens get no advantage.
 """
 
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from areal_core.batch import FINISH_REASONS
+
+CUT_OFF = FINISH_REASONS.index("length")
 
 
 def overlong_penalty(
@@ -51,7 +52,8 @@ def kl_estimate(
     """Per-token estimate, in the shape of `logprobs`, clamped to `[-clamp, clamp]`.
 
     With `d = log pi - log pi_ref`: k1 = d, unbiased but noisy; k2 = d^2 / 2, biased, its gradient
-    is the KL's; k3 = exp(-d) - 1 + d, unbiased and never negative.
+    is the KL's; k3 = exp(-d) - 1 + d, unbiased and never negative (J. Schulman, "Approximating KL
+    divergence", 2020).
 
     Raises:
         ValueError: the estimator is none of these.
@@ -66,9 +68,6 @@ def kl_estimate(
     else:
         raise ValueError(f"KL estimator {estimator!r} is unknown; expected k1, k2 or k3")
     return estimate.clamp(min=-clamp, max=clamp)
-
-
-CUT_OFF = FINISH_REASONS.index("length")
 
 
 @dataclass

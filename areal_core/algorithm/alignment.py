@@ -1,9 +1,8 @@
-"""The one place that aligns values to the next token: position t then refers to token t + 1.
+"""Alignment of a batch to the next token, and reductions over the sequences of a packed batch.
 
-Sums over the sequences of a packed batch.
-
-A packed batch is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 has the start of each sequence, and
-the number of tokens as its last element.
+`to_next_token` is the only place that aligns: position t then refers to token t + 1. A packed batch
+is flat, `[tokens]`; `cu_seqlens` [n + 1] int32 has the start of each sequence, and the number of
+tokens as its last element.
 """
 
 import torch

@@ -1,21 +1,14 @@
-"""The clipped policy loss of PPO and its relatives, on packed tokens.
+"""The losses of every method, on packed tokens: a sum, and statistics without gradient.
 
-The loss is a sum over tokens. The caller divides by the number of tokens in the loss mask over all
-ranks and micro-batches, so the gradient does not depend on how the batch is divided.
+    policy          policy_loss (PPO, GRPO, GSPO, DAPO's clip-higher, dual clip), sapo_loss,
+                    entropy_bonus, distillation_loss
+    critic          value_loss, explained_variance
+    supervised      sft_loss
+    preferences     dpo_loss, reward_model_loss: chosen and rejected sequences alternate
 
-SAPO: a soft gate on the policy ratio in place of a clip, on packed tokens.
-
-An entropy bonus, which keeps a policy exploring.
-
-The clipped value loss of PPO, on packed tokens, and the explained variance of the values.
-
-On-policy distillation from a teacher, on packed tokens.
-
-The loss of supervised fine-tuning, on packed tokens.
-
-Direct preference optimisation, on packed pairs: chosen and rejected sequences alternate.
-
-The pairwise loss of a reward model, on packed pairs: chosen and rejected sequences alternate.
+Each loss is a sum over the tokens in the loss mask, or over pairs. The caller divides by their
+number over all ranks and micro-batches, so the gradient does not depend on how the batch is
+divided.
 """
 
 import math
@@ -26,6 +19,10 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import masked_segment_mean, segment_ids, segment_sum
 from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
+
+# Of float32: returns whose relative standard deviation is smaller than this are equal.
+ROUNDING = 2.0**-23
+Stats = dict[str, Tensor]  # by name, per token unless stated otherwise
 
 
 def policy_loss(
@@ -40,7 +37,7 @@ def policy_loss(
     c_clip: float | None = None,
     level: str = "token",
     weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Stats]:
     """(sum of the loss over the loss mask, per-token statistics [tokens] without gradient).
 
     All inputs are [tokens], next-token aligned, packed by `cu_seqlens`. With
@@ -51,8 +48,8 @@ def policy_loss(
 
     `eps_clip_higher` (default: `eps_clip`) is DAPO's clip-higher (arXiv 2503.14476 eq. 10). `level`
     "sequence" uses one ratio per sequence, `exp(mean(logprobs - proximal_logprobs))`, and its mean
-    advantage (GSPO, arXiv 2507.18071 eq. 7). `weights` (`rejection.behaviour_weights`) multiply the
-    loss; without them the tokens are treated as sampled by the proximal policy.
+    advantage (GSPO, arXiv 2507.18071 eq. 7). `weights` (`off_policy.behaviour_weights`) multiply
+    the loss; without them the tokens are treated as sampled by the proximal policy.
 
     Statistics: loss, importance_weight, approx_kl, clip_mask, dual_clip_mask.
 
@@ -99,8 +96,10 @@ def sapo_loss(
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum over the loss mask, per-token statistics); all inputs [tokens].
+) -> tuple[Tensor, Stats]:
+    """SAPO: a soft gate on the policy ratio in place of a clip; all inputs [tokens].
+
+    Returns (sum over the loss mask, per-token statistics).
 
     Soft Adaptive Policy Optimization (arXiv 2511.20347): `-A * sigmoid(tau (r - 1)) * 4 / tau`, tau
     by the sign of A. At r = 1 the gradient is that of `-A r`; away from 1 it decays, faster for
@@ -135,13 +134,9 @@ def entropy_bonus(entropy: Tensor, loss_mask: Tensor, coefficient: float) -> Ten
     return -coefficient * torch.where(loss_mask.bool(), entropy, 0.0).sum()
 
 
-# Of float32: returns whose relative standard deviation is smaller than this are equal.
-ROUNDING = 2.0**-23
-
-
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, eps_clip: float = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Stats]:
     """(sum over the loss mask, per-token statistics without gradient); all inputs [tokens].
 
     `max((V - R)^2, (V_clipped - R)^2) / 2` with
@@ -179,7 +174,7 @@ def explained_variance(
 
 def distillation_loss(
     logprobs: Tensor, teacher_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Stats]:
     """(sum over the loss mask, per-token statistics without gradient).
 
     All inputs are [tokens], next-token aligned.
@@ -196,9 +191,6 @@ def distillation_loss(
     distance = torch.where(mask, logprobs.detach() - teacher_logprobs, 0.0)
     loss = ratio * distance
     return loss.sum(), {"loss": loss.detach()}
-
-
-Stats = dict[str, Tensor]
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Stats, Stats]:
@@ -223,11 +215,10 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     loss_type: str = "sigmoid",
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Stats]:
     """(sum over pairs, statistics [pairs] without gradient).
 
     Statistics: loss, chosen_reward, rejected_reward, reward_margin, reward_accuracy.
-
 
     Inputs are [tokens], next-token aligned, sequences chosen_0, rejected_0, chosen_1, ... Sums are
     float64. With z the log-ratio to the reference of the chosen sequence minus that of the rejected
@@ -261,7 +252,7 @@ def dpo_loss(
     return loss.sum(), stats
 
 
-def reward_model_loss(scores: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def reward_model_loss(scores: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Stats]:
     """(sum over pairs, statistics [pairs]: loss, pos_score, neg_score, correct_ratio).
 
     `-log sigmoid(chosen - rejected)`, the Bradley-Terry likelihood (arXiv 2203.02155 eq. 1), of

@@ -1,13 +1,12 @@
-"""Off-policy correction: importance weights of tokens, and rejection of tokens out of bounds.
+"""Off-policy correction: weights and rejection of tokens that an older policy sampled.
 
 Asynchronous training has three policies: behaviour (sampled the token, possibly some versions ago),
 proximal (the trainer's weights at the start of the step) and current. Decoupled PPO (arXiv
-2110.00641) clips current against proximal and multiplies by proximal / behaviour; this module
-bounds the latter ratio.
+2110.00641) clips current against proximal and multiplies by proximal / behaviour.
 
-Proximal logprobs without a forward pass: interpolated by the staleness of each token.
-
-M2PO: drop the most off-policy tokens until the rest is within a second-moment budget.
+    behaviour_weights            bounds proximal / behaviour, per token or sequence
+    loglinear_proximal_logprobs  proximal logprobs without a forward pass, by each token's staleness
+    second_moment_mask           M2PO: drops the most off-policy tokens, to a second-moment budget
 """
 
 import torch
@@ -20,6 +19,8 @@ from areal_core.algorithm.alignment import (
     segment_sum,
 )
 from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
+
+INFINITY_BITS = 0x7F800000  # of float32
 
 
 def behaviour_weights(
@@ -70,7 +71,7 @@ def behaviour_weights(
 
 
 def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
-    """Return k1, k2 or k3 of `kl.kl_estimate` without its clamp, which would distort a bound."""
+    """Return `advantages.kl_estimate` without its clamp, which would distort a bound."""
     if metric == "kl_k1":
         return log_ratio
     if metric == "kl_k2":
@@ -111,9 +112,6 @@ def loglinear_proximal_logprobs(logprobs: Tensor, behaviour_logprobs: Tensor, sh
     All tensors have one shape.
     """
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
-
-
-INFINITY_BITS = 0x7F800000  # of float32
 
 
 def second_moment_mask(

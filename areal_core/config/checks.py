@@ -1,16 +1,8 @@
 """Checks of options that must agree, made when a config is loaded.
 
 Each coupling is one function that yields one sentence per disagreement, with both names and values.
-
-Couplings of an engine's options for memory placement and kernels.
-
-Options of DPO and reward models that must agree; see `checks.py`.
-
-Options of adapters (LoRA) that must agree; see `checks.py`.
-
-A weight update sends servers the adapter alone if `serves_adapters`, else the merged weights.
-
-Options of upstream that load but are not supported: one table, so none is ignored silently.
+Those of policy optimisation are in `policy_checks.py`. `NOT_YET` lists the options of upstream that
+load but are not supported, so that none is ignored silently.
 """
 
 import dataclasses
@@ -24,213 +16,9 @@ from areal_core.config.policy_checks import PPO_COUPLINGS
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.errors import AllocationError, ConfigError
 
-
-def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, engine in engines_of(config):
-        if engine.use_liger and config.device == "cpu":
-            yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
-
-
-def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]:
-    train = config.allocation.train
-    for name, engine in engines_of(config):
-        if engine.fsdp.compile and train is not None and train.tensor > 1:
-            yield (
-                f"{name}.fsdp.compile is True and the allocation trains on t{train.tensor}; "
-                "tensor-parallel layers are not compiled: set the first to false, or use t1"
-            )
-
-
-def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence for each option that offloads to host memory on a CPU run."""
-    if config.device != "cpu":
-        return
-    for name, engine in engines_of(config):
-        options = {
-            "offload": engine.offload,
-            "fsdp.offload_params": engine.fsdp.offload_params,
-            "fsdp.per_layer_optim_step": engine.fsdp.per_layer_optim_step,
-            "optimizer.offload": engine.optimizer is not None and engine.optimizer.offload,
-        }
-        for option, is_on in options.items():
-            if is_on:
-                yield f"{name}.{option} is True and device is 'cpu': everything is in host memory already"
-
-
-def engines_of(config: BaseExperimentConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
-    """Yield the name and the section of each model."""
-    for name, section in vars(config).items():
-        if isinstance(section, TrainEngineConfig):
-            yield name, section
-
-
-ENGINE_COUPLINGS = (liger_has_a_gpu, compiled_layers_are_not_split)
-
-
-def pair_fits_into_a_micro_batch(config: DPOConfig | RWConfig) -> Iterator[str]:
-    limit, longest = config.actor.mb_spec.max_tokens_per_mb, config.train_dataset.max_length
-    if limit and longest and limit < 2 * longest:
-        yield (
-            f"actor.mb_spec.max_tokens_per_mb is {limit} and train_dataset.max_length is {longest}; "
-            "a pair stays in one micro-batch: the first must be at least twice the second"
-        )
-
-
-def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
-    actor, ref = config.actor, config.ref
-    if ref is not None and not ref.path:
-        yield "ref.path is empty; give a model folder, or no ref section for the initial policy"
-    if ref is not None and ref.temperature != actor.temperature:
-        yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
-    if actor.init_from_scratch:
-        yield "actor.init_from_scratch is True; the reference could not have the same weights: give a trained model"
-
-
-PAIR_COUPLINGS = (pair_fits_into_a_micro_batch,)
-DPO_COUPLINGS = (dpo_compares_with_its_reference,)
-
-
 ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
 # Adapters in a server's memory: the previous version stays until every client requests the new one.
 ADAPTERS_AT_ONCE = 2
-
-
-def serves_adapters(config: PPOConfig) -> bool:
-    """Return whether weight updates send servers the adapter alone."""
-    requested = config.rollout.use_lora or bool(config.sglang.enable_lora)
-    return config.actor.use_lora and requested and config.allocation.rollout_backend == "sglang"
-
-
-def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
-    """Return whether a reference (None: the initial actor) is the actor without its adapter.
-
-    It is equal bit for bit then, and needs no second model.
-    """
-    names = ("path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch")
-    return actor.use_lora and (
-        reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
-    )
-
-
-def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, model in {"actor": config.actor, "critic": other_model(config, "critic")}.items():
-        if model is None or not model.use_lora:
-            continue
-        if model.lora_rank < 1 or model.lora_alpha <= 0:
-            yield f"{name}.lora_rank is {model.lora_rank} and {name}.lora_alpha is {model.lora_alpha}; expected 1 or more, and above 0"
-        train = config.allocation.train
-        if train is not None and train.tensor > 1:
-            yield (
-                f"{name}.use_lora is True and the allocation trains with {train}; adapters are not sharded over "
-                "tensor-parallel ranks: use t1"
-            )
-
-
-def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("ref", "teacher"):
-        model = other_model(config, name)
-        if model is not None and model.use_lora:
-            yield f"{name}.use_lora is True and {name} is not trained; set it to false"
-
-
-def other_model(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:
-    """Return a section of a model other than the actor; None if it is missing or empty."""
-    has_it = isinstance(config, PPOConfig) or (isinstance(config, DPOConfig) and name == "ref")
-    return getattr(config, name) if has_it else None
-
-
-def adapters_are_trained_where_requested(config: PPOConfig) -> Iterator[str]:
-    for name, requested in {
-        "rollout.use_lora": config.rollout.use_lora,
-        "sglang.enable_lora": config.sglang.enable_lora,
-    }.items():
-        if requested and not config.actor.use_lora:
-            yield f"{name} is True and actor.use_lora is False; there is no adapter to sample with: set both to the same value"
-
-
-def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
-    if not serves_adapters(config):
-        return
-    actor, sglang = config.actor, config.sglang
-    if not sglang.enable_lora:
-        yield f"rollout.use_lora is True and sglang.enable_lora is {sglang.enable_lora}; the servers would refuse adapters: set it to true"
-    if sglang.max_lora_rank is None or sglang.max_lora_rank < actor.lora_rank:
-        yield (
-            f"sglang.max_lora_rank is {sglang.max_lora_rank} and actor.lora_rank is {actor.lora_rank}; "
-            "the first must be at least the second"
-        )
-    if sglang.max_loaded_loras < ADAPTERS_AT_ONCE:
-        yield (
-            f"sglang.max_loaded_loras is {sglang.max_loaded_loras}; a weight update needs {ADAPTERS_AT_ONCE}: "
-            "the new adapter and the previous one"
-        )
-    served, wanted = sglang.lora_target_modules or [ALL_LINEAR], actor.target_modules or [ALL_LINEAR]
-    if not {ALL_LINEAR, "all"} & set(served) and not set(wanted) <= set(served):
-        yield f"sglang.lora_target_modules is {served} and actor.target_modules is {wanted}; the first must include all of the second"
-    if actor.weight_update_mode != "disk":
-        yield (
-            f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which SGLang loads only from a "
-            "folder: set it to disk, or rollout.use_lora and sglang.enable_lora to false for merged weights"
-        )
-    if config.rollout.pause_mode != "abort":
-        yield (
-            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request continues with the "
-            "adapter that it started with, and only an aborted one uses the new adapter: set it to abort"
-        )
-    if not config.gconfig.lora_name:
-        yield "gconfig.lora_name is empty; give the adapter a name"
-
-
-LORA_COUPLINGS = (adapters_have_a_size, only_trained_models_have_adapters)
-SERVED_LORA_COUPLINGS = (adapters_are_trained_where_requested, servers_take_adapters)
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """An option that loads, but whose feature is not supported.
-
-    `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
-    training, noted.
-    """
-
-    option: str
-    harmless: tuple[Any, ...]
-    instead: str
-    refused: bool = True
-
-
-NOT_YET = (
-    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
-    NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
-    NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
-    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
-    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
-    NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
-    NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
-    NotYet("sglang.enable_fast_load", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
-    NotYet("sglang.torchao_config", ("",), "SGLang 0.5.23 has no such flag: leave it empty"),
-    NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
-    NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
-    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
-    NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
-    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
-    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "the states of a layer are fetched when it is stepped", refused=False),
-    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
-    NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
-    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
-    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
-)  # fmt: skip
-
-
-def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
-    """Yield one sentence for each option whose value requests a feature that is not supported."""
-    for row in NOT_YET:
-        if row.refused != refused:
-            continue
-        for name, value in values.items():
-            if fnmatch(name, row.option) and value not in row.harmless:
-                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
-                yield f"{name} is {shown}, which is not available: {row.instead}"
 
 
 def check_config(config: BaseExperimentConfig) -> list[str]:
@@ -251,7 +39,7 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
 
 def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield one sentence for each disagreement between options. Raises AllocationError."""
-    for common in COUPLINGS + LORA_COUPLINGS:
+    for common in COUPLINGS:
         yield from common(config)
     if isinstance(config, PPOConfig):
         for of_ppo in PPO_COUPLINGS + SERVED_LORA_COUPLINGS:
@@ -347,6 +135,150 @@ def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name} is {value}; DPO and reward models keep 2 sequences together, others 1: use 1 for both"
 
 
+def engines_of(config: BaseExperimentConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
+    """Yield the name and the section of each model."""
+    for name, section in vars(config).items():
+        if isinstance(section, TrainEngineConfig):
+            yield name, section
+
+
+def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, engine in engines_of(config):
+        if engine.use_liger and config.device == "cpu":
+            yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
+
+
+def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]:
+    train = config.allocation.train
+    for name, engine in engines_of(config):
+        if engine.fsdp.compile and train is not None and train.tensor > 1:
+            yield (
+                f"{name}.fsdp.compile is True and the allocation trains on t{train.tensor}; "
+                "tensor-parallel layers are not compiled: set the first to false, or use t1"
+            )
+
+
+def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield one sentence for each option that offloads to host memory on a CPU run."""
+    if config.device != "cpu":
+        return
+    for name, engine in engines_of(config):
+        options = {
+            "offload": engine.offload,
+            "fsdp.offload_params": engine.fsdp.offload_params,
+            "fsdp.per_layer_optim_step": engine.fsdp.per_layer_optim_step,
+            "optimizer.offload": engine.optimizer is not None and engine.optimizer.offload,
+        }
+        for option, is_on in options.items():
+            if is_on:
+                yield f"{name}.{option} is True and device is 'cpu': everything is in host memory already"
+
+
+def other_model(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:
+    """Return a section of a model other than the actor; None if it is missing or empty."""
+    has_it = isinstance(config, PPOConfig) or (isinstance(config, DPOConfig) and name == "ref")
+    return getattr(config, name) if has_it else None
+
+
+def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, model in {"actor": config.actor, "critic": other_model(config, "critic")}.items():
+        if model is None or not model.use_lora:
+            continue
+        if model.lora_rank < 1 or model.lora_alpha <= 0:
+            yield f"{name}.lora_rank is {model.lora_rank} and {name}.lora_alpha is {model.lora_alpha}; expected 1 or more, and above 0"
+        train = config.allocation.train
+        if train is not None and train.tensor > 1:
+            yield (
+                f"{name}.use_lora is True and the allocation trains with {train}; adapters are not sharded over "
+                "tensor-parallel ranks: use t1"
+            )
+
+
+def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[str]:
+    for name in ("ref", "teacher"):
+        model = other_model(config, name)
+        if model is not None and model.use_lora:
+            yield f"{name}.use_lora is True and {name} is not trained; set it to false"
+
+
+def serves_adapters(config: PPOConfig) -> bool:
+    """Return whether weight updates send servers the adapter alone, not the merged weights."""
+    requested = config.rollout.use_lora or bool(config.sglang.enable_lora)
+    return config.actor.use_lora and requested and config.allocation.rollout_backend == "sglang"
+
+
+def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
+    """Return whether a reference (None: the initial actor) is the actor without its adapter.
+
+    It is equal bit for bit then, and needs no second model.
+    """
+    names = ("path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch")
+    return actor.use_lora and (
+        reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
+    )
+
+
+def adapters_are_trained_where_requested(config: PPOConfig) -> Iterator[str]:
+    for name, requested in {
+        "rollout.use_lora": config.rollout.use_lora,
+        "sglang.enable_lora": config.sglang.enable_lora,
+    }.items():
+        if requested and not config.actor.use_lora:
+            yield f"{name} is True and actor.use_lora is False; there is no adapter to sample with: set both to the same value"
+
+
+def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
+    if not serves_adapters(config):
+        return
+    actor, sglang = config.actor, config.sglang
+    if not sglang.enable_lora:
+        yield f"rollout.use_lora is True and sglang.enable_lora is {sglang.enable_lora}; the servers would refuse adapters: set it to true"
+    if sglang.max_lora_rank is None or sglang.max_lora_rank < actor.lora_rank:
+        yield (
+            f"sglang.max_lora_rank is {sglang.max_lora_rank} and actor.lora_rank is {actor.lora_rank}; "
+            "the first must be at least the second"
+        )
+    if sglang.max_loaded_loras < ADAPTERS_AT_ONCE:
+        yield (
+            f"sglang.max_loaded_loras is {sglang.max_loaded_loras}; a weight update needs {ADAPTERS_AT_ONCE}: "
+            "the new adapter and the previous one"
+        )
+    served, wanted = sglang.lora_target_modules or [ALL_LINEAR], actor.target_modules or [ALL_LINEAR]
+    if not {ALL_LINEAR, "all"} & set(served) and not set(wanted) <= set(served):
+        yield f"sglang.lora_target_modules is {served} and actor.target_modules is {wanted}; the first must include all of the second"
+    if actor.weight_update_mode != "disk":
+        yield (
+            f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which SGLang loads only from a "
+            "folder: set it to disk, or rollout.use_lora and sglang.enable_lora to false for merged weights"
+        )
+    if config.rollout.pause_mode != "abort":
+        yield (
+            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request continues with the "
+            "adapter that it started with, and only an aborted one uses the new adapter: set it to abort"
+        )
+    if not config.gconfig.lora_name:
+        yield "gconfig.lora_name is empty; give the adapter a name"
+
+
+def pair_fits_into_a_micro_batch(config: DPOConfig | RWConfig) -> Iterator[str]:
+    limit, longest = config.actor.mb_spec.max_tokens_per_mb, config.train_dataset.max_length
+    if limit and longest and limit < 2 * longest:
+        yield (
+            f"actor.mb_spec.max_tokens_per_mb is {limit} and train_dataset.max_length is {longest}; "
+            "a pair stays in one micro-batch: the first must be at least twice the second"
+        )
+
+
+def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
+    actor, ref = config.actor, config.ref
+    if ref is not None and not ref.path:
+        yield "ref.path is empty; give a model folder, or no ref section for the initial policy"
+    if ref is not None and ref.temperature != actor.temperature:
+        yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
+    if actor.init_from_scratch:
+        yield "actor.init_from_scratch is True; the reference could not have the same weights: give a trained model"
+
+
 COUPLINGS = (
     model_can_be_trained,
     recovery_writes_checkpoints,
@@ -355,5 +287,59 @@ COUPLINGS = (
     batch_divides_over_ranks,
     only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,
-    *ENGINE_COUPLINGS,
+    liger_has_a_gpu,
+    compiled_layers_are_not_split,
+    adapters_have_a_size,
+    only_trained_models_have_adapters,
 )
+SERVED_LORA_COUPLINGS = (adapters_are_trained_where_requested, servers_take_adapters)
+PAIR_COUPLINGS = (pair_fits_into_a_micro_batch,)
+DPO_COUPLINGS = (dpo_compares_with_its_reference,)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """An option that loads, but whose feature is not supported.
+
+    `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
+    training, noted.
+    """
+
+    option: str
+    harmless: tuple[Any, ...]
+    instead: str
+    refused: bool = True
+
+
+NOT_YET = (
+    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
+    NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
+    NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
+    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
+    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
+    NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
+    NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
+    NotYet("sglang.enable_fast_load", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
+    NotYet("sglang.torchao_config", ("",), "SGLang 0.5.23 has no such flag: leave it empty"),
+    NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
+    NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
+    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
+    NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
+    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
+    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "the states of a layer are fetched when it is stepped", refused=False),
+    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
+    NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
+    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
+    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
+)  # fmt: skip
+
+
+def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
+    """Yield one sentence for each option whose value requests a feature that is not supported."""
+    for row in NOT_YET:
+        if row.refused != refused:
+            continue
+        for name, value in values.items():
+            if fnmatch(name, row.option) and value not in row.harmless:
+                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
+                yield f"{name} is {shown}, which is not available: {row.instead}"

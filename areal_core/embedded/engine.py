@@ -1,25 +1,29 @@
-"""Sample in a separate thread, so that requests can be aborted or held between two tokens.
+"""Two engines around one forward pass: in waves for a trainer, and interruptible for a server.
 
-callers (any thread)                   sampling thread
-submit(request) -> Future -----------> waits for requests while not paused; runs up to `max_rows` of them as one wave
-pause("abort")     waits until ......> the wave is aborted; all requests, queued ones too, return their tokens so far
-pause("retract")   waits until ......> the wave is aborted; its requests are queued first again, with their tokens so far
-pause("in_place")  waits until ......> the wave stops between two tokens, and keeps its cache
-resume() ----------------------------> continues
-load(weights)      waits until ......> no token is being sampled; without a pause it pauses by itself ("retract")
-
-One condition variable guards all state; the thread stops only in `_between_tokens`.
-
-Sample in the trainer's process: concurrent requests are gathered into waves, one batch each.
+`EmbeddedEngine` samples in the trainer's process. Concurrent requests form waves, one batch each:
 
 agenerate x N          waves task (same event loop)                                    a thread        trainer's thread
 request ------------>  waits until a few turns of the loop bring no new request
                        sorts by episode, so that arrival order changes nothing ------> generates
 awaits its future      resolves every future  <--------------------------------------- completions
 
-pause() waits for the running batch and blocks the next one until resume(). So the weights never
+Its pause() waits for the running batch and blocks the next one until resume(). So the weights never
 change in the middle of a batch, and all tokens of a batch have one version. The event loop is never
 blocked.
+
+`InterruptibleSampler` samples in a thread of its own, so that requests can be aborted or held
+between two tokens:
+
+callers (any thread)                   sampling thread
+submit(request) -> Future -----------> waits for requests while not paused; runs up to `max_rows` of
+them as one wave
+pause("abort")     waits until ......> the wave is aborted; all requests, queued ones too, return their tokens so far
+pause("retract")   waits until ......> the wave is aborted; its requests are queued first again, with their tokens so far
+pause("in_place")  waits until ......> the wave stops between two tokens, and keeps its cache
+resume() ----------------------------> continues
+load(weights)      waits until ......> no token is being sampled; without a pause it pauses by itself ("retract")
+
+One condition variable guards all its state; the thread stops only in `_between_tokens`.
 """
 
 import asyncio
@@ -38,7 +42,9 @@ from areal_core.embedded.generate import Completion, Forward, generate, refuse_u
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
-QUIET_TURNS = 3
+QUIET_TURNS = 3  # of the event loop, without a new request
+Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EmbeddedEngine:
@@ -133,7 +139,7 @@ class EmbeddedEngine:
                     if not future.done():
                         future.set_exception(error)
 
-    async def _run_batch(self, batch: "list[Waiting]") -> None:
+    async def _run_batch(self, batch: list[Waiting]) -> None:
         completions, version = await asyncio.to_thread(self._generate, [req for req, _ in batch])
         for (_, future), completion in zip(batch, completions, strict=True):
             if not future.done():
@@ -155,9 +161,6 @@ class EmbeddedEngine:
                 device=self.device,
             )
         return completions, version
-
-
-Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
 
 
 def row_seed(seed: int, version: int, req: ModelRequest) -> int:
@@ -188,9 +191,6 @@ class ReplicaUpdate:
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
-
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class LoadableModel(Protocol):

@@ -2,7 +2,7 @@
 
     python -m areal_core.embedded.http_server --model-path M --port P
 
-event loop (aiohttp)                         sampling thread (`interruptible.py`)
+event loop (aiohttp)                         sampling thread (`engine.py`)
 /generate ---- submit, await the future ---> waves of requests
 /pause_generation, /abort_request, weights: block, so each runs on a thread of its own
 

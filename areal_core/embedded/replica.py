@@ -4,17 +4,16 @@ Ranks generate different numbers of tokens. Through FSDP's sharded modules each 
 collective, and the ranks would wait for each other indefinitely; a replica generates without
 communication. It receives its weights as a server does, in a weight update.
 
-Attention of one new token over its cache on a CPU: two small matrix products, without a kernel.
+On a CPU two things make it faster than Transformers' own forward:
 
-Torch's kernel is made for long queries. It needs as many key heads as query heads, so that the
-cache is copied for every token, and processes it in blocks meant for many queries. With 9 heads
-over 3, 16 rows and 100 tokens it takes 2.3 ms per layer; this takes 0.24 ms.
-
-Linear layers that compute in bfloat16 on a CPU, with weights in oneDNN's blocked layout.
-
-Otherwise every product of a few rows reorders its weight again: the layers of SmolLM2-135M take 60
-ms for 16 rows, and 38 ms with reordered weights. These copies need as much memory as the weights. A
-copy is made again when its weight has been written to.
+* Attention of one new token over its cache is two small matrix products. Torch's kernel is made for
+  long queries: it needs as many key heads as query heads, so that the cache is copied for every
+  token, and processes it in blocks meant for many queries. With 9 heads over 3, 16 rows and 100
+  tokens it takes 2.3 ms per layer; this takes 0.24 ms.
+* Linear layers compute in bfloat16 with weights in oneDNN's blocked layout. Otherwise every product
+  of a few rows reorders its weight again: the layers of SmolLM2-135M take 60 ms for 16 rows, and 38
+  ms with reordered weights. These copies need as much memory as the weights. A copy is made again
+  when its weight has been written to.
 """
 
 from collections.abc import Iterable
@@ -29,91 +28,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 
-DECODING = "decoding_sdpa"
-
-
-def decoding_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    position_bias: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention for generation: Transformers' own, except for a single new token on a CPU.
-
-    Args:
-        query: [batch, heads, new tokens, head_dim]. key, value: [batch, kv_heads, cached and new
-            tokens, head_dim].
-        attention_mask: bool [batch, 1, new tokens, cached and new tokens], true where a token may
-            attend; None for everywhere.
-
-    Returns:
-        [batch, new tokens, heads, head_dim], and None in place of the attention weights.
-    """
-    if query.shape[2] > 1 or query.device.type != "cpu" or position_bias is not None:
-        options |= {"scaling": scaling, "position_bias": position_bias}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    batch, heads, _, head_dim = query.shape
-    scale = head_dim**-0.5 if scaling is None else scaling
-    # Heads that share keys are rows of one product. float32, as inside torch's kernel: bfloat16
-    # would round the scores.
-    grouped = query.view(batch, key.shape[1], -1, head_dim).float() * scale
-    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, heads / kv_heads, tokens]
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    attended = scores.softmax(-1) @ value.float()
-    return attended.to(query.dtype).view(batch, 1, heads, head_dim), None
-
-
-AttentionInterface.register(DECODING, decoding_attention)
-AttentionMaskInterface.register(DECODING, sdpa_mask)
-
-
+DECODING = "decoding_sdpa"  # name of the attention in Transformers
 ROWS = 16  # of the batch that the layout is optimised for; it is correct for any number of rows
-
-
-class PackedForward:
-    """The forward of a linear layer, computed with a reordered copy of its weight."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-        self.packed: Tensor | None = None
-        self._version = (0, 0)  # of the weight that was packed: its address, and its count of writes
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the output for rows bfloat16 [..., in_features], without gradients."""
-        weight = self.linear.weight
-        version = (weight.data_ptr(), weight._version)
-        if self.packed is None or self._version != version:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-            self._version = version
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.linear.bias, "none", [], "")
-
-
-def pack_linear_layers(model: nn.Module) -> None:
-    """Give bfloat16 linear layers a `PackedForward` for inference, if this CPU supports it."""
-    if not computes_bfloat16():
-        return
-    for module in model.modules():
-        if _is_packable(module):
-            module.forward = PackedForward(cast(nn.Linear, module))
-
-
-def computes_bfloat16() -> bool:
-    """Return whether torch has oneDNN, and this CPU instructions for bfloat16."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _is_packable(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Linear
-        and module.weight.dtype == torch.bfloat16
-        and module.weight.device.type == "cpu"
-    )
 
 
 class Replica:
@@ -169,3 +85,84 @@ class Replica:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+
+def decoding_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention for generation: Transformers' own, except for a single new token on a CPU.
+
+    Args:
+        query: [batch, heads, new tokens, head_dim]. key, value: [batch, kv_heads, cached and new
+            tokens, head_dim].
+        attention_mask: bool [batch, 1, new tokens, cached and new tokens], true where a token may
+            attend; None for everywhere.
+
+    Returns:
+        [batch, new tokens, heads, head_dim], and None in place of the attention weights.
+    """
+    if query.shape[2] > 1 or query.device.type != "cpu" or position_bias is not None:
+        options |= {"scaling": scaling, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    batch, heads, _, head_dim = query.shape
+    scale = head_dim**-0.5 if scaling is None else scaling
+    # Heads that share keys are rows of one product. float32, as inside torch's kernel: bfloat16
+    # would round the scores.
+    grouped = query.view(batch, key.shape[1], -1, head_dim).float() * scale
+    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, heads / kv_heads, tokens]
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    attended = scores.softmax(-1) @ value.float()
+    return attended.to(query.dtype).view(batch, 1, heads, head_dim), None
+
+
+AttentionInterface.register(DECODING, decoding_attention)
+AttentionMaskInterface.register(DECODING, sdpa_mask)
+
+
+class PackedForward:
+    """The forward of a linear layer, computed with a reordered copy of its weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear = linear
+        self.packed: Tensor | None = None
+        self._version = (0, 0)  # of the weight that was packed: its address, and its count of writes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the output for rows bfloat16 [..., in_features], without gradients."""
+        weight = self.linear.weight
+        version = (weight.data_ptr(), weight._version)
+        if self.packed is None or self._version != version:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+            self._version = version
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.linear.bias, "none", [], "")
+
+
+def pack_linear_layers(model: nn.Module) -> None:
+    """Give bfloat16 linear layers a `PackedForward` for inference, if this CPU supports it."""
+    if not computes_bfloat16():
+        return
+    for module in model.modules():
+        if _is_packable(module):
+            module.forward = PackedForward(cast(nn.Linear, module))
+
+
+def computes_bfloat16() -> bool:
+    """Return whether torch has oneDNN, and this CPU instructions for bfloat16."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _is_packable(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        and module.weight.dtype == torch.bfloat16
+        and module.weight.device.type == "cpu"
+    )

@@ -1,7 +1,7 @@
 """Weight updates of an embedded server, from a folder or by broadcast; and weight checksums.
 
-Every method takes the JSON body of the route that it answers (`embedded_server.py`), and runs on
-its own thread. Rank 0 of the trainer forms the process group.
+Every method takes the JSON body of the route that it answers (`http_server.py`), and runs on its
+own thread. Rank 0 of the trainer forms the process group.
 
 An adapter is merged into the weights, so there is one at a time: a new one replaces the last when
 the weights get a new version, or when a request names it. A request that names another one, or

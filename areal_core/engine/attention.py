@@ -1,14 +1,13 @@
 """Attention within each packed sequence, without a mask of `[tokens, tokens]`.
 
-The sequences of a micro-batch are concatenated in `[1, heads, tokens, head_dim]`. That is split by
-length and attention runs on each piece, at the cost of the pieces, on any device; flash-attention
-does the same in one kernel where it is available.
+The sequences of a micro-batch are concatenated in `[1, heads, tokens, head_dim]`. Two functions of
+Transformers' attention interface compute them, and `choose_attention` picks one:
 
-Flash-attention over packed sequences in one kernel, where the device supports it.
-
-Elsewhere `attention.py` runs SDPA, one sequence at a time. The kernel is torch's own
-(`torch.nn.attention.varlen`), so no other package is needed. Its backward is deterministic when
-torch's deterministic algorithms are on.
+* `PACKED` splits that by length and runs SDPA on each piece, at the cost of the pieces, on any
+  device.
+* `FLASH` runs torch's own flash-attention (`torch.nn.attention.varlen`) on all of them in one
+  kernel, where the device supports it; no other package is needed. Its backward is deterministic
+  when torch's deterministic algorithms are on.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,32 @@ from transformers import AttentionInterface
 from areal_core.engine.errors import ModelError
 from areal_core.engine.sequence_parallel import exchange_heads
 
-PACKED = "packed_sdpa"
+PACKED, FLASH = "packed_sdpa", "packed_flash"  # names in Transformers
+OLDEST_CAPABILITY = (8, 0)  # of a GPU with flash-attention: Ampere
+WIDEST_HEAD = 256  # of flash-attention
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention function of a model, by its name in Transformers, and the reason for it."""
+
+    implementation: str
+    reason: str
+
+
+def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> AttentionChoice:
+    """Return the attention for `attn_impl` on a device ("cpu" or "cuda") in a compute dtype."""
+    if attn_impl == "sdpa":
+        return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl requests")
+    if device != "cuda":
+        missing = "no flash-attention on a CPU"
+    elif dtype == torch.float32:
+        missing = "flash-attention computes in bfloat16 or float16, not in float32"
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        missing = "flash-attention needs an Ampere GPU or a newer one"
+    else:
+        return AttentionChoice(FLASH, "torch's flash-attention over packed sequences")
+    return AttentionChoice(PACKED, f"SDPA, one sequence at a time: {missing}")
 
 
 @dataclass(frozen=True)
@@ -146,39 +170,6 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
     return (distance >= 0) & (distance < sliding_window)
 
 
-# Transformers makes no mask for an attention function whose name has no mask function, as packing
-# needs.
-AttentionInterface.register(PACKED, packed_attention)
-
-
-FLASH = "packed_flash"
-OLDEST_CAPABILITY = (8, 0)  # Ampere
-WIDEST_HEAD = 256
-
-
-@dataclass(frozen=True)
-class AttentionChoice:
-    """The attention function of a model, by its name in Transformers, and the reason for it."""
-
-    implementation: str
-    reason: str
-
-
-def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> AttentionChoice:
-    """Return the attention for `attn_impl` on a device ("cpu" or "cuda") in a compute dtype."""
-    if attn_impl == "sdpa":
-        return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl requests")
-    if device != "cuda":
-        missing = "no flash-attention on a CPU"
-    elif dtype == torch.float32:
-        missing = "flash-attention computes in bfloat16 or float16, not in float32"
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
-        missing = "flash-attention needs an Ampere GPU or a newer one"
-    else:
-        return AttentionChoice(FLASH, "torch's flash-attention over packed sequences")
-    return AttentionChoice(PACKED, f"SDPA, one sequence at a time: {missing}")
-
-
 def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
     """Compute `attend_each` in one kernel, if it supports the options and the head size."""
     if packing.dropout or packing.softcap is not None or query.shape[3] > WIDEST_HEAD:
@@ -209,4 +200,7 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
+# Transformers makes no mask for an attention function whose name has no mask function, as packing
+# needs.
+AttentionInterface.register(PACKED, packed_attention)
 AttentionInterface.register(FLASH, partial(packed_attention, kernel=attend_all))

@@ -1,16 +1,14 @@
-"""Loading of a Hugging Face causal language model on the CPU, with float32 master weights.
+"""Loading of a Hugging Face causal language model on the CPU, and two ways to make it faster.
 
-Transformer layers through torch.compile, in graphs shared by all layers and micro-batches.
+`compile_layers` (`fsdp.compile`) runs transformer layers through torch.compile, in graphs that all
+layers and micro-batches share. A graph has a dynamic number of tokens, and is compiled once for all
+layers of a class. The lengths of packed sequences would cause recompilation: they are numbers in a
+list, and a graph is specialised on the length of a list. So they pass through the compiled layer in
+an opaque object, and attention, which needs them, runs in a graph break.
 
-A graph has a dynamic number of tokens, and is compiled once for all layers of a class. The lengths
-of packed sequences would cause recompilation: they are numbers in a list, and a graph is
-specialised on the length of a list. So they pass through the compiled layer in an opaque object,
-and attention, which needs them, runs in a graph break.
-
-Fused kernels of the package liger-kernel for norms and gated MLPs: optional, only on a GPU.
-
-Results differ in the last bits. Rotary embeddings are not replaced: Liger would replace them for
-every model in the process. Cross-entropy is computed in `logprobs.py`.
+`apply_liger` (`use_liger`) replaces norms and gated MLPs by the fused kernels of the package
+liger-kernel, only on a GPU; results differ in the last bits. Rotary embeddings are not replaced:
+Liger would replace them for every model in the process. Cross-entropy is computed in `logprobs.py`.
 """
 
 import importlib.util
@@ -35,6 +33,9 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
+
+BACKEND = "inductor"  # of torch.compile
+ATTENTION_OPTIONS = ("sequence_lengths", "sequence_parallel")  # options of a layer that only attention uses
 
 
 def load_model(
@@ -86,10 +87,6 @@ def without_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p")):
             setattr(config, name, 0.0)
-
-
-BACKEND = "inductor"
-ATTENTION_OPTIONS = ("sequence_lengths", "sequence_parallel")  # options of a layer that only attention uses
 
 
 @dataclass(frozen=True)

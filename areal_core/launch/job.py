@@ -7,9 +7,8 @@ every 0.2 s: ranks ended?  a server ended?
 a server ended: others left -> continue; none left -> the ranks get 30 s to report it and exit
 any exit (end, error, SIGTERM, SIGINT): every child is ended
 
-`local.py`, `ray_cluster.py` and `slurm.py` define only how a server and the ranks are started.
-
-Follow a log file that another machine writes: copy appended bytes to standard output.
+`local.py`, `ray_cluster.py` and `slurm.py` define only how a server and the ranks are started. The
+latter two run them on other machines, and show their output by `following` the log files.
 """
 
 import sys

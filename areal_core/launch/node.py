@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def note_ends(ends: dict[int, float]) -> None:
-    """Record when each child of the main thread ends (process id -> seconds since 1970), indefinitely.
+    """Record indefinitely when children of the main thread end (process id -> Unix time in s).
 
     torchrun polls every 0.1 s. By then the failure of a killed rank has spread to others, whose
     connections are closed.

@@ -1,6 +1,6 @@
-"""The machines that a job needs, and their assignment to ranks and servers.
+"""The machines that a job needs, their ranks and servers, and the start arguments of each server.
 
-The start arguments of each inference server as plain data, for use on another machine.
+A `ServerPlan` is plain data, so that another machine can start the server.
 """
 
 from dataclasses import dataclass, replace

@@ -7,15 +7,13 @@ start agents                                  AgentActor 0..m-1: run() waits    
 following thread: trainer.log -> our output
 every 0.2 s: an agent ended?  a server ended?
 one failed: the others get 1 s to report an earlier failure
-any way out: stop() in each actor's second thread ends its children; then the group goes
+any exit: stop() in each actor's second thread ends its children; then the group is removed
 the driver dies: Ray ends the actors, and their children end with them (`processes.start`)
 
+Each actor has three threads of Ray: one waits for the child, one ends it when the launcher calls
+`stop`, one answers. A child ends with the thread that started it, and so with its actor.
+
 Logs go to the run's log folder, which all machines must see.
-
-Actors of the Ray launcher on each machine: one for a server, one for the trainer's ranks.
-
-Each has three threads of Ray: one waits for the child, one ends it when the launcher calls `stop`,
-one answers. A child ends with the thread that started it, and so with its actor.
 """
 
 import logging
@@ -52,72 +50,9 @@ from areal_core.launch.torchrun import (
 from areal_core.sglang.server import Server
 from areal_core.sglang.start import SGLangServer, free_port
 
-
-class AgentActor:
-    """Runs one command on its machine. `stop` is called while `run` waits."""
-
-    def __init__(self) -> None:
-        self._child: Child | None = None
-
-    def address(self) -> tuple[str, int]:
-        """Return this machine's address, and a free port on it."""
-        host = own_address()
-        return host, free_port(host)
-
-    def run(self, command: list[str], env: dict[str, str], log: str, folder: str) -> int:
-        """Run a command to its end in `folder`; return its exit code as a shell would show it."""
-        with open(log, "wb") as output:
-            self._child = start(command, env, output, Path(folder))
-            code = self._child.wait()
-            if code < 0:
-                output.write(f"killed by {signal.Signals(-code).name}\n".encode())
-        end_tree(self._child)
-        return shell_code(code)
-
-    def stop(self) -> None:
-        """End the command and everything that it has started."""
-        if self._child is not None:
-            end_tree(self._child)
-
-
-class ServerActor:
-    """Runs one inference server on its machine. `stop` is called while `wait` waits."""
-
-    def __init__(self) -> None:
-        self._server: SGLangServer | None = None
-
-    def start(self, plan: ServerPlan) -> str:
-        """Start the server; return its address."""
-        self._server = start_server(plan, own_address())
-        return self._server.server.address
-
-    def wait_until_ready(self) -> None:
-        """Wait until `/health` answers. Raises `ServerFailed`."""
-        self._started().wait_until_ready()
-
-    def wait(self) -> int:
-        """Wait for the end of the server; return its exit code."""
-        return self._started().process.wait()
-
-    def stop(self) -> None:
-        """End the server and all its workers."""
-        if self._server is not None:
-            self._server.stop()
-
-    def _started(self) -> SGLangServer:
-        assert self._server is not None, "start() comes first"
-        return self._server
-
-
-def own_address() -> str:
-    """Return the address of this machine as Ray knows it."""
-    address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
-    return address()
-
-
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor
 STOP_TIMEOUT_S = 30.0
-SETTLE_S = 1.0
+SETTLE_S = 1.0  # in which other machines may report an earlier failure
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -188,25 +123,25 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """The environment of this process, for the children of actors."""
+    """Return the environment of this process, for the children of actors."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FORWARDED)}
 
 
 def device_of(device: str) -> str:
-    """ "cpu" or "cuda": the configured device, or that of the cluster for "auto"."""
+    """Return the configured device, or that of the cluster for "auto": "cpu" or "cuda"."""
     if device != "auto":
         return device
     return "cuda" if "GPU" in cluster_resources() else "cpu"
 
 
 def cluster_resources() -> dict[str, float]:
-    """The CPUs, GPUs and bytes of memory of the cluster, by Ray's names of them."""
+    """Return the CPUs, GPUs and bytes of memory of the cluster, by Ray's names of them."""
     resources: Any = ray.cluster_resources  # Ray leaves it without annotations
     return resources()
 
 
 def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
-    """Resources of each actor: the trainer's machines, then the servers."""
+    """Return the resources of each actor: the trainer's machines, then the servers."""
     trainer = (placement.ranks_per_node, options.trainer_cpus_per_gpu, options.trainer_mem_per_gpu)
     server = (
         placement.devices_per_server,
@@ -249,7 +184,7 @@ def placed(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[Placem
 
 
 def describe(bundles: list[dict[str, float]]) -> str:
-    """Bundles as `4 CPU, 8 GiB + 2 CPU`."""
+    """Return bundles as `4 CPU, 8 GiB + 2 CPU`."""
     scales = {"CPU": (1, "CPU"), "GPU": (1, "GPU"), "memory": (2**30, "GiB")}
     return " + ".join(
         ", ".join(
@@ -347,3 +282,65 @@ def poll_agents(running: list["ray.ObjectRef[int]"]) -> int | None:
         if code:
             return code
     return None if running else 0
+
+
+class AgentActor:
+    """Runs one command on its machine. `stop` is called while `run` waits."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Return this machine's address, and a free port on it."""
+        host = own_address()
+        return host, free_port(host)
+
+    def run(self, command: list[str], env: dict[str, str], log: str, folder: str) -> int:
+        """Run a command to its end in `folder`; return its exit code as a shell would show it."""
+        with open(log, "wb") as output:
+            self._child = start(command, env, output, Path(folder))
+            code = self._child.wait()
+            if code < 0:
+                output.write(f"killed by {signal.Signals(-code).name}\n".encode())
+        end_tree(self._child)
+        return shell_code(code)
+
+    def stop(self) -> None:
+        """End the command and everything that it has started."""
+        if self._child is not None:
+            end_tree(self._child)
+
+
+class ServerActor:
+    """Runs one inference server on its machine. `stop` is called while `wait` waits."""
+
+    def __init__(self) -> None:
+        self._server: SGLangServer | None = None
+
+    def start(self, plan: ServerPlan) -> str:
+        """Start the server; return its address."""
+        self._server = start_server(plan, own_address())
+        return self._server.server.address
+
+    def wait_until_ready(self) -> None:
+        """Wait until `/health` answers. Raises `ServerFailed`."""
+        self._started().wait_until_ready()
+
+    def wait(self) -> int:
+        """Wait for the end of the server; return its exit code."""
+        return self._started().process.wait()
+
+    def stop(self) -> None:
+        """End the server and all its workers."""
+        if self._server is not None:
+            self._server.stop()
+
+    def _started(self) -> SGLangServer:
+        assert self._server is not None, "start() comes first"
+        return self._server
+
+
+def own_address() -> str:
+    """Return the address of this machine as Ray knows it."""
+    address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
+    return address()

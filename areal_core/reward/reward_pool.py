@@ -123,7 +123,7 @@ class RewardPool:
 
 
 def reward_of(reply: dict[str, Any]) -> float:
-    """Return the number in a worker's reply (`worker.answer`).
+    """Return the number in a worker's reply (`reward_worker.answer`).
 
     Raises RewardError if there is none.
     """

@@ -1,4 +1,4 @@
-"""A worker process of `pool.py`: read jobs from a pipe, call the reward function, write replies.
+"""A worker process of `reward_pool.py`: read jobs from a pipe, call the reward function, reply.
 
 Usage: python -m areal_core.reward.reward_worker PIPE_FD REWARD_NAME TIMEOUT_S
 """

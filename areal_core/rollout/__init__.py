@@ -1,1 +1,1 @@
-"""Rollouts: inference engines, workflows, and the sources of training batches."""
+"""Rollouts: prompts through workflows and an engine, and the sources of training batches."""

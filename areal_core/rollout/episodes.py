@@ -1,6 +1,10 @@
-"""The episodes of one prompt: named requests, checked tensors, and rows of a batch.
+"""The episodes of one prompt: run, checked and accepted as a group, and made rows of a batch.
 
-A prompt in flight with all its samples: started, accepted and consumed as a unit.
+Plan: workflow, n_samples, filter
+Group: a prompt in flight   run_episodes       an `EpisodeEngine` per sample names its requests
+                            refuse_unusable, refuse_malformed
+                            is_accepted        the filter, on all rows of the prompt
+groups of a batch           assemble           rows in canonical order
 """
 
 import asyncio
@@ -29,12 +33,22 @@ ROW_DTYPES = {
     "rewards": torch.float32,
     "finish_reason": torch.int32,
 }
+AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The episodes of a prompt: `n_samples` of a workflow, all dropped unless `should_accept`."""
+
+    workflow: RolloutWorkflow
+    n_samples: int = 1
+    should_accept: AcceptFn | None = None
 
 
 class EpisodeEngine:
     """The `EpisodeSampler` of one episode: adds the episode's name and turn number to its requests.
 
-    It also records the progress of the episode, from which `watch.py` explains a long wait.
+    It also records the progress of the episode, from which `pipeline.Watch` explains a long wait.
     """
 
     def __init__(self, engine: TokenSampler, prompt_id: int, sample_id: int) -> None:
@@ -62,6 +76,25 @@ class EpisodeEngine:
         finally:
             self.num_generating -= 1
             self.since = time.monotonic()
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt in flight, or finished."""
+
+    task_id: int
+    prompt_id: int
+    data: Row
+    plan: Plan
+    from_feed: bool = False
+    version: int = -1  # at the start; once finished, that of the oldest token
+    task: asyncio.Task[None] | None = None
+    episodes: list[EpisodeEngine] = field(default_factory=list)
+    rows: list[Batch | None] | None = None  # per episode; None unless accepted
+
+    def batch(self) -> Batch | None:
+        """Return the accepted rows in canonical order; None if the prompt was not accepted."""
+        return None if self.rows is None else assemble([(self.prompt_id, self.rows)])
 
 
 async def run_episodes(
@@ -96,6 +129,20 @@ async def _run_episode(
     finally:
         episode.is_finished = True
     return rows
+
+
+def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> bool:
+    """Return `should_accept` of a prompt's rows.
+
+    Its exception gets a note that names the prompt.
+    """
+    if plan.should_accept is None:
+        return True
+    try:
+        return bool(plan.should_accept(assemble([(prompt_id, rows)])))
+    except Exception as error:
+        error.add_note(f"in should_accept_fn for prompt {prompt_id}")
+        raise
 
 
 def refuse_unusable(rows: Batch) -> None:
@@ -171,48 +218,3 @@ def stamp(rows: Batch, prompt_id: int, first_sample_id: int) -> dict[str, Tensor
         "prompt_id": torch.full((num_rows,), prompt_id, dtype=torch.int64),
         "sample_id": torch.arange(first_sample_id, first_sample_id + num_rows, dtype=torch.int32),
     }
-
-
-AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The episodes of a prompt: `n_samples` of a workflow, all dropped unless `should_accept`."""
-
-    workflow: RolloutWorkflow
-    n_samples: int = 1
-    should_accept: AcceptFn | None = None
-
-
-@dataclass(eq=False)
-class Group:
-    """One prompt in flight, or finished."""
-
-    task_id: int
-    prompt_id: int
-    data: Row
-    plan: Plan
-    from_feed: bool = False
-    version: int = -1  # at the start; once finished, that of the oldest token
-    task: asyncio.Task[None] | None = None
-    episodes: list[EpisodeEngine] = field(default_factory=list)
-    rows: list[Batch | None] | None = None  # per episode; None unless accepted
-
-    def batch(self) -> Batch | None:
-        """Return the accepted rows in canonical order; None if the prompt was not accepted."""
-        return None if self.rows is None else assemble([(self.prompt_id, self.rows)])
-
-
-def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> bool:
-    """Return `should_accept` of a prompt's rows.
-
-    Its exception gets a note that names the prompt.
-    """
-    if plan.should_accept is None:
-        return True
-    try:
-        return bool(plan.should_accept(assemble([(prompt_id, rows)])))
-    except Exception as error:
-        error.add_note(f"in should_accept_fn for prompt {prompt_id}")
-        raise

@@ -1,12 +1,13 @@
-"""Live rollouts as the trainer's source of batches: an executor with prompts from a loader.
+"""Live rollouts as the trainer's source of batches, of one rank or shared by a group of ranks.
 
-trainer thread                                        event loop thread (executor.py)
-next_batch(step, v) -- prepare_batch ---------------> a batch that is ready, or the wait for one; the next ones are sampled
+trainer thread                                        event loop thread (pipeline.py)
+next_batch(step, v) -- prepare_batch ---------------> a batch that is ready, or the wait for one;
+the next ones are sampled
 ... trains ...                                        ... episodes continue ...
 update_weights(v + 1): weight update (generation      ... their requests are sent again and continue with the new weights ...
   is paused and resumed), set_version --------------> starts what version v did not allow
 
-One batch for ranks that hold the same rows: rank 0 of their group samples it.
+Ranks of one model-parallel group hold the same rows: rank 0 of the group samples them for all.
 
 rank 0   next_batch: executor ... batch ── share ──> trains ── update_weights: send ── executor: next version
 others   next_batch: wait for rank 0 ───── share ──> trains ── update_weights: send (its collectives)
@@ -30,6 +31,7 @@ from areal_core.sglang.weight_update import WeightUpdate
 from areal_core.telemetry.stats import Reduce, Stats
 
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
+Share = Callable[[Any], Any]  # rank 0's value -> the same on every rank of the group
 
 
 class LiveRollouts:
@@ -130,9 +132,6 @@ def log_rollouts(stats: Stats, executor: Executor, batch: dict[str, Tensor]) -> 
             stale=control.stale,
             running=control.running,
         )
-
-
-Share = Callable[[Any], Any]
 
 
 class SharedRollouts:

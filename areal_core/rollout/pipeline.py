@@ -3,8 +3,18 @@
 At most as many prompts run as the limits allow, they start as early as possible, and they are
 consumed within the allowed staleness.
 
+trainer thread: `Executor`                   event loop thread: `Pipeline`
+submit(data, workflow) --------------------> queues a prompt; starts it when the limits allow
+prepare_batch(feed, ...)  <----------------- a batch that is ready, or the wait for one
+... trains ...                               ... starts and finishes the prompts of the next batches ...
+set_version(v) ----------------------------> starts what the previous version did not allow
+pause, resume -----------------------------> stops, restarts new prompts; running ones continue
+
+Inside the event loop thread:
+
     submit ---> pending --+
-    prepare --> feed -----+--> start_more: while capacity() > 0, a task a prompt: its n_samples episodes --> engine, reward
+    prepare --> feed -----+--> _start_more: while capacity() > 0, a task a prompt: its n_samples
+    episodes --> engine, reward
                                    ^                     |
           set_version, resume, ----+        accepted | rejected | failed
           a result is fetched      |                     |
@@ -18,26 +28,12 @@ consumed within the allowed staleness.
     an episode             the engine; its reward, its tools     the reply; the time limit of `RewardPool`
     a request              generation that is not paused         the end of a weight update, the engine's resume()
 
-Nothing polls: each event that can free capacity calls `start_more`, each that can satisfy a waiter
-wakes it. All state belongs to the event loop's thread, so there are no locks; other threads use
-`executor.py`.
+Nothing polls: each event that can free capacity calls `_start_more`, each that can satisfy a waiter
+wakes it. All state belongs to the event loop's thread, so there are no locks.
 
 A waiter never waits silently. A wait that cannot end, and prompts that always fail or are rejected,
-raise an exception (`tolerance.py`); a long wait is logged with the names of what it waits for, and
-again each time it has doubled (`watch.py`).
-
-Prompts one at a time from a loader of batches; a resumed run neither loses nor repeats one.
-
-Reports of long waits: what is awaited, and again each time the wait has doubled.
-
-The rollouts of one data-parallel rank, for code without an event loop.
-
-trainer thread                               event loop thread (pipeline.py)
-submit(data, workflow) --------------------> queues a prompt; starts it when the limits allow
-prepare_batch(feed, ...)  <----------------- a batch that is ready, or the wait for one
-... trains ...                               ... starts and finishes the prompts of the next batches ...
-set_version(v) ----------------------------> starts what the previous version did not allow
-pause, resume -----------------------------> stops, restarts new prompts; running ones continue
+raise an exception (`staleness.Tolerance`); a long wait is logged with the names of what it waits
+for, and again each time it has doubled (`Watch`).
 """
 
 import asyncio
@@ -45,9 +41,10 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from areal_core.batch import Batch
 from areal_core.dataset.rows import Row
@@ -66,6 +63,10 @@ from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.staleness import StalenessControl, Tolerance, choose_batch
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow
+
+T = TypeVar("T")
+P = ParamSpec("P")
+logger = logging.getLogger(__name__)
 
 
 class PromptLoader(Protocol):
@@ -123,9 +124,6 @@ class PromptFeed:
         self._waiting = deque((prompt_id, self.loader.row(prompt_id)) for prompt_id in state["prompts"])
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Patience:
     """The durations after which a wait is reported.
@@ -165,12 +163,12 @@ class Watch:
         generating = [episode for episode in oldest_first if episode.num_generating > 0]
         if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
             self._report(
-                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {name(own_code[0])} "
+                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {episode_name(own_code[0])} "
                 f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
             )
         if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
             self._report(
-                f"{len(generating)} episodes wait for the engine, {name(generating[0])} for "
+                f"{len(generating)} episodes wait for the engine, {episode_name(generating[0])} for "
                 f"{now - generating[0].since:.0f} s: are the completions long, or are the servers paused?"
             )
 
@@ -184,12 +182,9 @@ class Watch:
         logger.warning("waiting for %s: %s", self.wanted, text)
 
 
-def name(episode: EpisodeEngine) -> str:
+def episode_name(episode: EpisodeEngine) -> str:
     """Return an episode's name for messages."""
     return f"prompt {episode.prompt_id}, sample {episode.sample_id}"
-
-
-T = TypeVar("T")
 
 
 class Pipeline:
@@ -272,7 +267,7 @@ class Pipeline:
         return await self._until(self._take_batch, f"{self.control.batch_size} prompts", timeout_s)
 
     async def set_version(self, version: int) -> None:
-        """Set the trainer's version, and start the prompts that it allows."""
+        """Set the version of the trainer's weights, and start the prompts that it allows."""
         self.control.version = version
         self._something_happened()
 
@@ -287,7 +282,7 @@ class Pipeline:
         self._something_happened()
 
     async def snapshot(self, read: Callable[[list[int]], T]) -> T:
-        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken."""
+        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken, atomically."""
         groups = [*self._ready, *(group for group in self._running.values() if group.from_feed)]
         return read(sorted(group.prompt_id for group in groups))
 
@@ -456,8 +451,23 @@ class Pipeline:
         self._running.clear()
 
 
+def blocking(
+    method: Callable[Concatenate[Pipeline, P], Coroutine[Any, Any, T]],
+) -> "Callable[Concatenate[Executor, P], T]":
+    """Return a method of `Executor` that runs `method` on the loop's thread and waits for it."""
+
+    @wraps(method)
+    def call(executor: "Executor", /, *args: P.args, **options: P.kwargs) -> T:
+        return executor.loop.run(method(executor._pipeline, *args, **options))
+
+    return call
+
+
 class Executor:
-    """Run prompts through workflows. Its methods are called from any thread except its own.
+    """A `Pipeline` for code without an event loop: it runs on the thread of a `LoopThread`.
+
+    The methods block, and are called from any thread except that one. Batches are assembled on the
+    calling thread, so that episodes continue meanwhile.
 
     Args:
         engine: samples tokens. It is closed with the executor, unless the thread is shared.
@@ -558,13 +568,9 @@ class Executor:
         groups = self.loop.run(self._pipeline.prepare(feed, plan, timeout_s))
         return assemble([(group.prompt_id, group.rows) for group in groups if group.rows is not None])
 
-    def set_version(self, version: int) -> None:
-        """Set the version of the trainer's weights, and start the prompts that it allows."""
-        self.loop.run(self._pipeline.set_version(version))
-
-    def continue_at(self, version: int) -> None:
-        """Continue a run that has consumed a batch for each version before this one."""
-        self.loop.run(self._pipeline.continue_at(version))
+    set_version = blocking(Pipeline.set_version)
+    continue_at = blocking(Pipeline.continue_at)
+    snapshot = blocking(Pipeline.snapshot)
 
     def pause(self) -> None:
         """Start no new prompts; running ones continue."""
@@ -573,10 +579,6 @@ class Executor:
     def resume(self) -> None:
         """Start new prompts again."""
         self.loop.run(self._pipeline.set_paused(False))
-
-    def snapshot(self, read: Callable[[list[int]], T]) -> T:
-        """Return `read(prompt_ids)` of the feed's prompts that no batch has taken, atomically."""
-        return self.loop.run(self._pipeline.snapshot(read))
 
     def close(self) -> None:
         """Cancel running prompts; close engine and thread, unless the thread is shared."""

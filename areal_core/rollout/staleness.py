@@ -11,11 +11,9 @@ Arithmetic only, no threads. A prompt that starts at version `s` may be consumed
   the batches within their limit: then the trainer waits for one of those. (Consuming any finished
   prompt would let the staleness of a long episode grow without bound.)
 
-Tolerance for prompts that the trainer cannot use: how many are replaced before an error.
-
-A failed prompt is logged and replaced `max_failures` times per batch, then the workflow's exception
-is raised. Rejected prompts, and ones that are too stale, are replaced until there are too many in a
-row.
+`Tolerance` counts the prompts that the trainer cannot use. A failed one is logged and replaced
+`max_failures` times per batch, then the workflow's exception is raised. Rejected prompts, and ones
+that are too stale, are replaced until there are too many in a row.
 """
 
 import logging
@@ -24,6 +22,9 @@ from dataclasses import dataclass
 
 from areal_core.rollout.episodes import Group
 from areal_core.rollout.errors import NothingAccepted, RolloutStuck
+
+MAX_BATCHES, MIN_PROMPTS = 4, 32  # in a row: four batches, at least 32 prompts
+logger = logging.getLogger(__name__)
 
 
 def per_rank(total: int, num_ranks: int) -> int:
@@ -114,10 +115,6 @@ def choose_batch(
         for place, started in enumerate(behind)
     )
     return chosen if in_time or not still_useful else None
-
-
-logger = logging.getLogger(__name__)
-MAX_BATCHES, MIN_PROMPTS = 4, 32  # in a row: four batches, at least 32 prompts
 
 
 class Tolerance:

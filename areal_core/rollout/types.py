@@ -1,8 +1,7 @@
-"""Requests to an engine and its responses: token ids in; token ids, logprobs and versions out.
+"""The interface of an engine: requests of token ids; responses of ids, logprobs and versions.
 
-The interface to an inference engine.
-
-The SGLang client, the embedded engine and the scripted one implement it.
+The SGLang client, the embedded engine and the scripted one of `areal_core/testing.py` implement
+`InferenceEngine`. A workflow sees only the `EpisodeSampler` of its episode.
 """
 
 import uuid

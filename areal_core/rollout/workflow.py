@@ -1,9 +1,8 @@
 """Workflows: one row of data in, one dict of tensors out, with any number of engine calls.
 
 A workflow is any object with `arun_episode(engine, data)`. `RLVRWorkflow` is the common one: one
-completion, one verifiable reward.
-
-Episodes as readable text: one JSON line per row, in a folder per version of the weights.
+completion, one verifiable reward. `WrittenWorkflow` wraps another one and writes its episodes as
+readable text: one JSON line per row, in a folder per version of the weights.
 """
 
 import json

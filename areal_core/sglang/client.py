@@ -15,15 +15,10 @@ Each token has the version that the *server* reports, so a reply that spans a we
 right versions. Where adapters are served (`lora_name`) a request names the adapter of one version,
 which is then the version of its tokens; after an abort it is the server's current one.
 
-Connections from an event loop to inference servers: one session per server.
-
-Routing of requests to servers: round-robin over prompts, one server per prompt.
-
-The samples of a prompt share its prefix, and so do the turns of a conversation, so one server's
-prefix cache serves them all. A server with far more running requests than the least loaded one
-loses this affinity: a group of 64 still spreads over two servers.
-
-The wire format of SGLang's `/generate`: a request's JSON, and the parsed reply.
+The `Router` distributes prompts round-robin and keeps the samples of a prompt, and the turns of a
+conversation, on one server, whose prefix cache serves them all. A server with far more running
+requests than the least loaded one loses this affinity: a group of 64 still spreads over two
+servers.
 """
 
 import asyncio
@@ -48,6 +43,14 @@ from areal_core.sglang.server import MESSAGE_LIMIT, RunModel, Server, ask_versio
 
 READ_BUFFER_BYTES = 10 * 1024 * 1024
 CONNECT_TIMEOUT_S = 30.0
+REMEMBERED_PROMPTS = 65536  # whose server the router knows
+# A server is overloaded above two times the requests of the least loaded one, and this many.
+SPARE_REQUESTS = 8
+MAX_MISSES = 3  # failed health checks in a row, after which requests go to other servers
+POLL_S = 0.5  # between two searches for a server
+MAX_FAILURES = 100  # of one request: a server that always breaks it off is not retried indefinitely
+MAX_THREADS = 32  # that query servers
+logger = logging.getLogger(__name__)
 
 
 class Connections:
@@ -99,10 +102,6 @@ class Connections:
         """Abort every request and close all sessions."""
         for server in self.servers:
             await self.hang_up(server)
-
-
-REMEMBERED_PROMPTS = 65536
-SPARE_REQUESTS = 8
 
 
 class Router:
@@ -169,7 +168,10 @@ def adapter_name(name: str, version: int | str) -> str:
 def generate_payload(
     input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int
 ) -> dict[str, Any]:
-    """Return a request's JSON; the last `num_sampled` of `input_ids` are of the completion."""
+    """Return the JSON of a `/generate` request.
+
+    The last `num_sampled` of `input_ids` are of the completion.
+    """
     params = {
         "max_new_tokens": num_new_tokens,
         "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
@@ -231,13 +233,6 @@ def parse_generate(body: bytes, version: int | None = None) -> Chunk:
 def parse_version(text: str) -> int | None:
     """Return the number of a weight version; None before the first weight update ("default")."""
     return int(text) if text.isdecimal() else None
-
-
-MAX_MISSES = 3  # failed health checks in a row, after which requests go to other servers
-POLL_S = 0.5
-MAX_FAILURES = 100  # of one request: a server that always breaks it off is not retried indefinitely
-MAX_THREADS = 32
-logger = logging.getLogger(__name__)
 
 
 class SGLangClient:

@@ -1,6 +1,6 @@
-"""The inference servers of a run: configured ones, and elastic ones that are discovered.
+"""The inference servers of a run: configured ones, and elastic ones found in a name service.
 
-The name service of a run: a tree of small texts, in a folder that all machines share.
+The name service is a tree of small texts, in a folder that all machines share.
 
     {root}/{user}/{experiment}/{trial}/gen_servers/{id}/ENTRY        "host:port" of one inference server
 
@@ -28,8 +28,9 @@ from areal_core.sglang.server import (
     wait_until_healthy,
 )
 
-ENTRY = "ENTRY"
-ATTEMPTS = 1000
+ENTRY = "ENTRY"  # file name of an entry's text
+ATTEMPTS = 1000  # to write an entry into a folder that others delete while it is empty
+logger = logging.getLogger(__name__)
 
 
 class NameService(Protocol):
@@ -177,9 +178,6 @@ def discovered_servers(names: NameService, experiment: str, trial: str) -> Mappi
     return {
         name: Server(value.strip()) for name, value in names.below(servers_name(experiment, trial)).items()
     }
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

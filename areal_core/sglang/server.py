@@ -1,15 +1,13 @@
-"""One inference server: its address, the end of its log, and blocking calls to it.
+"""One inference server: its address, blocking calls to it, and the check of what it serves.
 
 Control calls (pause, weight update, flush) are few and slow, and are made from the trainer's
-thread, so they are plain blocking HTTP (`server_pool.py`); only `/generate` is asynchronous
-(`sglang_client.py`).
+thread, so they are plain blocking HTTP, concurrent over all servers in `pool.py`; only `/generate`
+is asynchronous (`client.py`).
 
-The identity that a server reports, and the check of it against a run's model.
-
-`/server_info` and `/model_info` are read. After a weight update by disk `/model_info` names the
-folder of that update as the model; `/server_info` keeps the one with which the server was started.
-Neither reports the size of the vocabulary, so sizes are compared where the server's `config.json`
-can be read here.
+A server's identity comes from `/server_info` and `/model_info`. After a weight update by disk
+`/model_info` names the folder of that update as the model; `/server_info` keeps the one with which
+the server was started. Neither reports the size of the vocabulary, so sizes are compared where the
+server's `config.json` can be read here.
 """
 
 import http.client
@@ -28,7 +26,12 @@ from areal_core.rollout.errors import MalformedReply, NoServers, RequestRefused,
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 LOGS_VARIABLE = "AREAL_LLM_SERVER_LOGS"
 MESSAGE_LIMIT = 500  # characters of a reply in an error message
-LINE_LIMIT = 300
+LINE_LIMIT = 300  # characters of a log line
+OLDEST = (0, 5, 0)  # SGLang; older ones do not report the version of their weights in a reply
+TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
+ASK_TIMEOUT_S = 5.0
+# Fields of config.json that must agree between the server's model and the run's.
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,6 @@ def wait_until_healthy(
             if time.monotonic() > deadline:
                 raise ServerDied(f"not ready after {timeout_s:.0f} s: server {server.describe()}")
             time.sleep(0.5)
-
-
-OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
-TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
-ASK_TIMEOUT_S = 5.0
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Verification, after every k-th weight update, that the servers hold the weights that were sent.
 
 A server may accept a tensor that is one row short without an error and keep the old row; only its
-checksums show that. A check makes two calls: before the update for the names under which the
-servers hold weights, after it for their checksums.
-
-Checksums of the weights that were sent, compared with those of SGLang's `/weights_checker`.
+checksums show that. A `WeightCheck` calls `/weights_checker` before the update, for the names under
+which the servers hold weights, and after it, for their checksums.
 
 The route returns, for each rank of a server, a 64-bit hash of every parameter under the *server's*
 name, so ours must be computed of the tensors in the server's layout:
@@ -32,6 +30,9 @@ from torch import Tensor
 from areal_core.rollout.errors import MalformedReply, RequestRefused, WeightsDiffer
 from areal_core.sglang.pool import ServerPool
 
+CHECKER = "/weights_checker"
+MAX_NAMED = 8  # tensors in a message
+# Parameters of a server that concatenate several sent ones.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -40,6 +41,14 @@ PADDED = ("embed_tokens.weight", "lm_head.weight")
 PADDING_ROWS = 64
 # Buffers that are computed from the config alone, and so are never sent.
 DERIVED = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq")
+# Constants of `words_hash`.
+MASK_32, MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+TILE_WORDS = 8192
+CHUNK_TILES = 512
+SEED = 0x243F6A88
+# (multiplier of the position, seed, rotation of the position) of each 32-bit half of a hash.
+HALVES = ((0x27D4EB2D, SEED, 15), (0x165667B1, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK_32, 13))
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,11 +133,11 @@ class ExpectedWeights:
             yield name, tensor
 
     def _add(self, name: str, parts: list[Tensor]) -> None:
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        layouts = [whole if self.dtype is None else whole.to(self.dtype)]
-        if self.dtype is None and whole.dtype == torch.float32:  # dtype "auto" may be any of these
-            layouts += [whole.to(torch.bfloat16), whole.to(torch.float16)]
-        if name.endswith(PADDED) and (missing := -len(whole) % PADDING_ROWS):
+        full = parts[0] if len(parts) == 1 else torch.cat(parts)
+        layouts = [full if self.dtype is None else full.to(self.dtype)]
+        if self.dtype is None and full.dtype == torch.float32:  # dtype "auto" may be any of these
+            layouts += [full.to(torch.bfloat16), full.to(torch.float16)]
+        if name.endswith(PADDED) and (missing := -len(full) % PADDING_ROWS):
             layouts += [torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in layouts]
         self.checksums[name] = {self.hash_tensor(layout) for layout in layouts}
 
@@ -152,14 +161,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def sha256_of(tensor: Tensor) -> str:
     """Return 16 hex digits of the SHA-256 of the tensor's bytes, as a server on the CPU does."""
     return hashlib.sha256(bytes_of(tensor).cpu().numpy().data).hexdigest()[:16]
-
-
-MASK_32, MASK_64 = (1 << 32) - 1, (1 << 64) - 1
-TILE_WORDS = 8192
-CHUNK_TILES = 512
-SEED = 0x243F6A88
-# (multiplier of the position, seed, rotation of the position) of each 32-bit half of a hash.
-HALVES = ((0x27D4EB2D, SEED, 15), (0x165667B1, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK_32, 13))
 
 
 def words_hash(tensor: Tensor) -> str:
@@ -218,11 +219,6 @@ def mix_64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
     return x ^ (x >> 31)
-
-
-CHECKER = "/weights_checker"
-MAX_NAMED = 8
-logger = logging.getLogger(__name__)
 
 
 class WeightCheck:

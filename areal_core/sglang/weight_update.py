@@ -1,4 +1,6 @@
-"""Weight updates of the SGLang servers: through a folder, or by broadcast from rank 0.
+"""Weight updates of the SGLang servers: through a folder, by broadcast, or as an adapter.
+
+`DiskUpdate` and `BroadcastUpdate` send all weights:
 
     every rank                       rank 0 only                              each server
     -------------------------        -------------------------------------    ---------------------------
@@ -15,13 +17,11 @@ iterating after a failure and raises it at the end. A server that dies in the mi
 breaks the group: the ranks agree to iterate once more, and the remaining servers stay paused until
 they have all of the new weights.
 
-The process group over which rank 0 sends weights to inference servers.
+In the group of a broadcast (`UpdateGroup`) rank 0 of the trainer is rank 0, and server i has the
+next `ranks_per_server` ranks. Both sides must enter each collective at the same time, so the HTTP
+request that makes a server enter it runs in a thread while this side waits in it.
 
-Rank 0 of the trainer is rank 0 of the group; server i has the next `ranks_per_server` ranks. Both
-sides must enter each collective at the same time, so the HTTP request that makes a server enter it
-runs in a thread while this side waits in it.
-
-Send a new LoRA adapter to the SGLang servers, through a folder; the base model stays unchanged.
+`AdapterUpdate` sends a new LoRA adapter; the base model stays unchanged:
 
     every rank                     rank 0 only                                     each server
     ---------------------------    ---------------------------------------------   -------------------------------------
@@ -78,141 +78,9 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 GROUP_NAME = "update_weight_group"
-
-
-class UpdateGroup:
-    """Rank 0's side of the group.
-
-    Raises `RequestRefused` or `ServerDied` if a server does not join.
-    """
-
-    def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
-        self.pool = pool
-        self.servers = list(pool.servers)
-        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
-        host = own_address(self.servers[0].address)
-        world_size = 1 + len(self.servers) * ranks_per_server
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
-        joining = pool.start_post(
-            "/init_weights_update_group",
-            lambda i: {
-                "master_address": host,
-                "master_port": store.port,
-                "rank_offset": 1 + i * ranks_per_server,
-                "world_size": world_size,
-                "backend": backend,
-                "group_name": self.name,
-            },
-        )
-        self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
-        wait(joining)
-        try:
-            pool.raise_failures(joining)
-        except RuntimeError:
-            self.close()
-            raise
-
-    def _form(
-        self,
-        world_size: int,
-        backend: str,
-        store: TCPStore,
-        timeout: timedelta,
-        joining: list[Future[str]],
-    ) -> dist.ProcessGroup:
-        """Form the group in a thread; raise the error of a server that refuses.
-
-        The group then never forms.
-        """
-        formed: Future[dist.ProcessGroup] = Future()
-
-        def form() -> None:
-            try:
-                formed.set_result(form_group(store, 0, world_size, backend, self.name, timeout))
-            except RuntimeError as error:
-                formed.set_exception(error)
-
-        threading.Thread(target=form, name="update-group", daemon=True).start()
-        while not formed.done():
-            self.pool.raise_failures(joining)
-            time.sleep(0.01)
-        return formed.result()
-
-    def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
-        """Send the tensors, in order, to every server, which loads them by name.
-
-        Raises:
-            RuntimeError: `ServerDied`, `RequestRefused` or an error of the backend; the death of a
-                server may also appear as the refusal of another one that waited for it. Servers
-                then hold a mixture of weights, and the group is unusable.
-        """
-        request = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "group_name": self.name,
-            **extra,
-        }
-        replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
-        broadcasts = (
-            dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
-            for _, tensor in bucket
-        )
-        works = [work for work in broadcasts if work is not None]  # None only outside the group
-        try:
-            # A server that has refused or died never enters the broadcast, so waiting only for the
-            # broadcast would not end.
-            while not all(work.is_completed() for work in works):
-                self.pool.raise_failures(replies)
-                time.sleep(0.001)
-            while works:
-                works.pop().wait()
-            wait(replies)
-            self.pool.raise_failures(replies)
-        finally:
-            works.clear()  # otherwise a traceback keeps them, the group and its connections alive
-
-    def close(self) -> None:
-        """Leave the group: servers that wait in it get an error once nothing refers to it here."""
-        dist.destroy_process_group(self._group)
-        self._group = None
-
-
-def form_group(
-    store: TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Return a group outside the default one, in which this process is `rank`.
-
-    Raises:
-        RuntimeError: the other processes do not join in time.
-    """
-    # Private, but the only way to form a group of processes without a common default group; SGLang
-    # does the same on its side.
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        dist.Backend(backend),
-        PrefixStore(name, store),
-        cast("GroupName", name),
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)  # this process is a member
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
-
-
-def own_address(peer: str) -> str:
-    """Return the address of this machine as seen by `peer` (`host:port`)."""
-    host, _, port = peer.rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
-        return connection.getsockname()[0]
-
-
+MESSAGE_BYTES = 4096  # of the outcome that rank 0 broadcasts
+DONE, AGAIN, FAILED = "done", "again", "failed"  # outcomes of one attempt
 NamedTensors = Iterable[tuple[str, Tensor]]
-MESSAGE_BYTES = 4096
-DONE, AGAIN, FAILED = "done", "again", "failed"
 logger = logging.getLogger(__name__)
 
 
@@ -476,6 +344,136 @@ def broadcast_text(text: str) -> str:
     message = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     dist.broadcast(message, src=0)
     return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+class UpdateGroup:
+    """Rank 0's side of the process group over which it sends weights to the servers.
+
+    Raises `RequestRefused` or `ServerDied` if a server does not join.
+    """
+
+    def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
+        self.pool = pool
+        self.servers = list(pool.servers)
+        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
+        host = own_address(self.servers[0].address)
+        world_size = 1 + len(self.servers) * ranks_per_server
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        joining = pool.start_post(
+            "/init_weights_update_group",
+            lambda i: {
+                "master_address": host,
+                "master_port": store.port,
+                "rank_offset": 1 + i * ranks_per_server,
+                "world_size": world_size,
+                "backend": backend,
+                "group_name": self.name,
+            },
+        )
+        self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
+        wait(joining)
+        try:
+            pool.raise_failures(joining)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _form(
+        self,
+        world_size: int,
+        backend: str,
+        store: TCPStore,
+        timeout: timedelta,
+        joining: list[Future[str]],
+    ) -> dist.ProcessGroup:
+        """Form the group in a thread; raise the error of a server that refuses.
+
+        The group then never forms.
+        """
+        formed: Future[dist.ProcessGroup] = Future()
+
+        def form() -> None:
+            try:
+                formed.set_result(form_group(store, 0, world_size, backend, self.name, timeout))
+            except RuntimeError as error:
+                formed.set_exception(error)
+
+        threading.Thread(target=form, name="update-group", daemon=True).start()
+        while not formed.done():
+            self.pool.raise_failures(joining)
+            time.sleep(0.01)
+        return formed.result()
+
+    def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
+        """Send the tensors, in order, to every server, which loads them by name.
+
+        Raises:
+            RuntimeError: `ServerDied`, `RequestRefused` or an error of the backend; the death of a
+                server may also appear as the refusal of another one that waited for it. Servers
+                then hold a mixture of weights, and the group is unusable.
+        """
+        request = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self.name,
+            **extra,
+        }
+        replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
+        broadcasts = (
+            dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
+            for _, tensor in bucket
+        )
+        works = [work for work in broadcasts if work is not None]  # None only outside the group
+        try:
+            # A server that has refused or died never enters the broadcast, so waiting only for the
+            # broadcast would not end.
+            while not all(work.is_completed() for work in works):
+                self.pool.raise_failures(replies)
+                time.sleep(0.001)
+            while works:
+                works.pop().wait()
+            wait(replies)
+            self.pool.raise_failures(replies)
+        finally:
+            works.clear()  # otherwise a traceback keeps them, the group and its connections alive
+
+    def close(self) -> None:
+        """Leave the group: servers that wait in it get an error once nothing refers to it here."""
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def form_group(
+    store: TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a group outside the default one, in which this process is `rank`.
+
+    Raises:
+        RuntimeError: the other processes do not join in time.
+    """
+    # Private, but the only way to form a group of processes without a common default group; SGLang
+    # does the same on its side.
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        cast("GroupName", name),
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this machine as seen by `peer` (`host:port`)."""
+    host, _, port = peer.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        return connection.getsockname()[0]
 
 
 class AdapterUpdate:

@@ -1,6 +1,6 @@
-"""Rows of datasets as batches, and the statistics of their size.
+"""Rows and pairs of rows of a dataset as batches, and the statistics of their size.
 
-Pairs of rows as a batch, for DPO and reward models: chosen and rejected rows alternate.
+In a batch of pairs, for DPO and reward models, chosen and rejected rows alternate.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,9 @@ from torch import Tensor
 from areal_core.algorithm.alignment import shifted_left
 from areal_core.batch import Batch, pad_and_concat, select_rows
 from areal_core.telemetry import Reduce, Stats
+
+ROWS_PER_PAIR = 2
+Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
 
 
 def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
@@ -36,10 +39,6 @@ def record_rows(stats: Stats, flat: Batch) -> None:
     """Record the numbers of sequences and tokens of a packed batch."""
     every = torch.ones_like(flat["input_ids"], dtype=torch.bool)
     stats.denominator(n_seqs=every[: len(flat["cu_seqlens"]) - 1], n_tokens=every)
-
-
-Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
-ROWS_PER_PAIR = 2
 
 
 def pairs_to_batch(pairs: Sequence[Pair]) -> Batch:

@@ -1,6 +1,6 @@
 """Builders of the models besides the actor: the critic and models that only compute log-probs.
 
-The reference model of a LoRA policy without a second copy: the policy, adapter disabled.
+The reference model of a LoRA policy needs no second copy: it is the policy, adapter disabled.
 """
 
 from dataclasses import dataclass, replace

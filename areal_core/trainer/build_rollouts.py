@@ -1,7 +1,4 @@
-"""Builders of rollouts and validation: inference engine, workflow, filter and executor.
-
-Builders of the client of the inference servers and of their weight update.
-"""
+"""Builders of rollouts and validation: engine, weight update, workflow, filter and executor."""
 
 import os
 import sys
@@ -42,79 +39,6 @@ from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 
-
-def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
-    """Build the client of the run's servers, once they serve the first weights; a collective.
-
-    Raises:
-        NoServers: none is known.
-        ServerDied: one is not ready in time.
-        WrongServer: one has another protocol version or serves another model.
-    """
-    options = config.rollout
-    discovery = discover_servers(config)
-    servers = wait_until_ready(discovery, options.setup_timeout)
-    pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
-    if pool is not None:
-        pool.check_model()
-        pool.load_first_weights(version=0)
-    ranks.barrier()
-    client = SGLangClient(
-        servers,
-        timeout_s=options.request_timeout,
-        num_retries=options.request_retries,
-        discovery=discovery,
-        model=served_model(config),
-        server_wait_s=options.setup_timeout,
-        pause_mode=options.pause_mode,
-        lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
-    )
-    return client, build_push(config, ranks, pool)
-
-
-def discover_servers(config: PPOConfig) -> Discovery:
-    """Find the servers configured in `AREAL_LLM_SERVER_ADDRS` or announced in the name service.
-
-    Raises:
-        NoServers: there is none.
-    """
-    names = FolderNames(config.cluster.name_resolve.nfs_record_root)
-    return discover((), os.environ, names, config.experiment_name, config.trial_name)
-
-
-def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
-    """Build the control connection of rank 0 to the servers."""
-    return ServerPool(
-        servers,
-        discovery=discovery,
-        model=served_model(config),
-        pause_mode=config.rollout.pause_mode,
-    )
-
-
-def served_model(config: PPOConfig) -> RunModel:
-    """Return the model that every server of the run must serve."""
-    path = config.sglang.model_path or config.actor.path
-    return run_model(path, needs_adapters=serves_adapters(config))
-
-
-def build_push(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
-    """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
-    check = WeightCheck(config.rollout.verify_weights_every)
-    grace_s = config.rollout.pause_grace_period
-    actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
-    if serves_adapters(config):
-        adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
-        return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
-    if actor.weight_update_mode == "disk":
-        return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
-    rollout = config.allocation.rollout
-    assert rollout is not None
-    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-    ranks_per_server = rollout.world_size // rollout.data
-    return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
-
-
 NO_LIMIT = 10**12  # versions
 
 
@@ -146,7 +70,7 @@ def build_live_rollouts(
             f"allocation_mode is {config.allocation_mode!r}, which has no rollout engine: add 'sglang:dN+' or "
             f"'embedded|' in front, or replay a record"
         )
-    engine, push = (
+    engine, weight_update = (
         build_sglang(config, ranks) if backend == "sglang" else build_embedded(config, ranks, tokenizer)
     )
     options = config.rollout
@@ -168,7 +92,7 @@ def build_live_rollouts(
         executor,
         loader,
         tracing.workflow(workflow),
-        tracing.weight_update(push),
+        tracing.weight_update(weight_update),
         n_samples=config.gconfig.n_samples,
         should_accept=should_accept,
         stats=stats,
@@ -185,11 +109,11 @@ def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -
     if ranks.model_parallel_size == 1:
         assert live is not None
         return live
-    push = None
+    weight_update = None
     if live is None and config.allocation.rollout_backend == "sglang":
         ranks.barrier()  # the other ranks are at the one in `build_sglang`
-        push = build_push(config, ranks, pool=None)
-    return SharedRollouts(live, push, ranks.share, serves_adapters(config))
+        weight_update = build_weight_update(config, ranks, pool=None)
+    return SharedRollouts(live, weight_update, ranks.share, serves_adapters(config))
 
 
 def build_evaluation(
@@ -247,6 +171,78 @@ def build_embedded(
         device=ranks.device,
     )
     return engine, ReplicaUpdate(replica, engine)
+
+
+def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
+    """Build the client of the run's servers, once they serve the first weights; a collective.
+
+    Raises:
+        NoServers: none is known.
+        ServerDied: one is not ready in time.
+        WrongServer: one has another protocol version or serves another model.
+    """
+    options = config.rollout
+    discovery = discover_servers(config)
+    servers = wait_until_ready(discovery, options.setup_timeout)
+    pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
+    if pool is not None:
+        pool.check_model()
+        pool.load_first_weights(version=0)
+    ranks.barrier()
+    client = SGLangClient(
+        servers,
+        timeout_s=options.request_timeout,
+        num_retries=options.request_retries,
+        discovery=discovery,
+        model=served_model(config),
+        server_wait_s=options.setup_timeout,
+        pause_mode=options.pause_mode,
+        lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
+    )
+    return client, build_weight_update(config, ranks, pool)
+
+
+def discover_servers(config: PPOConfig) -> Discovery:
+    """Find the servers configured in `AREAL_LLM_SERVER_ADDRS` or registered in the name service.
+
+    Raises:
+        NoServers: there is none.
+    """
+    names = FolderNames(config.cluster.name_resolve.nfs_record_root)
+    return discover((), os.environ, names, config.experiment_name, config.trial_name)
+
+
+def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
+    """Build the control connection of rank 0 to the servers."""
+    return ServerPool(
+        servers,
+        discovery=discovery,
+        model=served_model(config),
+        pause_mode=config.rollout.pause_mode,
+    )
+
+
+def served_model(config: PPOConfig) -> RunModel:
+    """Return the model that every server of the run must serve."""
+    path = config.sglang.model_path or config.actor.path
+    return run_model(path, needs_adapters=serves_adapters(config))
+
+
+def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
+    """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
+    check = WeightCheck(config.rollout.verify_weights_every)
+    grace_s = config.rollout.pause_grace_period
+    actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
+    if serves_adapters(config):
+        adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
+        return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
+    if actor.weight_update_mode == "disk":
+        return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
+    rollout = config.allocation.rollout
+    assert rollout is not None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    ranks_per_server = rollout.world_size // rollout.data
+    return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
 
 
 def build_workflow(

@@ -1,28 +1,24 @@
-"""Recovery: the checkpoint that an interrupted run continues from, and when one is written.
-
-```
-{fileroot}/checkpoints/{user}/{experiment}/{trial}/recover/
-  step-000040/     the state before step 40, as `engine/checkpoint.py` writes it: the last but one
-  step-000042/     the last; the previous one is removed only when a newer one is complete
-  before-000099/   of an earlier run that is not continued; removed after this run's first one
-```
-
-Besides weights, optimizers, schedules and RNG states a checkpoint contains the next step, the
-weight version, the state of each rank's source, and the seconds since timers were last due. It is
-taken after the step's line in stats.jsonl; lines of later steps are cut off when the run continues,
-and written again. `areal_core/launch/run.py` defines the values of `recover.mode`.
-
-States of data sources resharded to another number of ranks: no prompt is lost or repeated.
-
-Periods of a run: every so many steps, epochs or seconds, whichever comes first.
-
-Models in Hugging Face format, saved at the periods of `saver`.
+"""Checkpoints of a run, to continue it from, and its models in Hugging Face format.
 
 ```
 {fileroot}/checkpoints/{user}/{experiment}/{trial}/
+  recover/
+    step-000040/          the state before step 40 (`engine/checkpoint`): the last but one
+    step-000042/          the last; the previous one is removed only when a newer one is complete
+    before-000099/        of an earlier run that is not continued; removed after this run's first one
   default/globalstep41/   the policy, or the only model, after step 41
   critic/globalstep41/    another model that the run trains
 ```
+
+`Recovery` writes and loads the first. Besides weights, optimizers, schedules and RNG states such a
+checkpoint contains the next step, the weight version, the state of each rank's source, and the
+seconds since timers were last due. It is taken after the step's line in stats.jsonl; lines of later
+steps are cut off when the run continues, and written again. On another number of ranks the states
+of the sources are resharded: no prompt is lost or repeated. `areal_core/launch/run.py` defines the
+values of `recover.mode`.
+
+`Saver` writes the models. Both follow a `Frequency`: every so many steps, epochs or seconds,
+whichever comes first.
 """
 
 import json
@@ -57,42 +53,8 @@ from areal_core.engine.ranks import Ranks
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
 
-State = dict[str, Any]
-
-
-def reshard(states: list[State], num_ranks: int) -> list[State]:
-    """Return the states of `num_ranks` sources, from those of all data-parallel ranks of a run.
-
-    The sources of replays have no state. The state of a loader is the same on all ranks. With live
-    rollouts some ranks may be ahead, and all have prompts in flight: the prompts that the run has
-    not trained on yet are distributed round-robin, in the run's order.
-    """
-    if not states[0]:
-        return [{}] * num_ranks
-    if "loader" not in states[0]:
-        return [states[0]] * num_ranks
-    loaders = [state["loader"] for state in states]
-    most = max(loader["num_batches"] for loader in loaders)
-    order = PromptOrder(**{name: value for name, value in loaders[0].items() if name != "num_batches"})
-    waiting = {prompt_id for state in states for prompt_id in state["prompts"]}
-    for rank, loader in enumerate(loaders):
-        for batch in range(loader["num_batches"], most):
-            waiting.update(order.prompt_ids(batch)[rank :: len(loaders)])
-    counts = [state.get("counts", {}) for state in states]
-    return [
-        {
-            "loader": loaders[0] | {"num_batches": most},
-            "prompts": sorted(waiting)[rank::num_ranks],
-            "counts": {
-                name: _share(sum(of_rank[name] for of_rank in counts), rank, num_ranks) for name in counts[0]
-            },
-        }
-        for rank in range(num_ranks)
-    ]
-
-
-def _share(total: int, rank: int, num_ranks: int) -> int:
-    return total // num_ranks + (rank < total % num_ranks)
+State = dict[str, Any]  # of a rank's data source, as JSON types
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -145,9 +107,6 @@ class Frequency:
     def continue_after(self, elapsed_s: float) -> None:
         """Continue from the `elapsed_s` of an interrupted run."""
         self._last = self.clock() - elapsed_s
-
-
-logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -252,8 +211,8 @@ class Recovery:
         """Take a checkpoint after `step` if one of `recover.freq_*` has passed; a collective.
 
         Returns:
-            The checkpoint completed since the last call, if any: with `saver.mode` "async" that of an
-            earlier step.
+            The checkpoint completed since the last call, if any: with `saver.mode` "async" that of
+            an earlier step.
 
         Raises:
             CheckpointNotWritten: that one could not be written.
@@ -374,6 +333,41 @@ def cut_stats(file: Path, first_step: int) -> None:
     shortened = file.with_name(file.name + ".partial")
     shortened.write_text("".join(kept), encoding="utf-8")
     os.replace(shortened, file)
+
+
+def reshard(states: list[State], num_ranks: int) -> list[State]:
+    """Return the states of `num_ranks` sources, from those of all data-parallel ranks of a run.
+
+    The sources of replays have no state. The state of a loader is the same on all ranks. With live
+    rollouts some ranks may be ahead, and all have prompts in flight: the prompts that the run has
+    not trained on yet are distributed round-robin, in the run's order.
+    """
+    if not states[0]:
+        return [{}] * num_ranks
+    if "loader" not in states[0]:
+        return [states[0]] * num_ranks
+    loaders = [state["loader"] for state in states]
+    most = max(loader["num_batches"] for loader in loaders)
+    order = PromptOrder(**{name: value for name, value in loaders[0].items() if name != "num_batches"})
+    waiting = {prompt_id for state in states for prompt_id in state["prompts"]}
+    for rank, loader in enumerate(loaders):
+        for batch in range(loader["num_batches"], most):
+            waiting.update(order.prompt_ids(batch)[rank :: len(loaders)])
+    counts = [state.get("counts", {}) for state in states]
+    return [
+        {
+            "loader": loaders[0] | {"num_batches": most},
+            "prompts": sorted(waiting)[rank::num_ranks],
+            "counts": {
+                name: _share(sum(of_rank[name] for of_rank in counts), rank, num_ranks) for name in counts[0]
+            },
+        }
+        for rank in range(num_ranks)
+    ]
+
+
+def _share(total: int, rank: int, num_ranks: int) -> int:
+    return total // num_ranks + (rank < total % num_ranks)
 
 
 class Saver:

@@ -1,10 +1,7 @@
-"""Statistics of a step's batch in policy optimisation, and of the options that apply to it.
+"""Statistics of a step in policy optimisation: its batch, its options, its staleness.
 
-Errors of approximated proximal log-probs, logged by `prox_logp_method: metrics`.
-
-They show whether `loglinear` can be trusted on a run.
-
-Staleness of a batch: versions between the weights that sampled it and those it trains.
+`log_approximations` (`prox_logp_method: metrics`) records the errors of approximated proximal
+log-probs: they show whether `loglinear` can be trusted on a run.
 """
 
 import torch

@@ -1,0 +1,1 @@
+"""Checkpoints of sharded models for recovery, and folders in Hugging Face format."""

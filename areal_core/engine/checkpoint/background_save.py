@@ -26,7 +26,7 @@ class BackgroundSave:
         self._error: BaseException | None = None
 
     def start(self, folder: Path, write: Callable[[threading.Event], None]) -> None:
-        """Start a thread that runs `write`, which creates `folder`, after the previous one is done."""
+        """Run `write`, which creates `folder`, in a thread, after the previous one is done."""
         assert self._thread is None, "the previous checkpoint is still being written"
 
         def run() -> None:

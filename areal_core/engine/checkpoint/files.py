@@ -1,14 +1,13 @@
-"""checkpoint.json: the content of a checkpoint, with checksums of its files.
+"""The files of a checkpoint: checkpoint.json, and each rank's tensors as safetensors.
 
-It contains the crc32c of every other file, and of itself. Format 2; format 1, of runs with one
-engine, kept the actor's tensors in `tensors/`, named files relative to that, and had no checksum of
-its own.
+checkpoint.json contains the crc32c of every other file, and of itself. Format 2; format 1, of runs
+with one engine, kept the actor's tensors in `tensors/`, named files relative to that, and had no
+checksum of its own.
 
-One rank's pieces of sharded tensors as a safetensors file, for torch's distributed checkpoint.
-
-torch's distributed checkpoint reads and reshards the files. Its `save` does not write them: it
-starts with collectives, which a background thread must not make, since they would interleave with
-those of training. Each rank determines without communication which pieces it writes.
+A rank writes its pieces of sharded tensors to one safetensors file. torch's distributed checkpoint
+reads and reshards these files. Its `save` does not write them: it starts with collectives, which a
+background thread must not make, since they would interleave with those of training. Each rank
+determines without communication which pieces it writes.
 """
 
 import json
@@ -30,6 +29,18 @@ from areal_core.engine.sharding import mesh_coordinates
 CHECKPOINT_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 2
 BLOCK_BYTES = 1 << 24
+NAMES_OF_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -155,20 +166,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-NAMES_OF_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
