@@ -92,8 +92,7 @@ class Verb(click.Command):
 
 
 class VerbGroup(click.Group):
-    """A group that imports a verb's file when the verb is called, and suggests verbs for a
-    misspelled one.
+    """A group that imports a verb when it is called, and suggests verbs for a misspelled one.
 
     Args:
         lazy: `module:attribute` below `areal_debug` of verbs that are defined in other files.

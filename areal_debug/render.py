@@ -2,9 +2,8 @@
 
 Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its
 first line, which is its verdict; with --verbose progress is printed to files, too, and errors with
-tracebacks.
-
-The file into which rank 0 writes its report, for the command that started the ranks.
+tracebacks. Rank 0 writes its report into a file that the command which started the ranks names in
+the environment.
 """
 
 import functools
@@ -37,11 +36,12 @@ BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 200
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
+REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
+QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
+
 
 class FirstLine:
-    """A text stream that writes one line of what it receives to another stream: the first that is
-    not blank.
-    """
+    """A text stream that passes on one line of what it receives: the first that is not blank."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.pending, self.is_written = stream, "", False
@@ -76,9 +76,7 @@ def is_verbose() -> bool:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console for standard output, or standard error; wide when piped, so that lines do not
-    break.
-    """
+    """Make a console for standard output or error; wide when piped, so that lines do not break."""
     stream: Any = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPED_WIDTH
     if is_quiet() and not stderr:  # one for all consoles of the verb: a report may use several
@@ -113,9 +111,7 @@ def hidden_output() -> Iterator[None]:
 
 
 def refuse_existing(output: Path, force: bool) -> None:
-    """Raise ValueError if a file or a folder with content is at `output`, unless `force` permits
-    replacing it.
-    """
+    """Raise ValueError if `output` is a file or a folder with content, unless `force` is set."""
     if not force and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
@@ -126,11 +122,10 @@ def escaped(text: str) -> str:
 
 
 def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
-    """Turn a user's mistake (ValueError, a missing or forbidden file) in a verb into a sentence and
-    exit code.
+    """Decorate a verb: an error that a user can cause ends it with one sentence and an exit code.
 
-    Damage is a problem found, code 1; everything else is misuse, code 2. Our own defects keep their
-    traceback; with --verbose mistakes have one, too.
+    Damage is a problem found, code 1; any other ValueError, and a missing or forbidden file, is
+    misuse, code 2. Our own defects keep their traceback; with --verbose misuse has one, too.
     """
 
     @functools.wraps(body)
@@ -155,8 +150,9 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def print_json(facts: Any) -> None:
-    """Print facts as JSON on standard output; non-finite floats, which JSON lacks, as `{"float":
-    "nan"}`.
+    """Print facts as JSON on standard output.
+
+    Non-finite floats, which JSON lacks, are printed as `{"float": "nan"}`.
     """
     from recorder.checksum_json import plain
 
@@ -187,8 +183,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """One bar a value, lowest to highest over the range of the finite values; a blank where it is
-    not finite.
+    """Draw one bar a value, over the range of the finite values; a blank if it is not finite.
 
     More values than `width` are averaged in `width` equal shares.
     """
@@ -206,9 +201,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a recorded value: hex floats as decimals followed by their bits, absent ones as
-    "absent".
-    """
+    """Format a recorded value: hex floats as decimals with their bits, None as "absent"."""
     if value is None:
         return "absent"
     if isinstance(value, str) and HEX_FLOAT.fullmatch(value):
@@ -222,9 +215,7 @@ def difference_table(
     limit: int = 20,
     headings: tuple[str, str, str] = ("what", "recorded", "now"),
 ) -> Table:
-    """Differences as rows of recorded and replayed values; at most `limit` rows and a line that
-    counts the rest.
-    """
+    """Make a table of recorded and current values: `limit` rows, and a count of the rest."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -238,7 +229,7 @@ def difference_table(
 
 
 def with_progress(title: str, total: int, work: Callable[[Callable[[object], None]], R]) -> R:
-    """Return `work(tick)`, under a transient progress bar on standard error that `tick` advances."""
+    """Return `work(tick)`, under a progress bar on standard error that `tick` advances."""
     started_at = time.monotonic()
     with Progress(console=console(stderr=True), transient=True, disable=hides_progress()) as progress:
         task = progress.add_task(title, total=total)
@@ -249,12 +240,8 @@ def with_progress(title: str, total: int, work: Callable[[Callable[[object], Non
 
 
 def hides_progress() -> bool:
-    """Return whether progress bars are off: with --quiet, and where standard error is no terminal."""
+    """Return whether progress bars are off: --quiet, or standard error is no terminal."""
     return is_quiet() or not sys.stderr.isatty()
-
-
-REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
-QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
 
 
 def write_report(report: dict[str, Any]) -> None:

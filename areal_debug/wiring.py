@@ -1,5 +1,4 @@
-"""Turn `config.debug` and two flags into a recorder or a replay, so that a user's own script needs
-one line.
+"""Turn `config.debug` and two flags into a recorder or a replay: one line in a user's script.
 
 config, hooks = wire(argv, GRPOConfig)         # instead of load_expr_config(argv, GRPOConfig)
 with PPOTrainer(config, dataset, **hooks) as trainer: ...
@@ -17,7 +16,7 @@ from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.replay.observer import replay_reporter
-from areal_debug.train.script_options import take_flags
+from areal_debug.train.script_options import split_flags
 from consistency.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
@@ -44,7 +43,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     Raises:
         ConfigError, RecordError, ReplayError: with what to do next.
     """
-    rest, overrides = take_flags(argv)
+    rest, overrides = split_flags(argv)
     # Before the user's own overrides, which take precedence.
     own = next((i for i, argument in enumerate(rest) if "=" in argument and argument[0] != "-"), len(rest))
     config, _ = load_expr_config([*rest[:own], *overrides, *rest[own:]], config_class)
@@ -80,9 +79,7 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
 def recorder_of(
     trainer: PPOTrainer, folder: Path, options: RecordingOptions, archive: "LiveArchive | None" = None
 ) -> Observer:
-    """Return an observer that records the run into a folder, or through it into an archive, with
-    anchors.
-    """
+    """Return an observer that records the run, with anchors, into a folder or an archive."""
     ranks = trainer.ranks
     writer = None
     if ranks.is_group_leader:
@@ -95,7 +92,7 @@ def recorder_of(
     }
 
     def wants(step: int) -> bool:
-        # Checksums are collectives of all ranks; only data-parallel leaders know if recording ended.
+        # Checksums are collectives of all ranks; only data-parallel leaders know if it ended.
         return ranks.share(writer is not None and writer.wants(step))
 
     def observe(event: str, **facts: Any) -> None:

@@ -1,6 +1,7 @@
-"""The input of every cause, the facts of one comparison, and its output, a finding.
+"""One comparison of engine and model: its options, its facts for causes, and a cause's finding.
 
-Options of a comparison: the model that should have sampled, and further checkpoints.
+A `Request` holds the options: the model that should have sampled, and further checkpoints. A `Case`
+holds everything that a cause may inspect; a `Finding` is its result.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from consistency.hypotheses import (
 from consistency.measure import Measurement
 from consistency.score import Scores
 from consistency.tokens import Floats, Sequences, TokenTable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # An explanation must leave less than 1 / MIN_GAIN of the difference; correct ones leave a fifth.
 MIN_GAIN = 1.5
@@ -54,6 +57,24 @@ NOISE = {
     "bfloat16-moe": Noise("bfloat16, mixture of experts", 0.03, 5e-3, "mean |D| 0.009-0.016 for 30B-A3B (miles, prime-rl, SkyRL)"),
     "float8": Noise("float8 weights in the engine", 0.06, 0.02, "k3 0.0014-0.005 (NeMo-RL documentation); gate 0.02"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of a comparison. Checkpoints are folders in Hugging Face format; None if not given.
+
+    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for
+    the next attempt; `trainer` computes the trainer check if the record does not hold its logprobs.
+    """
+
+    model: str
+    dtype: str | None = None
+    device: str = "cpu"
+    temperature: float | None = None
+    previous: str | None = None
+    base: str | None = None
+    scores_folder: Path | None = None
+    trainer: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,25 +127,6 @@ class Explanation:
     prediction: Prediction
     residual: float
     gain: float
-
-
-def best_explanation(
-    replays: Replays, miss: Callable[[Floats, Floats], float], gain: float, level: float
-) -> Explanation | None:
-    """Return the first of the best predictions, if it misses `gain` times less than the trainer.
-
-    Its residual must be noise, mean |D| <= 2 `level`, or a fifth of the difference: a prediction
-    that explains half of it fits many faults.
-    """
-    engine, base = replays.engine, replays.base
-    misses = [miss(engine, p.logprobs) for p in replays.predictions]
-    best, as_is = min(misses), miss(engine, base)
-    first = next(i for i, value in enumerate(misses) if value <= best * TIE_RATIO)
-    prediction = replays.predictions[first]
-    left = float(np.minimum(np.abs(engine - prediction.logprobs), RESIDUAL_BOUND).mean())
-    if best * gain > as_is or left > max(2 * level, 0.2 * float(np.abs(engine - base).mean())):
-        return None
-    return Explanation(prediction, left, as_is / max(misses[first], 1e-12))
 
 
 @dataclass(frozen=True)
@@ -190,22 +192,20 @@ class Case:
         return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+def best_explanation(
+    replays: Replays, miss: Callable[[Floats, Floats], float], gain: float, level: float
+) -> Explanation | None:
+    """Return the first of the best predictions, if it misses `gain` times less than the trainer.
 
-
-@dataclass(frozen=True)
-class Request:
-    """Options of a comparison. Checkpoints are folders in Hugging Face format; None if not given.
-
-    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for
-    the next attempt; `trainer` computes the trainer check if the record does not hold its logprobs.
+    Its residual must be noise, mean |D| <= 2 `level`, or a fifth of the difference: a prediction
+    that explains half of it fits many faults.
     """
-
-    model: str
-    dtype: str | None = None
-    device: str = "cpu"
-    temperature: float | None = None
-    previous: str | None = None
-    base: str | None = None
-    scores_folder: Path | None = None
-    trainer: bool = False
+    engine, base = replays.engine, replays.base
+    misses = [miss(engine, p.logprobs) for p in replays.predictions]
+    best, as_is = min(misses), miss(engine, base)
+    first = next(i for i, value in enumerate(misses) if value <= best * TIE_RATIO)
+    prediction = replays.predictions[first]
+    left = float(np.minimum(np.abs(engine - prediction.logprobs), RESIDUAL_BOUND).mean())
+    if best * gain > as_is or left > max(2 * level, 0.2 * float(np.abs(engine - base).mean())):
+        return None
+    return Explanation(prediction, left, as_is / max(misses[first], 1e-12))

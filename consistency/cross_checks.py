@@ -1,15 +1,13 @@
-"""Score tokens again: A by the engine sampling, B by its prefill, C by the model.
+"""Cross-checks of the same tokens: repeated scoring by engine and model, and the trainer's path.
 
-A difference of A and B is a fault of decoding in the engine; one of B and C is a fault of its
-weights, sampling transform or numerics. B and C are repeated: the difference of two Bs is the
-engine's run-to-run variation, the noise floor of any comparison (the experiment of miles,
-docs/en/advanced, 2026).
+Rescoring compares A, the engine when sampling, B, its prefill, and C, the model. A difference of A
+and B is a fault of decoding in the engine; one of B and C is a fault of its weights, sampling
+transform or numerics. B and C are repeated: the difference of two Bs is the engine's run-to-run
+variation, the noise floor of any comparison (the experiment of miles, docs/en/advanced, 2026).
 
-The trainer check: logprobs of the same tokens by the trainer's own packed and sharded path.
-
-They come from the record, or are computed now. Comparing the engine with Hugging Face blames the
-engine rightly only while the trainer agrees with Hugging Face; otherwise the fault is the
-trainer's.
+The trainer check compares both with logprobs of the trainer's packed and sharded path, from the
+record or computed now. A difference of engine and Hugging Face is the engine's fault only if the
+trainer agrees with Hugging Face; otherwise it is the trainer's.
 """
 
 from collections.abc import Sequence
@@ -32,6 +30,8 @@ from consistency.tokens import Bools, Floats, Sequences
 
 # Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
 ALONE = 1
+
+TOKENS_PER_MICRO_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,6 @@ def mean_distance(left: Floats, right: Floats) -> float:
     """Return mean |left - right| of values finite on both sides; NaN if there is none."""
     both = np.isfinite(left) & np.isfinite(right)
     return float(np.abs(left[both] - right[both]).mean()) if both.any() else float("nan")
-
-
-TOKENS_PER_MICRO_BATCH = 4096
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ Two criteria over the same transforms: the *residual* finds the transform that e
 logprobs; the *likelihood* finds the one under which the sampled tokens are most likely, which
 detects a truncated nucleus even if the reported logprobs equal the trainer's to the last digit.
 
-Sampling transforms: distributions that an engine may sample from or report, given full logits.
-
-Each takes `Rows` and returns normalised log probabilities [rows, vocab], minus infinity for tokens
-that the transform excludes.
+A transform is a distribution that an engine may sample from or report: it takes `Rows` of full
+logits and returns normalised log probabilities [rows, vocab], minus infinity for tokens that it
+excludes.
 """
 
 import itertools
@@ -21,6 +20,21 @@ from torch import Tensor
 
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
 from consistency.tokens import ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
+
+# Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
+# which the screening takes 341.
+LOGITS_TO_REPLAY = 1 << 26
+LOGITS_TO_SCREEN = 1 << 24
+FEWEST_TOKENS = 256
+MOST_TOKENS = 4096
+ZOOMS = 2
+ZOOM_POINTS = 9
+# Residuals are bounded, so that one token cannot decide.
+RESIDUAL_BOUND = 5.0
+# Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
+FORBIDDEN_COST = 8.0
+# A transform that gains so many nats in the screening is tested on all tokens.
+SCREENING_NATS = 2.0
 
 
 @dataclass
@@ -61,113 +75,7 @@ class Rows:
         return torch.empty_like(before).scatter_(1, self.order, before)
 
 
-def normalised(scores: Tensor) -> Tensor:
-    """log_softmax over the vocabulary."""
-    return torch.log_softmax(scores, 1)
-
-
-def as_is(rows: Rows) -> Tensor:
-    """The trainer's distribution: log_softmax(logits / temperature)."""
-    return normalised(rows.scaled)
-
-
-def largest_logprob(rows: Rows) -> Tensor:
-    """The largest logprob in place of every token's own."""
-    return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
-
-
-def at_temperature(rows: Rows, temperature: float) -> Tensor:
-    """Temperature `temperature` instead of the trainer's."""
-    return normalised(rows.logits / temperature)
-
-
-def _only(rows: Rows, kept: Tensor) -> Tensor:
-    return normalised(rows.scaled.masked_fill(~kept, -torch.inf))
-
-
-def top_p(rows: Rows, top_p: float) -> Tensor:
-    """Nucleus sampling: the fewest tokens with total probability `top_p`, renormalised."""
-    return _only(rows, rows.mass_before < top_p)
-
-
-def top_k(rows: Rows, top_k: float) -> Tensor:
-    """The `top_k` most likely tokens, renormalised."""
-    return _only(rows, rows.rank < round(top_k))
-
-
-def min_p(rows: Rows, min_p: float) -> Tensor:
-    """Tokens at least `min_p` times as likely as the most likely one, renormalised."""
-    threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
-    return _only(rows, rows.scaled >= threshold)
-
-
-def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
-
-    So do vLLM and Transformers.
-    """
-    return _repetition_penalty(rows, rows.seen > 0, penalty)
-
-
-def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """The same for tokens of the output alone, as in SGLang."""
-    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
-
-
-def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
-    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
-    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
-
-
-def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Subtract `penalty` from a token's logit for each occurrence in the output."""
-    return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
-
-
-def presence_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Subtract `penalty` from a token's logit if it occurs in the output."""
-    return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
-
-
-def forbidden_token(rows: Rows, token_id: float) -> Tensor:
-    """One token excluded, as EOS is before `min_new_tokens`."""
-    kept = torch.ones_like(rows.scaled, dtype=torch.bool)
-    kept[:, round(token_id)] = False
-    return _only(rows, kept)
-
-
-def bfloat16_logits(rows: Rows) -> Tensor:
-    """Logits rounded to bfloat16 before the softmax."""
-    return normalised(rows.logits.bfloat16().float() / rows.temperature)
-
-
-def soft_cap(rows: Rows, cap: float) -> Tensor:
-    """cap * tanh(logits / cap) in place of the model's own cap; no cap if infinity."""
-    capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
-    return normalised(capped / rows.temperature)
-
-
-def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
-    """Log probabilities with `num_padding` more vocabulary entries of logit 0."""
-    total = rows.scaled.logsumexp(1, keepdim=True)
-    padding = torch.log(torch.tensor(float(num_padding)))
-    return rows.scaled - torch.logaddexp(total, padding)
-
-
-# Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
-# which the screening takes 341.
-LOGITS_TO_REPLAY = 1 << 26
-LOGITS_TO_SCREEN = 1 << 24
-FEWEST_TOKENS = 256
-MOST_TOKENS = 4096
-ZOOMS = 2
-ZOOM_POINTS = 9
-# Residuals are bounded, so that one token cannot decide.
-RESIDUAL_BOUND = 5.0
-# Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
-FORBIDDEN_COST = 8.0
-# A transform that gains so many nats in the screening is tested on all tokens.
-LIKELIER_NATS = 2.0
+Transform = Callable[[Rows], Tensor]
 
 
 @dataclass(frozen=True)
@@ -205,29 +113,115 @@ class Sample:
     labels: Tensor
 
 
-def transform_families(eos_token_id: int | None) -> list[Family]:
-    """List the transforms to test, simple ones first."""
-    repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
-    temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
-    found = [
-        Family("R01", "temperature", at_temperature, temperatures),
-        Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
-        Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
-        Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
-        Family("R05", "repetition_penalty", repetition_penalty, repetitions),
-        Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),
-        Family("R05", "frequency_penalty", frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R05", "presence_penalty", presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
-        Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
-        Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
-    ]
-    if eos_token_id is not None:
-        found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
-    return found
+@dataclass(frozen=True)
+class Replays:
+    """Every tested prediction; float64 [sample].
+
+    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`; `rounding`
+    is the effect of bfloat16 logits; `largest` is the logprob of the most likely token.
+    """
+
+    rows: Ints
+    sample: Ints
+    engine: Floats
+    base: Floats
+    rounding: Floats
+    largest: Floats
+    predictions: tuple[Prediction, ...]
 
 
-def take_sample(scorer: Scorer, sequences: Sequences) -> Sample:
+def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
+    """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
+    sample = select_sample(scorer, sequences)
+    references = [as_is, bfloat16_logits, largest_logprob]
+    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
+    engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
+
+    def predict(
+        tokens: Sample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
+    ) -> list[Prediction]:
+        points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
+        candidates: list[Transform] = [
+            lambda rows, f=f, v=v: f.transform(rows, v)  # type: ignore[misc]
+            for f, v in points
+        ]
+        values = evaluate(scorer, sequences, tokens, temperature, candidates)
+        return [Prediction(f.cause, f.name, v, row) for (f, v), row in zip(points, values, strict=True)]
+
+    stride = -(-len(sample.places) // tokens_within(LOGITS_TO_SCREEN, scorer.head.vocabulary_size))
+    every = transform_families(eos_token_id)
+    screened = predict(subsampled(sample, stride), every, [family.grid for family in every])
+    tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
+    predictions = predict(sample, tried, [family.grid for family in tried])
+    for _ in range(ZOOMS):
+        predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
+    return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
+
+
+def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
+    """Return whether a transform of the family beats the trainer's distribution by any criterion.
+
+    The bar is far lower than that of an explanation.
+    """
+    if family.cause == "R06":  # EOS forbidden for the first tokens alone fits the others worse
+        return True
+    members = [p.logprobs for p in screened if p.name == family.name]
+    explains = min(residual_size(engine, p) for p in members) < 0.95 * residual_size(engine, base)
+    squares = min(mean_square(engine, p) for p in members) < 0.9 * mean_square(engine, base)
+    return explains or squares or max(likelihood(base, p) for p in members) > SCREENING_NATS
+
+
+def usable_or(engine: Floats, base: Floats) -> Floats:
+    """Return the engine's logprobs, with the trainer's in place of unusable ones."""
+    return np.where(
+        np.isfinite(engine) & (engine <= ROUNDING_ABOVE_ZERO) & ~is_minus_infinity(engine), engine, base
+    )
+
+
+def finer_grid(
+    family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats
+) -> tuple[float, ...]:
+    """Return points between the best grid points and their neighbours.
+
+    Both the best by residual and the best by likelihood; empty for a family that is not refined.
+    """
+    if not family.refine:
+        return ()
+    members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
+    judged = (
+        min(range(len(members)), key=lambda i: residual_size(engine, members[i].logprobs)),
+        max(range(len(members)), key=lambda i: likelihood(base, members[i].logprobs)),
+    )
+    known = {p.parameter for p in members}
+    points: set[float] = set()
+    for best in judged:
+        ends = (
+            members[max(best - 1, 0)].parameter,
+            members[best].parameter,
+            members[min(best + 1, len(members) - 1)].parameter,
+        )
+        for low, high in itertools.pairwise(ends):
+            points |= set(np.linspace(low, high, ZOOM_POINTS // 2 + 2).tolist())
+    return tuple(sorted(points - known))
+
+
+def residual_size(engine: Floats, predicted: Floats) -> float:
+    """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
+    size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
+    return float(np.median(size) + 0.05 * size.mean())
+
+
+def mean_square(engine: Floats, predicted: Floats) -> float:
+    """Bounded mean square of a prediction's difference, which the worst tokens dominate."""
+    return float((np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND) ** 2).mean())
+
+
+def likelihood(base: Floats, predicted: Floats) -> float:
+    """Return the log-likelihood gain over the trainer's distribution, in nats."""
+    return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
+
+
+def select_sample(scorer: Scorer, sequences: Sequences) -> Sample:
     """Select rows of the batch and compute the hidden states that predict their tokens."""
     limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
     row_of_place = sequences.row_of_token[sequences.scored]
@@ -282,9 +276,6 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
     )
 
 
-Transform = Callable[[Rows], Tensor]
-
-
 def evaluate(
     scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, candidates: Sequence[Transform]
 ) -> Floats:
@@ -330,109 +321,116 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
     return torch.from_numpy(seen[0]), torch.from_numpy(seen[1])
 
 
-def residual_size(engine: Floats, predicted: Floats) -> float:
-    """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
-    size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
-    return float(np.median(size) + 0.05 * size.mean())
+def transform_families(eos_token_id: int | None) -> list[Family]:
+    """List the transforms to test, simple ones first."""
+    repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
+    temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
+    found = [
+        Family("R01", "temperature", at_temperature, temperatures),
+        Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
+        Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
+        Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
+        Family("R05", "repetition_penalty", repetition_penalty, repetitions),
+        Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),
+        Family("R05", "frequency_penalty", frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R05", "presence_penalty", presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
+        Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
+        Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
+    ]
+    if eos_token_id is not None:
+        found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
+    return found
 
 
-def mean_square(engine: Floats, predicted: Floats) -> float:
-    """Bounded mean square of a prediction's difference, which the worst tokens dominate."""
-    return float((np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND) ** 2).mean())
+def normalised(scores: Tensor) -> Tensor:
+    """log_softmax over the vocabulary."""
+    return torch.log_softmax(scores, 1)
 
 
-def likelihood(base: Floats, predicted: Floats) -> float:
-    """Return the log-likelihood gain over the trainer's distribution, in nats."""
-    return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
+def as_is(rows: Rows) -> Tensor:
+    """The trainer's distribution: log_softmax(logits / temperature)."""
+    return normalised(rows.scaled)
 
 
-@dataclass(frozen=True)
-class Replays:
-    """Every tested prediction; float64 [sample].
+def largest_logprob(rows: Rows) -> Tensor:
+    """The largest logprob in place of every token's own."""
+    return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
 
-    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`; `rounding`
-    is the effect of bfloat16 logits; `largest` is the logprob of the most likely token.
+
+def at_temperature(rows: Rows, temperature: float) -> Tensor:
+    """Temperature `temperature` instead of the trainer's."""
+    return normalised(rows.logits / temperature)
+
+
+def _only(rows: Rows, kept: Tensor) -> Tensor:
+    return normalised(rows.scaled.masked_fill(~kept, -torch.inf))
+
+
+def top_p(rows: Rows, top_p: float) -> Tensor:
+    """Nucleus sampling: the fewest tokens with total probability `top_p`, renormalised."""
+    return _only(rows, rows.mass_before < top_p)
+
+
+def top_k(rows: Rows, top_k: float) -> Tensor:
+    """The `top_k` most likely tokens, renormalised."""
+    return _only(rows, rows.rank < round(top_k))
+
+
+def min_p(rows: Rows, min_p: float) -> Tensor:
+    """Tokens at least `min_p` times as likely as the most likely one, renormalised."""
+    threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
+    return _only(rows, rows.scaled >= threshold)
+
+
+def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
+
+    This is the penalty of vLLM and Transformers.
     """
-
-    rows: Ints
-    sample: Ints
-    engine: Floats
-    base: Floats
-    rounding: Floats
-    largest: Floats
-    predictions: tuple[Prediction, ...]
+    return _repetition_penalty(rows, rows.seen > 0, penalty)
 
 
-def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
-    """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
-    sample = take_sample(scorer, sequences)
-    references = [as_is, bfloat16_logits, largest_logprob]
-    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
-    engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
-
-    def predict(
-        tokens: Sample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
-    ) -> list[Prediction]:
-        points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
-        candidates: list[Transform] = [
-            lambda rows, f=f, v=v: f.transform(rows, v)  # type: ignore[misc]
-            for f, v in points
-        ]
-        values = evaluate(scorer, sequences, tokens, temperature, candidates)
-        return [Prediction(f.cause, f.name, v, row) for (f, v), row in zip(points, values, strict=True)]
-
-    stride = -(-len(sample.places) // tokens_within(LOGITS_TO_SCREEN, scorer.head.vocabulary_size))
-    every = transform_families(eos_token_id)
-    screened = predict(subsampled(sample, stride), every, [family.grid for family in every])
-    tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
-    predictions = predict(sample, tried, [family.grid for family in tried])
-    for _ in range(ZOOMS):
-        predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
-    return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
+def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Penalise repetition of tokens of the output alone, as SGLang does."""
+    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
 
 
-def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
-    """Return whether a transform of the family beats the trainer's distribution by any criterion.
-
-    The bar is far lower than that of an explanation.
-    """
-    if family.cause == "R06":  # EOS forbidden for the first tokens alone fits the others worse
-        return True
-    members = [p.logprobs for p in screened if p.name == family.name]
-    explains = min(residual_size(engine, p) for p in members) < 0.95 * residual_size(engine, base)
-    squares = min(mean_square(engine, p) for p in members) < 0.9 * mean_square(engine, base)
-    return explains or squares or max(likelihood(base, p) for p in members) > LIKELIER_NATS
+def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
+    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
 
 
-def usable_or(engine: Floats, base: Floats) -> Floats:
-    """Return the engine's logprobs, with the trainer's in place of unusable ones."""
-    return np.where(
-        np.isfinite(engine) & (engine <= ROUNDING_ABOVE_ZERO) & ~is_minus_infinity(engine), engine, base
-    )
+def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Subtract `penalty` from a token's logit for each occurrence in the output."""
+    return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
 
 
-def finer_grid(
-    family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats
-) -> tuple[float, ...]:
-    """Return points between the best grid points and their neighbours.
+def presence_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Subtract `penalty` from a token's logit if it occurs in the output."""
+    return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
 
-    Both the best by residual and the best by likelihood; empty for a family that is not refined.
-    """
-    if not family.refine:
-        return ()
-    members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
-    judged = (
-        min(range(len(members)), key=lambda i: residual_size(engine, members[i].logprobs)),
-        max(range(len(members)), key=lambda i: likelihood(base, members[i].logprobs)),
-    )
-    known = {p.parameter for p in members}
-    points: set[float] = set()
-    for best in judged:
-        ends = (
-            members[max(best - 1, 0)].parameter,
-            members[best].parameter,
-            members[min(best + 1, len(members) - 1)].parameter,
-        )
-        for low, high in itertools.pairwise(ends):
-            points |= set(np.linspace(low, high, ZOOM_POINTS // 2 + 2).tolist())
-    return tuple(sorted(points - known))
+
+def forbidden_token(rows: Rows, token_id: float) -> Tensor:
+    """One token excluded, as EOS is before `min_new_tokens`."""
+    kept = torch.ones_like(rows.scaled, dtype=torch.bool)
+    kept[:, round(token_id)] = False
+    return _only(rows, kept)
+
+
+def bfloat16_logits(rows: Rows) -> Tensor:
+    """Logits rounded to bfloat16 before the softmax."""
+    return normalised(rows.logits.bfloat16().float() / rows.temperature)
+
+
+def soft_cap(rows: Rows, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) in place of the model's own cap; no cap if infinity."""
+    capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
+    return normalised(capped / rows.temperature)
+
+
+def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
+    """Log probabilities with `num_padding` more vocabulary entries of logit 0."""
+    total = rows.scaled.logsumexp(1, keepdim=True)
+    padding = torch.log(torch.tensor(float(num_padding)))
+    return rows.scaled - torch.logaddexp(total, padding)

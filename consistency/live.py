@@ -1,6 +1,6 @@
-"""Live engines: sample completions of prompts, then rescore them with the same engines.
+"""Live engines: sample completions of prompts, compare them with a model, rescore with the engines.
 
-Prompts as token ids: rows of text, chats or ids, by the model's tokenizer and chat template.
+Prompts are rows of ids, text or chats, tokenised by the model's tokenizer and chat template.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from consistency.score import Progress, Scorer
 from consistency.source import Sampled, Sampling, concatenate
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
-KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is), question or prompt"
+PROMPT_KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is), question or prompt"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_prompts(
         for number, row in enumerate(itertools.islice(rows, count))
     )
     if not prompts:
-        raise BadPrompts(f"{source} holds no prompt: write one JSON object per line with {KINDS}")
+        raise BadPrompts(f"{source} holds no prompt: write one JSON object per line with {PROMPT_KINDS}")
     return prompts
 
 
@@ -108,7 +108,7 @@ def query_engines(
     num_samples: int,
     params: SamplingParams,
     vocabulary: Vocabulary,
-    done: Callable[[int], None] = lambda num_replies: None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> EngineSamples:
     """Sample `num_samples` completions of every prompt, round robin over the engines.
 

@@ -4,11 +4,8 @@ The sign is always D = trainer - engine, rho = exp(D). The metrics are those of 
 k3: J. Schulman, "Approximating KL divergence", 2020; effective sample size: Kong, 1992); `ALIASES`
 maps them to the names under which training frameworks log them.
 
-Kinds of tokens: faults of masks, embeddings and templates affect kinds, not single ids.
-
-Estimators of divergence from D = trainer - engine of sampled tokens.
-
-Differences by position, turn, version, token and every other column, to locate a mismatch.
+Groups locate a mismatch: by position, turn, version, every other recorded column, token id, and
+kind of token (faults of masks, embeddings and templates affect kinds, not single ids).
 """
 
 import functools
@@ -32,149 +29,9 @@ EOS, BOS, SPECIAL, ADDED, DIGITS, WHITESPACE, BYTES, PUNCTUATION, WORDS = KINDS 
     "words",
 )
 
-
-def added_tokens(model: str) -> dict[int, bool]:
-    """Map ids added to the tokenizer's base vocabulary to whether each is special.
-
-    Empty if the model's folder holds no `tokenizer.json`.
-    """
-    file = Path(model) / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    entries = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
-    return {entry["id"]: entry["special"] for entry in entries}
-
-
-def token_kinds(
-    token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None
-) -> Ints | None:
-    """Return the index into KINDS of each id, int64 [n]; None without a `tokenizer.json`."""
-    file = Path(model) / "tokenizer.json"
-    if not file.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    added = added_tokens(model)
-
-    @functools.cache
-    def kind(token: int) -> int:
-        if token in (eos_token_id, bos_token_id):
-            return KINDS.index(EOS if token == eos_token_id else BOS)
-        if token in added:
-            return KINDS.index(SPECIAL if added[token] else ADDED)
-        return KINDS.index(kind_of_text(tokenizer.decode([token], skip_special_tokens=False)))
-
-    return np.array([kind(token) for token in token_ids.tolist()], np.int64)
-
-
-def kind_of_text(text: str) -> str:
-    """Return the kind of an ordinary token; bytes decode to the replacement character."""
-    if "\ufffd" in text:
-        return BYTES
-    if not text.strip():
-        return WHITESPACE
-    stripped = text.strip()
-    if stripped.isdigit():
-        return DIGITS
-    return WORDS if any(character.isalnum() for character in stripped) else PUNCTUATION
-
-
 LARGEST_EXPONENT = 700.0  # exp() overflows at 709.8
 
-
-def ratio(difference: Floats) -> Floats:
-    """rho = exp(D), [n]."""
-    return np.exp(np.minimum(difference, LARGEST_EXPONENT))
-
-
-def k3(difference: Floats) -> Floats:
-    """exp(D) - 1 - D per token, never negative; expm1 keeps small values exact."""
-    bounded = np.minimum(difference, LARGEST_EXPONENT)
-    return np.expm1(bounded) - bounded
-
-
-def effective_share(log_ratio: Floats) -> float:
-    """Effective sample size per sample, (mean rho)^2 / mean rho^2, of log ratios [n]."""
-    scaled = np.exp(log_ratio - log_ratio.max())
-    return float(scaled.mean() ** 2 / np.mean(scaled**2))
-
-
-def correlation(left: Floats, right: Floats) -> float:
-    """Pearson's correlation; 0 if one side is constant."""
-    left, right = left - left.mean(), right - right.mean()
-    scale = np.sqrt((left @ left) * (right @ right))
-    return float(left @ right / scale) if scale > 0 else 0.0
-
-
 NUM_BINS = 40
-
-
-@dataclass(frozen=True)
-class Group:
-    """Size and differences of a group of tokens."""
-
-    key: int | str
-    num_tokens: int
-    mean_abs: float
-    mean: float
-    k1: float
-    k2: float
-    k3: float
-
-
-def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
-    """Compute the differences of each key, ascending."""
-    names, inverse = np.unique(keys, return_inverse=True)
-    count = np.bincount(inverse)
-    means = [
-        np.bincount(inverse, weights=v) / count
-        for v in (np.abs(difference), difference, difference**2, k3(difference))
-    ]
-    return tuple(
-        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(k3_mean))
-        for key, num, size, mean, square, k3_mean in zip(names, count, *means, strict=True)
-    )
-
-
-def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:
-    """Return the first value of each value's bin; bins have equal width, 1 while values are few."""
-    width = max(1, -(-int(values.max() + 1) // num_bins))
-    return values // width * width
-
-
-def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
-    """Group by position, by every recorded column, and by the 50 most frequent token ids."""
-    difference = table.difference
-    decile = np.searchsorted(np.quantile(-table.trainer, np.arange(0.1, 1.0, 0.1)), -table.trainer)
-    columns = {
-        "position": bins(table.position),
-        "response_position": bins(table.response_position),
-        "turn_position": bins(table.turn_position),
-        "turn": table.turn,
-        "length": bins(table.length, 10),
-        "surprisal_decile": decile.astype(np.int64),
-        "version": table.version,
-        "worker": table.worker,
-        "cached": None if table.cached_tokens is None else (table.cached_tokens > 0).astype(np.int64),
-    }
-    groups = {name: group_by(keys, difference) for name, keys in columns.items() if keys is not None}
-    by_id = group_by(table.token_id, difference)
-    groups["token_id"] = tuple(sorted(by_id, key=lambda group: (-group.num_tokens, group.key))[:50])
-    return groups
-
-
-def histogram(difference: Floats, num_bins: int = 41) -> tuple[tuple[float, int], ...]:
-    """Count tokens in equal bins of D up to the 99th percentile of |D|; the outer bins are open.
-
-    Returns:
-        (left edge, number of tokens) of each bin.
-    """
-    reach = float(np.quantile(np.abs(difference), 0.99)) or 1.0
-    edges = np.linspace(-reach, reach, num_bins + 1)
-    counts, _ = np.histogram(np.clip(difference, -reach, reach), edges)
-    return tuple((float(edge), int(count)) for edge, count in zip(edges[:-1], counts, strict=True))
-
 
 # A sequence's ratio is bounded as in verl's rollout correction, so that both chi2 are comparable.
 SEQUENCE_BOUND = 20.0
@@ -227,6 +84,19 @@ class Identity:
         """True if both are equal up to float64 rounding."""
         scale = max(1.0, abs(self.left), abs(self.right))
         return not np.isfinite(scale) or abs(self.left - self.right) <= IDENTITY_TOLERANCE * scale
+
+
+@dataclass(frozen=True)
+class Group:
+    """Size and differences of a group of tokens."""
+
+    key: int | str
+    num_tokens: int
+    mean_abs: float
+    mean: float
+    k1: float
+    k2: float
+    k3: float
 
 
 @dataclass(frozen=True)
@@ -434,6 +304,130 @@ def against_surprisal(table: TokenTable) -> dict[str, float]:
     }
 
 
+def ratio(difference: Floats) -> Floats:
+    """rho = exp(D), [n]."""
+    return np.exp(np.minimum(difference, LARGEST_EXPONENT))
+
+
+def k3(difference: Floats) -> Floats:
+    """exp(D) - 1 - D per token, never negative; expm1 keeps small values exact."""
+    bounded = np.minimum(difference, LARGEST_EXPONENT)
+    return np.expm1(bounded) - bounded
+
+
+def effective_share(log_ratio: Floats) -> float:
+    """Effective sample size per sample, (mean rho)^2 / mean rho^2, of log ratios [n]."""
+    scaled = np.exp(log_ratio - log_ratio.max())
+    return float(scaled.mean() ** 2 / np.mean(scaled**2))
+
+
+def correlation(left: Floats, right: Floats) -> float:
+    """Pearson's correlation; 0 if one side is constant."""
+    left, right = left - left.mean(), right - right.mean()
+    scale = np.sqrt((left @ left) * (right @ right))
+    return float(left @ right / scale) if scale > 0 else 0.0
+
+
 def worst_tokens(table: TokenTable, count: int = 10) -> Ints:
     """Return the rows of the table with the largest |D|, largest first; int64 [count]."""
     return np.argsort(-np.abs(table.difference), kind="stable")[:count]
+
+
+def histogram(difference: Floats, num_bins: int = 41) -> tuple[tuple[float, int], ...]:
+    """Count tokens in equal bins of D up to the 99th percentile of |D|; the outer bins are open.
+
+    Returns:
+        (left edge, number of tokens) of each bin.
+    """
+    reach = float(np.quantile(np.abs(difference), 0.99)) or 1.0
+    edges = np.linspace(-reach, reach, num_bins + 1)
+    counts, _ = np.histogram(np.clip(difference, -reach, reach), edges)
+    return tuple((float(edge), int(count)) for edge, count in zip(edges[:-1], counts, strict=True))
+
+
+def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
+    """Group by position, by every recorded column, and by the 50 most frequent token ids."""
+    difference = table.difference
+    decile = np.searchsorted(np.quantile(-table.trainer, np.arange(0.1, 1.0, 0.1)), -table.trainer)
+    columns = {
+        "position": bins(table.position),
+        "response_position": bins(table.response_position),
+        "turn_position": bins(table.turn_position),
+        "turn": table.turn,
+        "length": bins(table.length, 10),
+        "surprisal_decile": decile.astype(np.int64),
+        "version": table.version,
+        "worker": table.worker,
+        "cached": None if table.cached_tokens is None else (table.cached_tokens > 0).astype(np.int64),
+    }
+    groups = {name: group_by(keys, difference) for name, keys in columns.items() if keys is not None}
+    by_id = group_by(table.token_id, difference)
+    groups["token_id"] = tuple(sorted(by_id, key=lambda group: (-group.num_tokens, group.key))[:50])
+    return groups
+
+
+def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
+    """Compute the differences of each key, ascending."""
+    names, inverse = np.unique(keys, return_inverse=True)
+    count = np.bincount(inverse)
+    means = [
+        np.bincount(inverse, weights=v) / count
+        for v in (np.abs(difference), difference, difference**2, k3(difference))
+    ]
+    return tuple(
+        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(k3_mean))
+        for key, num, size, mean, square, k3_mean in zip(names, count, *means, strict=True)
+    )
+
+
+def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:
+    """Return the first value of each value's bin; bins have equal width, 1 while values are few."""
+    width = max(1, -(-int(values.max() + 1) // num_bins))
+    return values // width * width
+
+
+def added_tokens(model: str) -> dict[int, bool]:
+    """Map ids added to the tokenizer's base vocabulary to whether each is special.
+
+    Empty if the model's folder holds no `tokenizer.json`.
+    """
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    entries = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+    return {entry["id"]: entry["special"] for entry in entries}
+
+
+def token_kinds(
+    token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None
+) -> Ints | None:
+    """Return the index into KINDS of each id, int64 [n]; None without a `tokenizer.json`."""
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    added = added_tokens(model)
+
+    @functools.cache
+    def kind(token: int) -> int:
+        if token in (eos_token_id, bos_token_id):
+            return KINDS.index(EOS if token == eos_token_id else BOS)
+        if token in added:
+            return KINDS.index(SPECIAL if added[token] else ADDED)
+        return KINDS.index(kind_of_text(tokenizer.decode([token], skip_special_tokens=False)))
+
+    return np.array([kind(token) for token in token_ids.tolist()], np.int64)
+
+
+def kind_of_text(text: str) -> str:
+    """Return the kind of an ordinary token; bytes decode to the replacement character."""
+    if "\ufffd" in text:
+        return BYTES
+    if not text.strip():
+        return WHITESPACE
+    stripped = text.strip()
+    if stripped.isdigit():
+        return DIGITS
+    return WORDS if any(character.isalnum() for character in stripped) else PUNCTUATION

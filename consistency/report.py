@@ -1,7 +1,4 @@
-"""The report of a check as one JSON document, and gates on its metrics.
-
-Compare token ranks: how often both sides differ on the most likely token, near ties or not.
-"""
+"""The report of a check as one JSON document: gates on its metrics, worst tokens, token ranks."""
 
 import math
 from collections.abc import Sequence
@@ -19,6 +16,41 @@ from consistency.tokens import TokenTable
 
 # Nats between the model's first and second token above which another first token is not a near tie.
 CLEAR_NATS = 0.5
+
+EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A metric and the upper limit of its absolute value."""
+
+    metric: str
+    limit: float
+    value: float
+
+    @property
+    def holds(self) -> bool:
+        """True if the value is within the limit; NaN never is."""
+        return abs(self.value) <= self.limit
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token with a large |D|. `before` are the preceding ids.
+
+    `top` and `engine_top` are the most likely tokens (id, logprob) of model and engine; the latter
+    is empty if the engine did not report them.
+    """
+
+    sequence: int
+    position: int
+    token_id: int
+    engine: float
+    trainer: float
+    rank: int
+    before: tuple[int, ...]
+    top: Top
+    engine_top: Top
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,90 @@ class Ranking:
     argmax_mismatch: float | None = None
     clear_mismatch: float | None = None
     jaccard: float | None = None
+
+
+def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
+    """Return the complete report as JSON-ready values; the writer handles non-finite numbers."""
+    found, measured = checked.diagnosis, checked.diagnosis.measurement
+    ranking = rank_tokens(checked.scores, checked.tops)
+    return {
+        "verdict": found.verdict,
+        "causes": [asdict(cause) for cause in found.causes],
+        "missing": list(found.missing),
+        "notes": list(checked.notes),
+        "gates": [{**asdict(gate), "holds": gate.holds} for gate in gates],
+        "sign": "D = trainer - engine",
+        "dtype": checked.dtype,
+        "setting": asdict(checked.setting),
+        "num_tokens": measured.num_tokens,
+        "num_sequences": measured.num_sequences,
+        "excluded": asdict(measured.excluded),
+        "metrics": {
+            **measured.metrics,
+            "surprise_z": found.surprise if math.isfinite(found.surprise) else 0.0,
+        },
+        "names_elsewhere": ALIASES,
+        "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
+        "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
+        "ranking": None if ranking is None else asdict(ranking),
+        "trainer_check": None if checked.trainer_check is None else asdict(checked.trainer_check),
+        "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
+        "histogram": [list(bar) for bar in measured.histogram],
+        "worst": [asdict(token) for token in describe_worst(checked)],
+    }
+
+
+def exit_code(checked: Checked, gates: tuple[Gate, ...]) -> int:
+    """Return 0 if healthy, 1 for a mismatch or a failed gate, 2 if inconclusive."""
+    return 1 if any(not gate.holds for gate in gates) else EXIT_CODES[checked.diagnosis.verdict]
+
+
+def check_gates(text: str, metrics: dict[str, float]) -> tuple[Gate, ...]:
+    """Parse gates such as `mean_abs=0.02,k3=0.002` and evaluate them.
+
+    Raises:
+        UnknownGate: an entry names an unknown metric, or its limit is not a number.
+    """
+    return tuple(parse_gate(entry, metrics) for entry in text.split(",") if entry.strip())
+
+
+def parse_gate(entry: str, metrics: dict[str, float]) -> Gate:
+    """Parse one gate such as `k3=0.002`."""
+    name, _, limit = (part.strip() for part in entry.partition("="))
+    if name not in metrics:
+        raise UnknownGate(
+            f"gate {entry.strip()!r}: there is no metric {name!r}; the metrics are {', '.join(sorted(metrics))}"
+        )
+    try:
+        return Gate(name, float(limit), metrics[name])
+    except ValueError as error:
+        raise UnknownGate(f"gate {entry.strip()!r}: {limit!r} is not a number; write {name}=0.02") from error
+
+
+def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> tuple[WorstToken, ...]:
+    """Return the tokens with the largest |D| in their context."""
+    table: TokenTable = checked.diagnosis.table
+    found = []
+    for row in worst_tokens(table, count):
+        index, sequence, position = int(table.index[row]), int(table.sequence[row]), int(table.position[row])
+        ids = checked.sequences.input_ids[checked.sequences.row(sequence)]
+        top = zip(
+            checked.scores.top_ids[index].tolist(), checked.scores.top_logprobs[index].tolist(), strict=True
+        )
+        found.append(
+            WorstToken(
+                sequence,
+                position,
+                int(table.token_id[row]),
+                float(table.engine[row]),
+                float(table.trainer[row]),
+                int(checked.scores.rank[index]),
+                tuple(ids[max(0, position - num_before) : position].tolist()),
+                tuple(top),
+                () if checked.tops is None else checked.tops[index],
+            )
+        )
+    return tuple(found)
 
 
 def rank_tokens(scores: Scores, tops: Sequence[Top] | None) -> Ranking | None:
@@ -83,123 +199,3 @@ def most_likely(top: Top) -> int:
 def overlap(left: set[int], right: set[int]) -> float:
     """Return the Jaccard index of two sets."""
     return len(left & right) / len(left | right)
-
-
-EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A metric and the upper limit of its absolute value."""
-
-    metric: str
-    limit: float
-    value: float
-
-    @property
-    def holds(self) -> bool:
-        """True if the value is within the limit; NaN never is."""
-        return abs(self.value) <= self.limit
-
-
-def check_gates(text: str, metrics: dict[str, float]) -> tuple[Gate, ...]:
-    """Parse gates such as `mean_abs=0.02,k3=0.002` and evaluate them.
-
-    Raises:
-        UnknownGate: an entry names an unknown metric, or its limit is not a number.
-    """
-    return tuple(parse_gate(entry, metrics) for entry in text.split(",") if entry.strip())
-
-
-def parse_gate(entry: str, metrics: dict[str, float]) -> Gate:
-    """Parse one gate such as `k3=0.002`."""
-    name, _, limit = (part.strip() for part in entry.partition("="))
-    if name not in metrics:
-        raise UnknownGate(
-            f"gate {entry.strip()!r}: there is no metric {name!r}; the metrics are {', '.join(sorted(metrics))}"
-        )
-    try:
-        return Gate(name, float(limit), metrics[name])
-    except ValueError as error:
-        raise UnknownGate(f"gate {entry.strip()!r}: {limit!r} is not a number; write {name}=0.02") from error
-
-
-def exit_code(checked: Checked, gates: tuple[Gate, ...]) -> int:
-    """Return 0 if healthy, 1 for a mismatch or a failed gate, 2 if inconclusive."""
-    return 1 if any(not gate.holds for gate in gates) else EXIT_CODES[checked.diagnosis.verdict]
-
-
-@dataclass(frozen=True)
-class WorstToken:
-    """A token with a large |D|. `before` are the preceding ids.
-
-    `top` and `engine_top` are the most likely tokens (id, logprob) of model and engine; the latter
-    is empty if the engine did not report them.
-    """
-
-    sequence: int
-    position: int
-    token_id: int
-    engine: float
-    trainer: float
-    rank: int
-    before: tuple[int, ...]
-    top: Top
-    engine_top: Top
-
-
-def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> tuple[WorstToken, ...]:
-    """Return the tokens with the largest |D| in their context."""
-    table: TokenTable = checked.diagnosis.table
-    found = []
-    for row in worst_tokens(table, count):
-        index, sequence, position = int(table.index[row]), int(table.sequence[row]), int(table.position[row])
-        ids = checked.sequences.input_ids[checked.sequences.row(sequence)]
-        top = zip(
-            checked.scores.top_ids[index].tolist(), checked.scores.top_logprobs[index].tolist(), strict=True
-        )
-        found.append(
-            WorstToken(
-                sequence,
-                position,
-                int(table.token_id[row]),
-                float(table.engine[row]),
-                float(table.trainer[row]),
-                int(checked.scores.rank[index]),
-                tuple(ids[max(0, position - num_before) : position].tolist()),
-                tuple(top),
-                () if checked.tops is None else checked.tops[index],
-            )
-        )
-    return tuple(found)
-
-
-def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
-    """Return the complete report as JSON-ready values; the writer handles non-finite numbers."""
-    found, measured = checked.diagnosis, checked.diagnosis.measurement
-    ranking = rank_tokens(checked.scores, checked.tops)
-    return {
-        "verdict": found.verdict,
-        "causes": [asdict(cause) for cause in found.causes],
-        "missing": list(found.missing),
-        "notes": list(checked.notes),
-        "gates": [{**asdict(gate), "holds": gate.holds} for gate in gates],
-        "sign": "D = trainer - engine",
-        "dtype": checked.dtype,
-        "setting": asdict(checked.setting),
-        "num_tokens": measured.num_tokens,
-        "num_sequences": measured.num_sequences,
-        "excluded": asdict(measured.excluded),
-        "metrics": {
-            **measured.metrics,
-            "surprise_z": found.surprise if math.isfinite(found.surprise) else 0.0,
-        },
-        "names_elsewhere": ALIASES,
-        "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
-        "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
-        "ranking": None if ranking is None else asdict(ranking),
-        "trainer_check": None if checked.trainer_check is None else asdict(checked.trainer_check),
-        "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
-        "histogram": [list(bar) for bar in measured.histogram],
-        "worst": [asdict(token) for token in describe_worst(checked)],
-    }

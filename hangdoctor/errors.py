@@ -1,5 +1,5 @@
-"""Errors in the input of hangdoctor and errors that prevent a collection; the text of each says what
-to do next.
+"""Errors in the input of hangdoctor and errors that prevent a collection; the text of each says
+what to do next.
 
 ValueError
     HangInputError        the input cannot be diagnosed: not a dump, no ranks, too large

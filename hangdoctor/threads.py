@@ -38,8 +38,8 @@ class ThreadStance:
 def view(
     threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
 ) -> tuple[ThreadStance, ...]:
-    """Return the thread_waits of all threads, main thread first. Equal dumps are one object, so they are
-    cached by identity.
+    """Return the thread_waits of all threads, main thread first. Equal dumps are one object, so
+    they are cached by identity.
     """
     if id(threads) not in seen:
         main = main_thread(threads)

@@ -1,9 +1,8 @@
-"""The folder of a record and its record.json: check the folder, describe the run.
+"""The files at the top of a record: record.json describes the run, gaps.json lists missing steps.
 
-Steps that a record lacks for a known reason: retention, a slow disk, or an interrupted run.
-
-Any other missing step is damage. `gaps.json` is committed before a step is removed, so that no step
-is ever missing without its reason.
+A step may be missing because of retention, a slow disk or an interrupted run; any other missing
+step is damage. gaps.json is committed before a step is removed, so that no step is ever missing
+without its reason.
 """
 
 import shutil
@@ -29,6 +28,8 @@ from recorder.format import (
     check_version,
     fields_of,
 )
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -85,9 +86,6 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
 def write_header(folder: Path, header: RecordHeader) -> None:
     """Commit record.json."""
     commit_file(folder / RECORD_FILE, checksummed_bytes(vars(header)))
-
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

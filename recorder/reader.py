@@ -1,6 +1,7 @@
 """Read a record lazily: opening lists one folder; reads touch and check only what they return.
 
-A step in a few numbers, cheap enough for every step: it reads step.json and the rewards.
+`open_record` opens a folder, an archive or a URL; `summarise_steps` reduces each step to a few
+numbers, for which it reads step.json and the rewards.
 """
 
 import json

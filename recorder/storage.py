@@ -1,7 +1,7 @@
 """Storage of a record's bytes: a small interface that hides whether it is a folder or an archive.
 
     open_record, verify, replay  ->  Storage  ->  FolderStorage    the files themselves
-                                              ->  ArchiveStorage   the same files, rebuilt from a zarr store (archive.py)
+                                              ->  ArchiveStorage   the same files, rebuilt from a zarr store
 
 Paths are relative to the record's top, with slashes: `steps/000042/step.json`.
 `reader.open_storage` chooses the implementation.

@@ -8,18 +8,11 @@
 Only training threads meet in a collective; writer threads meet in the folder. So all ranks record
 the same steps, and all ranks learn of a failed rank at the next step, which also ends rank 0's wait
 for its files. A step without step.json is not part of the record, so a process may die at any byte.
-Without a queue the training thread does the work of both.
 
-Run jobs in order in one thread while training continues, with a bounded queue.
-
-    training thread   put(job) ─> [ at most `depth` jobs, including the running one ] ─> work(job)   writer thread
-                      wait(timeout) <──────────── a job is done, or work raised ─────────────
-
-`put` never blocks: a caller that needs a free slot calls `wait` first, with a timeout, so that
-ranks can exchange their states in between. An error of `work` ends the thread, empties the queue,
-and is kept in `error` for the training thread.
-
-Options of recording, chosen once when a run is started.
+The queue is bounded (`Background`), and putting a job into it never blocks: a rank that needs a
+free slot waits with a timeout and exchanges states with the other ranks in between. An error of the
+writer thread ends it, empties the queue, and is kept for the training thread. Without a queue the
+training thread does the work of both.
 """
 
 import copy
@@ -49,7 +42,58 @@ from recorder.step_files import (
 )
 from recorder.tensors import flatten
 
+if TYPE_CHECKING:
+    from recorder.archive.live_archive import LiveArchive
+
 Job = TypeVar("Job")
+
+STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "step"})
+
+POLL_S = 0.005  # how often rank 0 polls for the other ranks' manifests
+AGREE_INTERVAL_S = 1.0  # how long a rank waits for its own disk before it syncs again
+SHUTDOWN_TIMEOUT_S = 20.0  # wait of a failed run for its last steps, which a rank may never write
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """How a run is recorded.
+
+    Attributes:
+        text: also store decoded prompts and completions.
+        overwrite: replace an existing record, unless the run resumes it.
+        first_step: not 0 for a resumed run, which then resumes its record if there is one.
+        queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
+        when_slow: what a full queue does: "wait" or "drop" the step.
+        when_failing: "stop" the run, or "continue" without recording.
+    """
+
+    recording: Recording = field(default_factory=Recording)
+    text: bool = False
+    overwrite: bool = False
+    first_step: int = 0
+    queue_steps: int = 0
+    when_slow: str = "wait"
+    when_failing: str = "stop"
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of a rank's recording, exchanged between the ranks."""
+
+    failure: str | None
+    has_room: bool
+    idle: bool
+
+
+def alone(state: RankState) -> list[RankState]:
+    """The `gather` of a run with one rank."""
+    return [state]
+
+
+def print_to_stderr(sentence: str) -> None:
+    """Print a message for the user."""
+    print(f"recording: {sentence}", file=sys.stderr, flush=True)
 
 
 class Background(Generic[Job]):
@@ -122,57 +166,6 @@ class Background(Generic[Job]):
             self.error = error
             self.jobs.clear()
             self.changed.notify_all()
-
-
-@dataclass(frozen=True)
-class RecordingOptions:
-    """How a run is recorded.
-
-    Attributes:
-        text: also store decoded prompts and completions.
-        overwrite: replace an existing record, unless the run resumes it.
-        first_step: not 0 for a resumed run, which then resumes its record if there is one.
-        queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
-        when_slow: what a full queue does: "wait" or "drop" the step.
-        when_failing: "stop" the run, or "continue" without recording.
-    """
-
-    recording: Recording = field(default_factory=Recording)
-    text: bool = False
-    overwrite: bool = False
-    first_step: int = 0
-    queue_steps: int = 0
-    when_slow: str = "wait"
-    when_failing: str = "stop"
-    retention: Retention = field(default_factory=Retention)
-
-
-STEP_EVENTS = frozenset({"batch", "advantages", "checksums", "micro_batch", "step"})
-if TYPE_CHECKING:
-    from recorder.archive.live_archive import LiveArchive
-
-POLL_S = 0.005  # how often rank 0 polls for the other ranks' manifests
-AGREE_INTERVAL_S = 1.0  # how long a rank waits for its own disk before it syncs again
-SHUTDOWN_TIMEOUT_S = 20.0  # wait of a failed run for its last steps, which a rank may never write
-
-
-@dataclass(frozen=True)
-class RankState:
-    """State of a rank's recording, exchanged between the ranks."""
-
-    failure: str | None
-    has_room: bool
-    idle: bool
-
-
-def alone(state: RankState) -> list[RankState]:
-    """The `gather` of a run with one rank."""
-    return [state]
-
-
-def print_to_stderr(sentence: str) -> None:
-    """Print a message for the user."""
-    print(f"recording: {sentence}", file=sys.stderr, flush=True)
 
 
 class RecordWriter:

@@ -1,17 +1,16 @@
-"""Find the commit of the trainer's code that changed the numbers, by replaying one record.
+"""Find by binary search what changed the numbers: a commit of the trainer's code, or a step.
 
-    good ──o──o──o──o──o──o──o── bad      both are replayed, and differ in step N
-                 └ middle, in a worktree of its own, steps up to N: equal to good? then the bad commit comes later
+    find_commit    good ──o──o──o──o──o──o──o── bad    both are replayed, and differ in step N
+                                └ middle, in its own worktree, up to N: equal to good? -> later
+    bisect_steps   first ─────o───────────── last      checksums of two records: equal? -> later
 
-The record determines only the batches, so it may come from any machine: the replays of two commits
-on this machine are compared. Nothing is imported from the other commits; each replays with its own
+A record determines only the batches, so it may come from any machine: the replays of two commits on
+this machine are compared. Nothing is imported from the other commits; each replays with its own
 command.
 
-Find the first step with other weights, by binary search over recorded checksums.
-
-Weights that have diverged do not become equal again, so log2(steps) pairs of outcomes are enough
-for a run of any length. A batch that differs without changing the weights is not found: `diff`
-reads every step.
+Weights that have diverged do not become equal again, so log2(steps) pairs of outcomes find the
+first step with other weights. A batch that differs without changing the weights is not found:
+`diff` reads every step.
 """
 
 import json
@@ -233,7 +232,7 @@ def parse_numbers(report: dict[str, Any]) -> Numbers:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Result of the search.
+    """Result of `bisect_steps`.
 
     Attributes:
         step: the first common step after which weights differ, None if they never do.

@@ -1,6 +1,8 @@
-"""Observe a replay and compare every step with the record, on all ranks, as it happens.
+"""Compare a replay with its record bit by bit: an observer on every rank, step by step as it runs.
 
-Bitwise comparison of recorded and replayed steps, and of their settings.
+`ReplayCheck` compares the settings at the start, then every loss, statistic and parameter checksum
+of each step, and collects a `ReplayReport`. `compare_headers` and `compare_outcomes` are the
+comparisons themselves, for any two runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,32 @@ from recorder.header import describe_run
 from replayer.errors import ReplayError
 from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
 from replayer.request import is_new_option_at_default
+
+# Options of file locations, logging and recording, none of which changes a number.
+WITHOUT_EFFECT = frozenset(
+    {
+        "allocation_mode",
+        "checkpointer",
+        "cluster",
+        "consistency",
+        "debug",
+        "evaluator",
+        "experiment_name",
+        "launcher",
+        "perf_tracer",
+        "recover",
+        "rollout",
+        "saver",
+        "scheduler",
+        "sglang",
+        "stats_logger",
+        "trial_name",
+        "valid_dataset",
+    }
+)
+# Statistics of the machine, not of the batch.
+NOT_COMPUTED = ("timeperf/",)
+LOSS, GRAD_NORM = "ppo_actor/update/loss", "ppo_actor/update/grad_norm"
 
 
 @dataclass(frozen=True)
@@ -55,79 +83,6 @@ class HeaderComparison:
         return not (self.config or self.environment or self.model)
 
 
-def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each fact of each micro-batch under a unique, readable name."""
-    return {
-        f"minibatch {item['minibatch']}, micro-batch {item['micro_batch']}, {fact}": item[fact]
-        for item in document["micro_batches"]
-        for fact in ("loss", "weight", "num_tokens", "rows")
-    }
-
-
-def differing(
-    recorded: Mapping[str, Any], replayed: Mapping[str, Any], ignored: Sequence[str] = ()
-) -> tuple[Difference, ...]:
-    """List the members that differ, without those whose name starts with one of `ignored`."""
-    prefixes = tuple(ignored)
-    return find_differences(
-        {name: value for name, value in recorded.items() if not name.startswith(prefixes)},
-        {name: value for name, value in replayed.items() if not name.startswith(prefixes)},
-    )
-
-
-def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str] = ()) -> StepComparison:
-    """Compare two outcomes of the same step and rank bitwise: 0.0 is not -0.0, NaN equals NaN.
-
-    `ignored` are prefixes of stats that are not computed from the batch, such as times.
-    """
-    assert recorded.step == replayed.step
-    left, right = outcome_document(recorded), outcome_document(replayed)
-    losses = loss_values(left)
-    return StepComparison(
-        step=recorded.step,
-        num_compared=len(losses) + len(left["stats"]) + len(left["checksums"]),
-        losses=differing(losses, loss_values(right)),
-        stats=differing(left["stats"], right["stats"], ignored),
-        parameters=differing(left["checksums"], right["checksums"]),
-    )
-
-
-def compare_headers(recorded: RecordHeader, current: RecordHeader) -> HeaderComparison:
-    """Compare config, environment and model files of a record and of the run that replays it."""
-    return HeaderComparison(
-        config=find_differences(recorded.config, current.config),
-        environment=diff_environment(recorded.environment, current.environment),
-        model=find_differences(recorded.model["files"], current.model["files"]),
-    )
-
-
-# Options of file locations, logging and recording, none of which changes a number.
-WITHOUT_EFFECT = frozenset(
-    {
-        "allocation_mode",
-        "checkpointer",
-        "cluster",
-        "consistency",
-        "debug",
-        "evaluator",
-        "experiment_name",
-        "launcher",
-        "perf_tracer",
-        "recover",
-        "rollout",
-        "saver",
-        "scheduler",
-        "sglang",
-        "stats_logger",
-        "trial_name",
-        "valid_dataset",
-    }
-)
-# Statistics of the machine, not of the batch.
-NOT_COMPUTED = ("timeperf/",)
-LOSS, GRAD_NORM = "ppo_actor/update/loss", "ppo_actor/update/grad_norm"
-
-
 @dataclass(frozen=True)
 class RankDifference:
     """One value that differs on one rank. `kind` is "loss", "stat" or "parameter"."""
@@ -143,9 +98,8 @@ class RankDifference:
 class StepResult:
     """One step of all ranks.
 
-    `num_compared` counts values, so that "identical" cannot mean "nothing compared".
-
-    `recorded` and `replayed` are the statistics, without times.
+    `num_compared` counts values, as in StepComparison. `recorded` and `replayed` are the
+    statistics, without times.
     """
 
     step: int
@@ -214,11 +168,13 @@ class ReplayReport:
 def parse_report(document: dict[str, Any]) -> ReplayReport:
     """Parse a report from JSON types; the inverse of `ReplayReport.to_dict`."""
     header, verdict = document["set_differently"], document["verdict"]
-    parts = ("config", "environment", "model")
+    sections = ("config", "environment", "model")
     return ReplayReport(
         record=document["record"],
         set_differently=header
-        and HeaderComparison(**{part: tuple(Difference(**item) for item in header[part]) for part in parts}),
+        and HeaderComparison(
+            **{name: tuple(Difference(**item) for item in header[name]) for name in sections}
+        ),
         guarantee=Guarantee(document["guarantee"]["kind"], tuple(document["guarantee"]["reasons"])),
         steps=[parse_step_result(item) for item in document["steps"]],
         verdict=verdict and Verdict(**verdict),
@@ -340,6 +296,27 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
     ]
 
 
+def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
+    """Return the settings that differ from the record, without those that change no number."""
+    comparison = compare_headers(record.header, current)
+    # from another framework, whose options and machine differ
+    is_imported = "imported" in record.header.environment
+    has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
+    moved = () if comparison.model else moved_paths(record.header, current)
+    config = tuple(
+        d
+        for d in comparison.config
+        if d.where.split(".")[0] not in WITHOUT_EFFECT
+        and d.where not in moved
+        and not is_new_option_at_default(d.where, d.current, record.header.config)
+    )
+    return HeaderComparison(
+        config=config if has_config else (),
+        environment=() if is_imported else comparison.environment,
+        model=comparison.model if has_model else (),
+    )
+
+
 def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
     """Options with the path of the model in both runs: it may differ if the files are equal."""
     options = {
@@ -363,22 +340,47 @@ def member(config: Any, keys: tuple[str, ...]) -> Any:
     return config
 
 
-def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
-    """Return the settings that differ from the record, without those that change no number."""
-    comparison = compare_headers(record.header, current)
-    # from another framework, whose options and machine differ
-    is_imported = "imported" in record.header.environment
-    has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
-    moved = () if comparison.model else moved_paths(record.header, current)
-    config = tuple(
-        d
-        for d in comparison.config
-        if d.where.split(".")[0] not in WITHOUT_EFFECT
-        and d.where not in moved
-        and not is_new_option_at_default(d.where, d.current, record.header.config)
-    )
+def compare_headers(recorded: RecordHeader, current: RecordHeader) -> HeaderComparison:
+    """Compare config, environment and model files of a record and of the run that replays it."""
     return HeaderComparison(
-        config=config if has_config else (),
-        environment=() if is_imported else comparison.environment,
-        model=comparison.model if has_model else (),
+        config=find_differences(recorded.config, current.config),
+        environment=diff_environment(recorded.environment, current.environment),
+        model=find_differences(recorded.model["files"], current.model["files"]),
+    )
+
+
+def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str] = ()) -> StepComparison:
+    """Compare two outcomes of the same step and rank bitwise: 0.0 is not -0.0, NaN equals NaN.
+
+    `ignored` are prefixes of stats that are not computed from the batch, such as times.
+    """
+    assert recorded.step == replayed.step
+    left, right = outcome_document(recorded), outcome_document(replayed)
+    losses = loss_values(left)
+    return StepComparison(
+        step=recorded.step,
+        num_compared=len(losses) + len(left["stats"]) + len(left["checksums"]),
+        losses=differing(losses, loss_values(right)),
+        stats=differing(left["stats"], right["stats"], ignored),
+        parameters=differing(left["checksums"], right["checksums"]),
+    )
+
+
+def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each fact of each micro-batch under a unique, readable name."""
+    return {
+        f"minibatch {item['minibatch']}, micro-batch {item['micro_batch']}, {fact}": item[fact]
+        for item in document["micro_batches"]
+        for fact in ("loss", "weight", "num_tokens", "rows")
+    }
+
+
+def differing(
+    recorded: Mapping[str, Any], replayed: Mapping[str, Any], ignored: Sequence[str] = ()
+) -> tuple[Difference, ...]:
+    """List the members that differ, without those whose name starts with one of `ignored`."""
+    prefixes = tuple(ignored)
+    return find_differences(
+        {name: value for name, value in recorded.items() if not name.startswith(prefixes)},
+        {name: value for name, value in replayed.items() if not name.startswith(prefixes)},
     )

@@ -95,7 +95,7 @@ class StepBits:
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def take_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
+def run_one_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
     """Run one real step on random tokens from the first weights; a collective.
 
     Args:

@@ -1,13 +1,12 @@
-"""Find settings that make a run nondeterministic, without running a step. Imports no torch.
+"""Judge determinism without torch: settings that can change bits, and two repeats of one step.
 
 Each check is a function of the values that it inspects, and returns its findings; the expected
-values are in its docstring.
+values are in its docstring. Repeats are compared bit by bit; where they differ, the noise floor of
+each parameter is measured. A repeat is a folder:
 
-Compare repeats of one step: equal bits, or the noise floor of each parameter. Imports no torch.
-
-REPEAT/
-  repeat.json                   rank 0: outcome and findings
-  values-00001.safetensors      rank 1: its shards of the requested weights and gradients
+    REPEAT/
+      repeat.json                   rank 0: outcome and findings
+      values-00001.safetensors      rank 1: its shards of the requested weights and gradients
 """
 
 import ast
@@ -27,6 +26,10 @@ from recorder.format import Outcome, outcome_document, parse_outcome
 from replayer.check import NOT_COMPUTED, StepComparison, compare_outcomes
 
 Status = Literal["ok", "note", "problem"]
+
+LISTINGS = ("listdir", "scandir", "glob", "iglob", "iterdir", "rglob")
+
+REPEAT_FILE = "repeat.json"
 
 
 @dataclass(frozen=True)
@@ -223,9 +226,6 @@ def warn_only_calls(tree: ast.Module) -> Iterator[Finding]:
                 yield Finding("script", "problem", f"line {node.lineno} sets warn_only=True", "remove it")
 
 
-LISTINGS = ("listdir", "scandir", "glob", "iglob", "iterdir", "rglob")
-
-
 def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
     """Find listings in the order of the file system; a call inside `sorted(...)` is fine."""
     in_sorted = {
@@ -239,9 +239,6 @@ def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
         if (name := ast.unparse(node.func).rpartition(".")[2]) in LISTINGS:
             seen = f"line {node.lineno} uses {name}() in file-system order"
             yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")
-
-
-REPEAT_FILE = "repeat.json"
 
 
 @dataclass(frozen=True)
@@ -328,7 +325,7 @@ def parameter_noise(
     """Return the noise of one parameter."""
     weights = absolute_difference(left[f"weights:{name}"], right[f"weights:{name}"])
     gradients = absolute_difference(left[f"gradients:{name}"], right[f"gradients:{name}"])
-    largest = max((float(np.abs(part).max(initial=0)) for part in left[f"gradients:{name}"]), default=0.0)
+    largest = max((float(np.abs(shard).max(initial=0)) for shard in left[f"gradients:{name}"]), default=0.0)
     gradient = float(gradients.max(initial=0))
     return ParameterNoise(
         name,
@@ -346,7 +343,7 @@ def absolute_difference(left: list[np.ndarray], right: list[np.ndarray]) -> np.n
     0 for equal values, also for two NaNs; infinite for NaN against another value, and for infinite
     differences.
     """
-    a, b = (np.concatenate([part.ravel() for part in parts]) for parts in (left, right))
+    a, b = (np.concatenate([shard.ravel() for shard in shards]) for shards in (left, right))
     with np.errstate(invalid="ignore"):
         distance = np.abs(a.astype(np.float64) - b)
     equal = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -1,8 +1,7 @@
-"""A request to replay, defined once by a command or a test, and passed to every rank as JSON.
+"""A replay's request, passed to every rank as JSON, and the options that follow from it.
 
-The options of a replay: those of the recorded run with overrides, and without side effects.
-
-Imports no torch.
+The options are those of the recorded run with overrides, without side effects on that run's files
+and services. Imports no torch.
 """
 
 import copy
@@ -16,6 +15,8 @@ from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.config.loading import apply_override, sections_of
 from recorder import Record
+
+C = TypeVar("C", bound=PPOConfig)
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,6 @@ def parse_request(text: str) -> Request:
     """Parse a request; the inverse of `request_text`."""
     members: dict[str, Any] = json.loads(text)
     return Request(**{**members, "settings": tuple(members["settings"])})
-
-
-C = TypeVar("C", bound=PPOConfig)
 
 
 def replay_config(record: Record, model: str | None = None, settings: Sequence[str] = ()) -> PPOConfig:

@@ -2,12 +2,10 @@
 
     batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch, a critic's after the actor's
 
-The first difference in this order is the one to explain; later ones may follow from it.
-
-Find where the recorded tensors of one step diverge: tensor, row, token, and by how much.
-
-Rows are matched by (prompt_id, sample_id) over all ranks, so records with different numbers of
-ranks can be compared. Tensors whose checksums in step.json are equal are not read.
+The first difference in this order is the one to explain; later ones may follow from it. A tensor's
+difference names row, token and size. Rows are matched by (prompt_id, sample_id) over all ranks, so
+records with different numbers of ranks can be compared. Tensors whose checksums in step.json are
+equal are not read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +17,9 @@ import numpy as np
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
 from recorder.format import BatchEntry, TensorEntry
+
+STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
+ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
 
 LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
 ROW_KEYS = ("cu_seqlens", "prompt_id", "sample_id")
@@ -39,9 +40,8 @@ ORDER = (
 class Place:
     """A row of a step, and a token of it (None: a value of the row).
 
-    `rank` and `row` are of the left record.
-
-    `in_prompt`: the token precedes the first one in the loss mask.
+    `rank` and `row` are of the left record. `in_prompt`: the token precedes the first one in the
+    loss mask.
     """
 
     rank: int
@@ -76,6 +76,15 @@ class StageDifference:
 
 
 @dataclass(frozen=True)
+class Update:
+    """An optimizer step in the trainer's plan; the loss is that of all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
 class Row:
     """Position of a row in its rank's flat tensors; the prompt has `prompt_length` tokens."""
 
@@ -93,6 +102,26 @@ class Row:
 
 Rows = dict[tuple[int, int], Row]
 Files = list[tuple[str, BatchEntry]]
+
+
+def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDifference, ...]:
+    """List all differences of two recordings of a step, in the order of computation.
+
+    Raises DamagedRecord.
+    """
+    batch = list(compare_tensors(left, right, "batch"))
+    learning = list(compare_tensors(left, right, "learning"))
+    learning.sort(key=lambda difference: STAGES.index(difference.stage))
+    here, there = read_outcomes(left), read_outcomes(right)
+    if not here or not there:
+        return (*batch, *learning)
+    if not files(left, "learning") or not files(right, "learning"):
+        learning = list(compare_statistics(here[0].stats, there[0].stats))
+    plans = left.plan(0), right.plan(0)
+    actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
+    critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
+    weights = compare_checksums("weights", here[0].checksums, there[0].checksums)
+    return (*batch, *learning, *actors, *critics, *weights)
 
 
 def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Iterator[StageDifference]:
@@ -241,39 +270,6 @@ def bits(array: np.ndarray) -> np.ndarray:
 def value_at(array: np.ndarray, index: int) -> Any:
     """Return an element as a Python number, None beyond the end."""
     return array[index].tolist() if index < len(array) else None
-
-
-STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
-ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
-
-
-@dataclass(frozen=True)
-class Update:
-    """An optimizer step in the trainer's plan; the loss is that of all ranks."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-
-
-def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDifference, ...]:
-    """List all differences of two recordings of a step, in the order of computation.
-
-    Raises DamagedRecord.
-    """
-    batch = list(compare_tensors(left, right, "batch"))
-    learning = list(compare_tensors(left, right, "learning"))
-    learning.sort(key=lambda difference: STAGES.index(difference.stage))
-    here, there = read_outcomes(left), read_outcomes(right)
-    if not here or not there:
-        return (*batch, *learning)
-    if not files(left, "learning") or not files(right, "learning"):
-        learning = list(compare_statistics(here[0].stats, there[0].stats))
-    plans = left.plan(0), right.plan(0)
-    actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
-    critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
-    weights = compare_checksums("weights", here[0].checksums, there[0].checksums)
-    return (*batch, *learning, *actors, *critics, *weights)
 
 
 def read_outcomes(step: RecordedStep) -> list[Outcome]:

@@ -35,7 +35,7 @@ EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
     example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
 )
 def command() -> None:
-    """Run an agent alone, under load, or inside the trainer; show its turns, rewards and failures."""
+    """Run an agent alone, under load or inside the trainer; show turns, rewards and failures."""
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:

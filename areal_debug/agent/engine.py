@@ -94,7 +94,10 @@ def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for conversations. Raises ModelError if there is none, or it has no chat template."""
+    """Load a tokenizer for conversations.
+
+    Raises ModelError if there is none, or if it has no chat template.
+    """
     from areal_core.trainer.build import load_tokenizer_at
 
     tokenizer = load_tokenizer_at(path)

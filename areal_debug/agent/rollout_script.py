@@ -1,7 +1,7 @@
 """A rank of `areal-debug agent rollout`: the trainer with an agent as its workflow.
 
-Run by areal_debug.train.script. The agent is `rollout.agent.agent_cls_path`; its constructor's arguments
-are passed as JSON in the environment variable `ARGUMENTS`.
+Run by areal_debug.train.script. The agent is `rollout.agent.agent_cls_path`; its constructor's
+arguments are passed as JSON in the environment variable that `ARGUMENTS` names.
 """
 
 import json

@@ -1,0 +1,1 @@
+"""`areal-debug bisect`: find the commit that changed a record's numbers."""

@@ -1,0 +1,1 @@
+"""`areal-debug consistency`: compare an engine's logprobs with the model's; text and page."""

@@ -1,6 +1,4 @@
-"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token, and
-explain differences.
-"""
+"""`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,7 +160,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
 def check_recorded(
     path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """Check some steps of a record; return the check, its request, and its source for the report."""
+    """Check some steps of a record; return check, request, and the source for the report."""
     from consistency.check import check
     from consistency.source import read_record
     from recorder import open_record
@@ -182,7 +180,10 @@ def check_recorded(
 
 
 def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
-    """Sampling of an imported record by options and checkpoint; engines serve bfloat16 by default."""
+    """Return the sampling of an imported record by options and checkpoint.
+
+    Engines serve bfloat16 by default.
+    """
     from consistency.source import Sampling, model_dtype
 
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
@@ -194,7 +195,7 @@ def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
 def check_live(
     engines: tuple[str, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """Check samples of live engines; return the check, its request, and its source for the report."""
+    """Check samples of live engines; return check, request, and the source for the report."""
     if model is None or options["prompts"] is None:
         fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
     from transformers import AutoTokenizer

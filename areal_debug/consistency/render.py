@@ -64,7 +64,7 @@ def print_report(
         word = "[green]passed[/green]" if gate.holds else "[red]failed[/red]"
         out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
     if checked.trainer_check is not None:
-        print_third(out, checked.trainer_check)
+        print_trainer_check(out, checked.trainer_check)
     if checked.rescoring is not None:
         print_rescoring(out, checked.rescoring)
     print_numbers(out, checked.diagnosis.measurement)
@@ -138,12 +138,12 @@ def print_answers(
     )
 
 
-def print_third(out: Console, third: TrainerCheck) -> None:
+def print_trainer_check(out: Console, check: TrainerCheck) -> None:
     """Print how far the trainer's logprobs are from those of engine and model."""
     out.print(
-        f"trainer ({third.source}), mean |difference| over {third.num_tokens:,} tokens: "
-        f"to the engine {format_number(third.engine_trainer)}, to the model {format_number(third.trainer_model)}; "
-        f"engine to model {format_number(third.engine_model)}"
+        f"trainer ({check.source}), mean |difference| over {check.num_tokens:,} tokens: "
+        f"to the engine {format_number(check.engine_trainer)}, to the model {format_number(check.trainer_model)}; "
+        f"engine to model {format_number(check.engine_model)}"
     )
     out.print()
 

@@ -77,8 +77,9 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
 
 
 def new_folder(output: Path | None, force: bool) -> Path:
-    """Return the requested folder, or the next free one below runs/; with `force`, remove an
-    earlier demo from it.
+    """Return the requested folder, or the next free one below runs/.
+
+    With `force`, remove an earlier demo from it.
 
     Raises:
         ValueError: the folder has content, or with `force`, content that is not of a demo.
@@ -118,9 +119,7 @@ def run_bar(
     trial: str,
     total: int | None,
 ) -> None:
-    """Run a script of the demo on its ranks, under a progress bar that counts the lines of its
-    statistics.
-    """
+    """Run a script of the demo on its ranks, under a progress bar of its steps."""
     from areal_core.environment import DETERMINISTIC
     from areal_core.launch.torchrun import run_ranks
 

@@ -1,8 +1,7 @@
-"""One task for every method: name the larger of two numbers. Pairs of held-out questions never
-occur in training.
+"""One task for every method: name the larger of two numbers.
 
-A row serves every method: `messages` is the question, `answer` is right, `chosen` and `rejected`
-are the two numbers.
+Pairs of held-out questions never occur in training. A row serves every method: `messages` is the
+question, `answer` is right, `chosen` and `rejected` are the two numbers.
 """
 
 import random

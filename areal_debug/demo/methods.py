@@ -1,5 +1,4 @@
-"""Every method on the task of larger.py: its training, its measure on held-out rows, and the least
-improvement.
+"""Every method on the task of larger.py: training, held-out measure, and the least improvement.
 
 Tests and `benchmarks/learning_curves.py` train these methods with these options.
 """
@@ -74,9 +73,7 @@ class Run:
 
 
 def learn(method: Method, folder: Path, seed: int = 1) -> Curve:
-    """Train with a method, from the model in `folder` that `teach` wrote; return its learning
-    curve.
-    """
+    """Train with a method from the model that `teach` wrote; return its learning curve."""
     model = folder / ("taught" if method.is_taught else "untrained")
     return method.learn(Run(method, model, folder / method.name, seed))
 
@@ -103,9 +100,7 @@ def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
 
 
 def learn_from_examples(run: Run) -> Curve:
-    """Train by SFT, whose validation measures the loss of given answers; answers are sampled here,
-    too.
-    """
+    """Train by SFT; answers are sampled here, as its validation measures the loss of given ones."""
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         replica = Replica(config.actor.path, trainer.actor.dtype, trainer.ranks.device)
@@ -123,9 +118,7 @@ def learn_from_examples(run: Run) -> Curve:
 
 
 def learn_from_pairs(run: Run) -> Curve:
-    """Train by DPO or a reward model; measure the share of held-out pairs whose chosen side scores
-    higher.
-    """
+    """Train by DPO or a reward model; measure on held-out pairs how often the chosen side wins."""
     kind, trainer_class, measure = {
         "dpo": (DPOConfig, DPOTrainer, "eval-dpo/reward_accuracy/avg"),
         "reward_model": (RWConfig, RWTrainer, "eval-rw/correct_ratio/avg"),
@@ -145,7 +138,10 @@ def learn_from_reward(run: Run) -> Curve:
 
 
 def logged(config: Any, measure: str) -> Curve:
-    """Return a measure as the run logged it; the first step's line has the value before that step."""
+    """Return a measure as the run logged it.
+
+    The first step's line has the value before that step.
+    """
     lines = read_stats(run_folder(config, "logs") / "stats.jsonl")
     return [
         (0 if step == 1 else step, line[measure]) for step, line in enumerate(lines, 1) if measure in line

@@ -1,4 +1,4 @@
-"""Make a tiny model and fine-tune it to add until some answers are right, so that RL gets rewards."""
+"""Make a tiny model and fine-tune it to add until some answers are right, so RL gets rewards."""
 
 import asyncio
 import sys
@@ -48,8 +48,9 @@ def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int],
 
 
 async def share_right(replica: Replica, tokenizer: Any, rows: Sequence[Row]) -> float:
-    """Return the share of questions whose sampled answer is right. `tokenizer` is Any: its methods
-    return unions.
+    """Return the share of questions whose sampled answer is right.
+
+    `tokenizer` is Any: its methods return unions.
     """
     end = tokenizer.eos_token_id
     engine = EmbeddedEngine(replica, replica.model.config.vocab_size, end_token_ids=(end,))

@@ -1,0 +1,1 @@
+"""`areal-debug diff` and `bisect-step`: find where two records diverge."""

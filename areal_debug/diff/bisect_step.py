@@ -1,6 +1,4 @@
-"""`areal-debug bisect-step`: find the first step after which the weights of two records differ,
-without a replay.
-"""
+"""`areal-debug bisect-step`: find the first step after which two records' weights differ."""
 
 from dataclasses import asdict
 

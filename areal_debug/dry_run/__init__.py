@@ -1,0 +1,1 @@
+"""`areal-debug train --dry-run`: what a run would do and need, before anything starts."""

@@ -1,9 +1,8 @@
 """Estimate the memory of a rank and a server from the model's `config.json`.
 
-Shapes are computed on the meta device, without weights. States are exact (parameters divided by
-ranks); activations and caches are rough, and their report shows the formula.
-
-Memory that a rank needs throughout a run: master weights, optimizer states, gradients.
+Shapes are computed on the meta device, without weights. States that stay in memory throughout a run
+(master weights, optimizer states, gradients) are exact: parameters divided by ranks. Activations
+and caches are rough, and their report shows the formula.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +22,15 @@ OPTIMIZER_STATES = {
     "sgd": (0, "0 float32 states of sgd"),
     "adam_bf16": (6, "a bfloat16 and a float32 state of adam_bf16"),
 }
+
+# Elements that autograd keeps per token for the backward of one Llama layer, in hidden and
+# intermediate widths: two norms in float32 with their outputs, queries twice, keys and values,
+# attention, residual; gate, up, activation, product. Tested to be within 15 % of the measured
+# size for Llama and Qwen2 layers in float32 and bfloat16.
+KEPT_HIDDEN, KEPT_INTERMEDIATE = 12, 4
+# Of the hidden widths: queries twice, keys and values, attention; tensor parallelism divides them.
+KEPT_IN_HEADS = 5
+GATHERED_LAYERS = 2  # FSDP2 gathers the next layer while one computes
 
 
 @dataclass(frozen=True)
@@ -63,64 +71,6 @@ class Model:
     options: TrainEngineConfig
     trains: bool = False
     has_scores: bool = False
-
-
-def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
-    """Estimate what stays in memory for the duration of the run, in shards of equal size."""
-    num_ranks = sizes.world_size
-    replicated = shape.undivided if sizes.tensor > 1 else 0
-    shard = -(-(shape.num_parameters - replicated) // num_ranks) - (-replicated * sizes.tensor // num_ranks)
-    over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
-    over += f", {replicated:,} of them over {num_ranks // sizes.tensor}" if replicated else ""
-    options, all_on_host = model.options, model.options.fsdp.offload_params
-    if shape.adapter:
-        frozen = Part(
-            f"{model.name}: frozen weights",
-            SIZES[options.dtype] * shard,
-            f"{options.dtype}, {over}",
-            all_on_host,
-        )
-        shard = -(-shape.adapter // num_ranks)
-        parts = [
-            frozen,
-            Part(
-                f"{model.name}: adapter", FP32 * shard, f"float32, {shape.adapter:,} parameters", all_on_host
-            ),
-        ]
-    else:
-        parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}", all_on_host)]
-    if model.trains:
-        optimizer = options.optimizer or OptimizerConfig()
-        size, states = OPTIMIZER_STATES[optimizer.type]
-        visits = optimizer.offload or options.fsdp.per_layer_optim_step
-        if visits and not all_on_host:
-            at_once = "a layer's at a time" if options.fsdp.per_layer_optim_step else "all of them"
-            states += f"; on the device while it steps, {at_once}"
-        on_host = all_on_host or visits
-        parts.append(Part(f"{model.name}: optimizer", size * shard, states, on_host))
-        parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded", all_on_host))
-    return parts
-
-
-def not_estimated(options: TrainEngineConfig) -> list[str]:
-    """Name the options in use whose effect on memory is not estimated."""
-    in_use = {
-        "effect of fsdp.compile": options.fsdp.compile,
-        "savings of use_liger": options.use_liger,
-        "memory that offload releases while the model is idle": options.offload
-        and not options.fsdp.offload_params,
-    }
-    return [reason for reason, is_on in in_use.items() if is_on]
-
-
-# Elements that autograd keeps per token for the backward of one Llama layer, in hidden and
-# intermediate widths: two norms in float32 with their outputs, queries twice, keys and values,
-# attention, residual; gate, up, activation, product. Tested to be within 15 % of the measured
-# size for Llama and Qwen2 layers in float32 and bfloat16.
-KEPT_HIDDEN, KEPT_INTERMEDIATE = 12, 4
-# Of the hidden widths: queries twice, keys and values, attention; tensor parallelism divides them.
-KEPT_IN_HEADS = 5
-GATHERED_LAYERS = 2  # FSDP2 gathers the next layer while one computes
 
 
 @dataclass(frozen=True)
@@ -183,22 +133,52 @@ def models_of(config: AnyConfig) -> list[Model]:
     return models
 
 
-def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
-    """Estimate weights and cache of the engine, on a rank if embedded, else per server device."""
-    if allocation.rollout is None:
-        return []
-    num_engines, tensor = allocation.rollout.data, allocation.rollout.tensor
-    is_embedded = allocation.rollout_backend == "embedded"
-    dtype = config.actor.dtype if is_embedded else config.sglang.dtype
-    size = cached = SIZES[dtype]
-    if not is_embedded and "fp8" in config.sglang.kv_cache_dtype:
-        cached = 1
-    weights = shape.num_parameters * size // tensor
-    split = f" over {tensor} devices" if tensor > 1 else ""
-    return [
-        Part("engine's weights", weights, f"{dtype}{split}"),
-        cache_part(config, shape, cached, tensor, num_engines),
-    ]
+def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
+    """Estimate what stays in memory for the duration of the run, in shards of equal size."""
+    num_ranks = sizes.world_size
+    replicated = shape.undivided if sizes.tensor > 1 else 0
+    shard = -(-(shape.num_parameters - replicated) // num_ranks) - (-replicated * sizes.tensor // num_ranks)
+    over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
+    over += f", {replicated:,} of them over {num_ranks // sizes.tensor}" if replicated else ""
+    options, all_on_host = model.options, model.options.fsdp.offload_params
+    if shape.adapter:
+        frozen = Part(
+            f"{model.name}: frozen weights",
+            SIZES[options.dtype] * shard,
+            f"{options.dtype}, {over}",
+            all_on_host,
+        )
+        shard = -(-shape.adapter // num_ranks)
+        parts = [
+            frozen,
+            Part(
+                f"{model.name}: adapter", FP32 * shard, f"float32, {shape.adapter:,} parameters", all_on_host
+            ),
+        ]
+    else:
+        parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}", all_on_host)]
+    if model.trains:
+        optimizer = options.optimizer or OptimizerConfig()
+        size, states = OPTIMIZER_STATES[optimizer.type]
+        visits = optimizer.offload or options.fsdp.per_layer_optim_step
+        if visits and not all_on_host:
+            at_once = "a layer's at a time" if options.fsdp.per_layer_optim_step else "all of them"
+            states += f"; on the device while it steps, {at_once}"
+        on_host = all_on_host or visits
+        parts.append(Part(f"{model.name}: optimizer", size * shard, states, on_host))
+        parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded", all_on_host))
+    return parts
+
+
+def not_estimated(options: TrainEngineConfig) -> list[str]:
+    """Name the options in use whose effect on memory is not estimated."""
+    in_use = {
+        "effect of fsdp.compile": options.fsdp.compile,
+        "savings of use_liger": options.use_liger,
+        "memory that offload releases while the model is idle": options.offload
+        and not options.fsdp.offload_params,
+    }
+    return [reason for reason, is_on in in_use.items() if is_on]
 
 
 def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: list[str]) -> list[Part]:
@@ -257,11 +237,22 @@ def tokens_of_micro_batch(config: AnyConfig, num_ranks: int) -> int | None:
     return longest_sequence(config) * max(1, sequences // (spec.n_mbs or 1))
 
 
-def longest_sequence(config: PPOConfig) -> int:
-    """Return the maximum number of tokens of prompt and completion."""
-    if config.train_dataset.max_length is None:
-        return config.gconfig.max_tokens
-    return min(config.gconfig.max_tokens, config.train_dataset.max_length + config.gconfig.max_new_tokens)
+def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
+    """Estimate weights and cache of the engine, on a rank if embedded, else per server device."""
+    if allocation.rollout is None:
+        return []
+    num_engines, tensor = allocation.rollout.data, allocation.rollout.tensor
+    is_embedded = allocation.rollout_backend == "embedded"
+    dtype = config.actor.dtype if is_embedded else config.sglang.dtype
+    size = cached = SIZES[dtype]
+    if not is_embedded and "fp8" in config.sglang.kv_cache_dtype:
+        cached = 1
+    weights = shape.num_parameters * size // tensor
+    split = f" over {tensor} devices" if tensor > 1 else ""
+    return [
+        Part("engine's weights", weights, f"{dtype}{split}"),
+        cache_part(config, shape, cached, tensor, num_engines),
+    ]
 
 
 def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engines: int) -> Part:
@@ -272,6 +263,13 @@ def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engi
     per_token = shape.cache_per_token * size // tensor
     how = f"at most, {sequences:,} sequences of {longest_sequence(config):,} tokens at {per_token:,} bytes a token"
     return Part("key-value cache", tokens * per_token, how)
+
+
+def longest_sequence(config: PPOConfig) -> int:
+    """Return the maximum number of tokens of prompt and completion."""
+    if config.train_dataset.max_length is None:
+        return config.gconfig.max_tokens
+    return min(config.gconfig.max_tokens, config.train_dataset.max_length + config.gconfig.max_new_tokens)
 
 
 def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:

@@ -1,0 +1,1 @@
+"""`areal-debug goto`: a shell or debugger at any step of a recorded run."""

@@ -1,6 +1,4 @@
-"""`areal-debug goto`: open a shell or debugger at any step of a recorded run, with the trainer's
-state there.
-"""
+"""`areal-debug goto`: open a shell or debugger at any step of a recorded run."""
 
 import json
 import signal
@@ -82,7 +80,10 @@ def command(
 
 
 def check_action(shell: bool, with_pdb: bool, stage: str, as_json: bool) -> str:
-    """Return "shell", "pdb" or "" for neither. Raises ValueError for options that exclude each other."""
+    """Return "shell", "pdb" or "" for neither.
+
+    Raises ValueError for options that exclude each other.
+    """
     if shell and with_pdb:
         raise ValueError("--shell and --pdb exclude each other: choose one")
     if (shell or with_pdb) and as_json:

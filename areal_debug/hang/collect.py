@@ -150,7 +150,7 @@ def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
 
 
 def _into(to: Path, gather: Callable[[Path], Manifest], force: bool) -> Manifest:
-    """Gather into a new folder, or into a tar by way of a temporary one; leave nothing half-made."""
+    """Gather into a new folder, or into a tar through a temporary one; leave nothing incomplete."""
     refuse_existing(to, force)
     if to.is_dir() and any(to.iterdir()):
         if not (to / "collection.json").exists():

@@ -27,7 +27,7 @@ from hangdoctor.model import Diagnosis
     "silence_s",
     type=float,
     metavar="SECONDS",
-    help="Silence that is suspicious; by default learned from the job.",
+    help="Silence that is suspicious; by default estimated from the job's rhythm.",
 )
 @click.option(
     "--watchdog",

@@ -1,0 +1,1 @@
+"""`areal-debug preflight`: check before a run that it is deterministic."""

@@ -65,9 +65,7 @@ def command(
 
 
 def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Separate a record from overrides, which have a `=`. Raises ValueError for more than one
-    record.
-    """
+    """Separate a record from overrides, which have a `=`. Raises ValueError for several records."""
     records = [text for text in inputs if "=" not in text]
     if len(records) > 1:
         raise ValueError(f"expected one RECORD and overrides OPTION=VALUE, got {' '.join(records)}")
@@ -75,9 +73,7 @@ def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
 
 
 def ranks_of(arguments: list[str]) -> int:
-    """Return the number of the trainer's ranks by the config's allocation. Raises ConfigError for a
-    wrong config.
-    """
+    """Return the number of the trainer's ranks by the config's allocation. Raises ConfigError."""
     from areal_core.config import PPOConfig, load_expr_config
 
     train = load_expr_config(arguments, PPOConfig)[0].allocation.train
@@ -87,8 +83,9 @@ def ranks_of(arguments: list[str]) -> int:
 
 
 def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
-    """Run the step in two generations of processes; where bits differ, twice more for the values
-    that differ.
+    """Repeat the step in separate processes and compare.
+
+    If bits differ, two more repeats keep the values that differ, to measure the noise floor.
     """
     from replayer.preflight_checks import (
         ParameterNoise,
@@ -98,13 +95,15 @@ def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool)
         read_repeat,
     )
 
-    takes = [run_step(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
-    comparison = compare_repeats(*takes)
+    repeats = [run_step(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
+    comparison = compare_repeats(*repeats)
     noise: tuple[ParameterNoise, ...] = ()
     if names := [difference.where for difference in comparison.parameters]:
-        kept = [run_step(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")]
-        noise = measure_noise(*kept)
-    findings = read_repeat(takes[0])[1]
+        kept_repeats = [
+            run_step(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")
+        ]
+        noise = measure_noise(*kept_repeats)
+    findings = read_repeat(repeats[0])[1]
     return PreflightReport(findings, comparison.num_compared, comparison.differences, noise)
 
 

@@ -1,0 +1,1 @@
+"""`areal-debug record`: list, show, verify, archive, import and export records."""

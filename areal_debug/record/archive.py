@@ -1,6 +1,4 @@
-"""`areal-debug record archive` and `extract`: convert a record into one zarr store, and back into
-files.
-"""
+"""`areal-debug record archive` and `extract`: convert a record into one zarr store and back."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""`areal-debug record`: list a record's steps, show its tokens, verify its bytes; archive, import
-and export.
-"""
+"""`areal-debug record`: list, show, verify, archive, import and export records."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -143,9 +141,7 @@ def select_samples(
     prompt_id: int | None,
     decode: Callable[[list[int]], str] | None,
 ) -> list["Sample"]:
-    """Return the requested rows: one row, all answers to a prompt from every rank, or the rank's
-    first row.
-    """
+    """Return the requested rows: one, all answers to a prompt, or by default the rank's first."""
     from recorder.errors import StepNotRecorded
     from recorder.samples import read_samples, rows_of_prompt
 

@@ -1,7 +1,4 @@
-"""`areal-debug record import`: write a record from the files of another framework.
-
-`areal-debug record export`: write the steps of a record in the format of another tool.
-"""
+"""`areal-debug record import` and `export`: convert between a record and other tools' formats."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +11,8 @@ from areal_debug.render import console, errors_as_sentences, escaped, print_json
 
 if TYPE_CHECKING:
     from recorder.importers.importing import Imported
+
+FORMATS = ("jsonl", "pt", "parquet", "slime")
 
 
 @click.command(
@@ -85,9 +84,6 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     out.print("not carried by the format, or assumed:")
     for note in imported.notes:
         out.print(escaped(f"  {note}"))
-
-
-FORMATS = ("jsonl", "pt", "parquet", "slime")
 
 
 @click.command(

@@ -1,4 +1,4 @@
-"""`areal-debug replay`: run a record again without an inference engine, unchanged or with changes."""
+"""`areal-debug replay`: run a record again without an engine, unchanged or with changes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,9 +167,7 @@ def explain_step(record: "Record", step: int, model: str | None, as_json: bool) 
 
 
 def refuse_damage(record: str | Path, num_steps: int) -> None:
-    """End the command with code 1, naming the first damaged files and tensors, if any byte has
-    changed.
-    """
+    """End the command with code 1 if any byte has changed, naming the first damaged files."""
     from replayer.preconditions import verify_bytes
 
     problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))

@@ -1,8 +1,11 @@
 """One rank of a replay: `python -m areal_debug.replay.on_rank TASK ARGUMENT...`.
 
 `TASKS` names what a rank can be started for. Every rank of a task runs the same function; rank 0
-writes the report for the command that started the ranks. A task imports what it needs itself, so
-that no rank loads (or initialises) the modules of another task.
+writes the report for the command that started the ranks.
+
+Tasks import inside their functions, and this module's own imports are for type checkers: nothing
+may initialise torch or its libraries before deterministic mode is on, and no rank loads the modules
+of another task.
 """
 
 import json
@@ -138,7 +141,7 @@ def trace_last_step(request_text: str) -> None:
         write_report({"calls": [[asdict(call) for call in calls] for calls in traces]})
 
 
-def take_one_step(folder: str, keep: str, *config_arguments: str) -> None:
+def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
     """Train one step of a configured run and write its bits into `folder`.
 
     Where deterministic mode is not available, the step runs without it, so that the report can show
@@ -146,12 +149,12 @@ def take_one_step(folder: str, keep: str, *config_arguments: str) -> None:
 
     Args:
         keep: JSON list of the parameters whose values are written, too.
-        config_arguments: as `load_expr_config` takes them.
+        config_arguments: as `load_expr_config` accepts them.
     """
     from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_core.engine.determinism import enforce_determinism
     from areal_core.engine.errors import DeterminismError
-    from replayer.preflight import save_bits, take_step
+    from replayer.preflight import run_one_step, save_bits
     from replayer.preflight_checks import check_process, write_repeat
 
     config, _ = load_expr_config(list(config_arguments), PPOConfig)
@@ -161,7 +164,7 @@ def take_one_step(folder: str, keep: str, *config_arguments: str) -> None:
             enforce_determinism()
         except DeterminismError:
             config.deterministic = False  # the findings name what is missing
-    bits = take_step(config, json.loads(keep))
+    bits = run_one_step(config, json.loads(keep))
     rank = bits.process.rank
     save_bits(bits, Path(folder), rank)
     if rank == 0:
@@ -178,7 +181,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
     "layers": trace_last_step,  # areal-debug bisect-step --layers: REQUEST
-    "preflight": take_one_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
+    "preflight": run_preflight_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
 }
 
 if __name__ == "__main__":

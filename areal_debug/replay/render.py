@@ -1,8 +1,7 @@
 """Print a replay: what was set differently, its guarantee, one line per step, a verdict.
 
-Print `replay --explain`: the samples of a step by their share of its gradient.
-
-Print recorded against replayed statistics after a change: two curves and two means each.
+After a change of options, recorded and replayed statistics follow as curves and means; with
+`--explain`, the samples of a step by their share of its gradient.
 """
 
 import math
@@ -24,6 +23,21 @@ EXPECTED = {
     "changed": "different numbers, because something was set differently",
     "unrecorded": "nothing to compare with",
 }
+
+EXPLAIN_SHOWN = 10
+EXPLAIN_COLUMNS = ("rank", "row", "prompt", "sample", "minibatch", "reward", "advantage", "tokens")
+
+# Listed first; the rest follows by how much it changed.
+FIRST_STATISTICS = (
+    "ppo_actor/task_reward/avg",
+    "ppo_actor/update/loss",
+    "ppo_actor/update/grad_norm",
+    "ppo_actor/update/entropy/avg",
+    "ppo_actor/update/clip_ratio/avg",
+    "ppo_actor/update/importance_weight/avg",
+)
+WHATIF_SHOWN = 16
+CURVE_WIDTH = 24
 
 
 def print_start(out: Console, report: ReplayReport) -> None:
@@ -144,10 +158,6 @@ def reason_of(report: ReplayReport) -> str:
     return "Nothing was set differently: check the code, the hardware, and for kernels that are not deterministic."
 
 
-EXPLAIN_SHOWN = 10
-COLUMNS = ("rank", "row", "prompt", "sample", "minibatch", "reward", "advantage", "tokens")
-
-
 def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> None:
     """Print the verdict, a table, and the text of the sample with the largest gradient."""
     samples, step = found["samples"], found["step"]
@@ -175,7 +185,7 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
 def explain_table(samples: list[dict[str, Any]]) -> Table:
     """Make a table with one row per sample."""
     found = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (*COLUMNS, "loss", "of loss", "of gradient", "own norm"):
+    for heading in (*EXPLAIN_COLUMNS, "loss", "of loss", "of gradient", "own norm"):
         found.add_column(heading, justify="right")
     for s in samples:
         names = (s["rank"], s["row"], s["prompt_id"], s["sample_id"], s["minibatch"])
@@ -202,19 +212,6 @@ def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) 
     out.print()
 
 
-# Listed first; the rest follows by how much it changed.
-FIRST = (
-    "ppo_actor/task_reward/avg",
-    "ppo_actor/update/loss",
-    "ppo_actor/update/grad_norm",
-    "ppo_actor/update/entropy/avg",
-    "ppo_actor/update/clip_ratio/avg",
-    "ppo_actor/update/importance_weight/avg",
-)
-WHATIF_SHOWN = 16
-CURVE_WIDTH = 24
-
-
 @dataclass(frozen=True)
 class Curve:
     """One statistic over the common steps.
@@ -236,10 +233,10 @@ class Curve:
 
 
 def curves_of(report: ReplayReport) -> list[Curve]:
-    """Return the statistics: those in `FIRST`, then the others by how much they changed."""
+    """Return the statistics: `FIRST_STATISTICS`, then the others by how much they changed."""
     names = {name for step in report.steps for name in step.recorded.keys() & step.replayed.keys()}
     curves = [curve(report, name) for name in names if not name.endswith(("__count", "/min", "/max"))]
-    order = {name: position for position, name in enumerate(FIRST)}
+    order = {name: position for position, name in enumerate(FIRST_STATISTICS)}
     return sorted(curves, key=lambda c: (order[c.name] if c.name in order else len(order), -c.moved, c.name))
 
 

@@ -1,0 +1,1 @@
+"""`areal-debug serve`: inference servers to debug agents against, and their state."""

@@ -1,0 +1,1 @@
+"""`areal-debug trace`: show where slow steps spent their time."""

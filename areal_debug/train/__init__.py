@@ -1,0 +1,1 @@
+"""`areal-debug train`: run a training script on its ranks, and read its options beforehand."""

@@ -1,8 +1,4 @@
-"""`areal-debug train`: run a training script on all its ranks and servers; record or replay it on
-request.
-
-Print the environment presets of `train --debug-env list`.
-"""
+"""`areal-debug train`: run a training script on all its ranks and servers, recorded or replayed."""
 
 import os
 import sys
@@ -25,21 +21,6 @@ from areal_debug.render import (
     print_json,
     print_log_end,
 )
-
-
-def print_presets() -> None:
-    """Print each preset: what it finds, what it costs, and what each of its variables does."""
-    out = console()
-    width = max(len(f"{name}={value}") for preset in PRESETS for name, value in preset.variables.items())
-    for preset in PRESETS:
-        out.print(f"[bold]{preset.name}[/bold]  {escaped(preset.purpose)}")
-        out.print(f"  cost: {escaped(preset.cost)}")
-        for name, value in preset.variables.items():
-            setting = f"{name}={value}"
-            out.print(f"  {escaped(setting):<{width}}  [dim]{escaped(preset.meaning[name])}[/dim]")
-        out.print()
-    out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")
-
 
 if TYPE_CHECKING:
     from areal_core.allocation import Allocation
@@ -120,9 +101,58 @@ def command(
     raise SystemExit(code)
 
 
+def list_or_split(context: click.Context, names: str | None) -> list[str]:
+    """Return the named presets; 'list' explains all of them and exits."""
+    if names == "list":
+        print_presets()
+        context.exit()
+    return names.split(",") if names else []
+
+
+def print_presets() -> None:
+    """Print each preset: what it finds, what it costs, and what each of its variables does."""
+    out = console()
+    width = max(len(f"{name}={value}") for preset in PRESETS for name, value in preset.variables.items())
+    for preset in PRESETS:
+        out.print(f"[bold]{preset.name}[/bold]  {escaped(preset.purpose)}")
+        out.print(f"  cost: {escaped(preset.cost)}")
+        for name, value in preset.variables.items():
+            setting = f"{name}={value}"
+            out.print(f"  {escaped(setting):<{width}}  [dim]{escaped(preset.meaning[name])}[/dim]")
+        out.print()
+    out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")
+
+
+def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
+    """Print what the run would do; return exit code 0, or 2 for a config that it would refuse."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
+    from dataclasses import asdict
+
+    from areal_core.config.loading import load_with_notes
+    from areal_debug.dry_run.plan import plan_run
+    from areal_debug.dry_run.render import print_dry_run
+    from areal_debug.train.script_options import check_record, config_class
+
+    try:
+        config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
+        run = plan_run(script, config_file, config, notes)
+        check_record(config)
+    except ValueError as error:
+        if not as_json:
+            raise
+        print_json({"would_run": False, "problems": str(error).splitlines()})
+        return 2
+    if as_json:
+        print_json({"would_run": True, **asdict(run)})
+    else:
+        print_dry_run(console(), run)
+    return 0
+
+
 def check_allocation(config: "PPOConfig") -> "Allocation":
-    """Return where the run is placed; its record is checked, too. Raises ConfigError, RecordError
-    or ReplayError.
+    """Return where the run is placed, after checking its record.
+
+    Raises ConfigError, RecordError, ReplayError.
     """
     from areal_debug.train.script_options import check_record
 
@@ -144,7 +174,7 @@ def run_script(
     env: dict[str, str],
     logs: Path,
 ) -> int:
-    """Run the script, restarted as the config's `recover` section says; return the exit code."""
+    """Run the script, restarted as configured in `recover`; return the exit code."""
     from areal_core.launch.job import Job
     from areal_core.launch.run import run
     from areal_debug.render import REPORT_FILE, read_report
@@ -174,67 +204,33 @@ def run_script(
     return code
 
 
-def print_end(code: int, log: Path) -> None:
-    """Print the outcome of a run whose output was hidden; for a failure, the end of its log on
-    standard error.
-    """
-    if code:
-        print_log_end(log)
-    console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
-
-
-def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
-    """Print what the run would do; return exit code 0, or 2 for a config that it would refuse."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
-    from dataclasses import asdict
-
-    from areal_core.config.loading import load_with_notes
-    from areal_debug.dry_run.plan import plan_run
-    from areal_debug.dry_run.render import print_dry_run
-    from areal_debug.train.script_options import check_record, config_class
-
-    try:
-        config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
-        run = plan_run(script, config_file, config, notes)
-        check_record(config)
-    except ValueError as error:
-        if not as_json:
-            raise
-        print_json({"would_run": False, "problems": str(error).splitlines()})
-        return 2
-    if as_json:
-        print_json({"would_run": True, **asdict(run)})
-    else:
-        print_dry_run(console(), run)
-    return 0
+def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
+    """Return the overrides of a restarted run: it resumes or replaces its own record."""
+    return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:
-    """Return 0 for equal bits, 2 where bits may differ, which only `areal-debug replay` can judge,
-    1 for other bits.
+    """Return 0 for equal bits, 1 for other bits, 2 if bits may differ.
+
+    Only `areal-debug replay` can decide the last case, by measuring the noise floor.
     """
     if report["identical"]:
         return 0
     return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
 
 
-def list_or_split(context: click.Context, names: str | None) -> list[str]:
-    """Return the named presets; 'list' explains all of them and exits."""
-    if names == "list":
-        print_presets()
-        context.exit()
-    return names.split(",") if names else []
-
-
-def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
-    """Return the overrides of a restarted run: the existing record is its own, to continue or to
-    replace.
-    """
-    return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
+def print_end(code: int, log: Path) -> None:
+    """Print the outcome of a run whose output was hidden, and for a failure the end of its log."""
+    if code:
+        print_log_end(log)
+    console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
 
 
 def watch_run(logs: Path) -> int:
-    """Run this same command, without --watch, as a watched child; post-mortems go next to the logs."""
+    """Run this same command, without --watch, as a watched child.
+
+    Post-mortems are written next to the logs.
+    """
     from areal_debug.hang.watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 

@@ -1,7 +1,7 @@
-"""Run a user's script on a rank; a user's mistake ends it with one sentence and code 2, not a
-traceback per rank.
+"""One rank of a training script: `python -m areal_debug.train.script SCRIPT.py ARGUMENTS`.
 
-`python -m areal_debug.train.script SCRIPT.py ARGUMENTS`. Errors of other kinds keep their traceback.
+An error that a user can cause ends the rank with one sentence and exit code 2, damage and failures
+of a run with code 1, instead of a traceback per rank. Other errors keep their traceback.
 """
 
 import logging
@@ -27,9 +27,7 @@ def main(arguments: list[str]) -> None:
 
 @contextmanager
 def mistakes_as_sentences() -> Iterator[None]:
-    """Print the errors that our packages raise for users as one sentence, on the first rank that
-    has one.
-    """
+    """Print errors that our packages raise for users as one sentence, on the first such rank."""
     from areal_core.agent.errors import AgentError
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, RewardError
@@ -74,8 +72,9 @@ def notes_of(error: Exception) -> str:
 
 
 def end(message: str, code: int) -> None:
-    """Print the message and exit at once: other ranks may wait in a collective, and a clean exit
-    would wait for them.
+    """Print the message and exit at once.
+
+    Other ranks may wait in a collective, and a clean exit would wait for them.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank meanwhile

@@ -1,7 +1,7 @@
-"""Checks before a training script starts: the script, its options (from its text, not by running
-it), its record.
+"""Read the options of a training script without running it, and check them before it starts.
 
-The two flags of a training script, and the options that they set.
+The config class is read from the script's text. `--dump-rollout` and `--replay-rollout` are
+translated into overrides of options.
 """
 
 import ast
@@ -15,6 +15,8 @@ from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTCon
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 LOADERS = ("load_expr_config", "wire")
+
+OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_rollout_data"}
 METHODS: dict[str, type[Any]] = {
     "GRPOConfig": GRPOConfig,
     "PPOConfig": PPOConfig,
@@ -25,11 +27,10 @@ METHODS: dict[str, type[Any]] = {
 
 
 def options_of_script(text: str) -> type[Any] | None:
-    """Return the config class that the script passes to `load_expr_config` or `wire`; None where it
-    is unknown.
+    """Return the config class that the script passes to `load_expr_config` or `wire`.
 
-    For a class that the script itself derives from one of ours, the fields that it adds are options
-    without a type.
+    None if it is unknown. For a class that the script itself derives from one of ours, the fields
+    that it adds are options without a type.
     """
     try:
         tree = ast.parse(text)
@@ -96,9 +97,7 @@ def read_config(arguments: list[str], script: Path | None = None) -> PPOConfig:
 
 
 def config_class(arguments: list[str], script: Path | None = None) -> type[PPOConfig]:
-    """Return the config class that the script uses, else that of the method for the data set's
-    type.
-    """
+    """Return the script's config class, else that of the method for the type of the dataset."""
     from areal_core.config.loading import read_yaml, split_arguments
 
     if script is not None and (used := read_options(script)) is not None:
@@ -110,8 +109,9 @@ def config_class(arguments: list[str], script: Path | None = None) -> type[PPOCo
 
 
 def check_record(config: PPOConfig) -> None:
-    """Check that this run may write its record, or can replay it. Raises RecordError or
-    ReplayError.
+    """Check that this run may write its record, or can replay it.
+
+    Raises RecordError, ReplayError.
     """
     from areal_core.paths import record_folder
     from recorder import open_record
@@ -144,10 +144,7 @@ def clear_for_record(folder: Path, source: str | Path) -> None:
         clear_record(folder)
 
 
-OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_rollout_data"}
-
-
-def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without the two flags, and the overrides that the flags set."""
     rest: list[str] = []
     overrides: list[str] = []
@@ -165,8 +162,9 @@ def take_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def flag_overrides(flag: str, folder: str, overwrite: bool = False) -> list[str]:
-    """Return the options that a flag sets. Recorded and replayed bits are equal only in a
-    deterministic run.
+    """Return the overrides that a flag stands for.
+
+    Recorded and replayed bits are equal only in a deterministic run.
     """
     return [
         f"debug.{OPTIONS[flag]}=true",

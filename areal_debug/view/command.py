@@ -1,6 +1,4 @@
-"""`areal-debug view`: write a record as an HTML page: the run over its steps, and every token of a
-step.
-"""
+"""`areal-debug view`: write a record as an HTML page: curves over steps, every token of a step."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Evidence besides stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS, source
-lines.
+"""Evidence besides stacks: environment, log tail, error file, Flight Recorder, GPUs, NCCL RAS,
+source lines.
 
 Every function returns text or bytes, or None when there is nothing: a collection never fails
 because one is missing.

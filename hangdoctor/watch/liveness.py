@@ -1,6 +1,7 @@
 """Distinguish slow from stuck by signs of life alone: pure functions of the signs and of the clock.
 
-signs ──follow──> tracks (when did each process last move?) ──judge──> starting | moving | quiet | partly_done
+signs ──follow──> tracks (when did each process last move?) ──judge──> starting | moving | quiet |
+partly_done
 """
 
 from dataclasses import dataclass, replace

@@ -1,0 +1,1 @@
+"""Archives: a record in one compressed, sharded zarr v3 store."""

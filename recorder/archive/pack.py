@@ -1,8 +1,9 @@
-"""Write archives: layouts of files, for every writer, and complete, densely packed records.
+"""Convert a record into one densely packed archive, and an archive back into the same files.
 
-files of a record ─> parts in an ArrayStream, full shards only ─> close ─> one group a step ─> attributes of the root, the commit
+    archive   files ─> parts in an ArrayStream, full shards only ─> close ─> one group a step ─> root attributes, the commit
+    extract   parts ─> files, bit for bit; the file that commits a step or an anchor is written last
 
-Extract an archive into the folder of files that it was made from, bit for bit.
+The layouts of files are also those of an archive that a run records into (`live_archive`).
 """
 
 import os
