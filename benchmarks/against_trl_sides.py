@@ -1,7 +1,8 @@
-"""The sides of against_trl.py, each a process of its own: trains, and says `@step TOKENS` after every step.
+"""The sides of against_trl.py: each is a process that trains and prints `@step TOKENS` per step.
 
-Both sides of a comparison get the same rows in the same order, compute in bfloat16 with float32 weights and AdamW, take no pass
-for old logprobs (the engine's own are used), keep activations, and score nothing against a reference.
+Both sides of a comparison get the same rows in the same order, compute in bfloat16 with float32
+weights and AdamW, skip the pass for old logprobs (the engine's are used), keep activations, and use
+no reference.
 """
 
 import argparse
@@ -15,19 +16,19 @@ SFT_DATA = {"sft_long_tailed": (16, 320), "sft_equal": (100, 100)}  # fewest and
 
 
 def say(tokens: int) -> None:
-    """Tell the benchmark that a step has ended."""
+    """Report the end of a step to the benchmark."""
     print(f"@step {tokens}", flush=True)
 
 
 def digit_share(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
 ) -> float:
-    """Digits among the characters: a reward that differs within a group, so that there is a gradient."""
+    """Return the share of digits: a reward that differs within a group, so gradients are not 0."""
     return sum(character.isdigit() for character in completions) / max(len(completions), 1)
 
 
 def token_rows(kind: str, steps: int) -> list[list[int]]:
-    """Rows of token ids whose lengths are uniform on a logarithmic scale: many short ones and a few long ones."""
+    """Return rows of token ids with log-uniform lengths: many short ones and a few long ones."""
     shortest, longest = SFT_DATA[kind]
     numbers = random.Random(0)
     lengths = [round(shortest * (longest / shortest) ** numbers.random()) for _ in range(steps * SFT_ROWS)]
@@ -49,7 +50,7 @@ def ours_grpo(model: Path, steps: int, folder: Path) -> None:
     with PPOTrainer(
         config, get_dataset(config.train_dataset), observers=[lambda trainer: observer]
     ) as trainer:
-        trainer.takes_checksums = False  # nobody asked for them here
+        trainer.takes_checksums = False  # not needed here
         trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:digit_share"})
 
 
@@ -75,7 +76,7 @@ def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
 
 
 def trl_arguments(steps: int, folder: Path, dtype: str) -> dict[str, Any]:
-    """What both of TRL's trainers are told; the rest is theirs by default."""
+    """Return the options that both of TRL's trainers get; the others have their defaults."""
     return {
         "output_dir": str(folder / "trl"),
         "model_init_kwargs": {"dtype": dtype},
@@ -91,15 +92,15 @@ def trl_arguments(steps: int, folder: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def step_teller(tokens: list[int]) -> Any:
-    """A callback that tells of the end of every step, with the tokens of it."""
+def step_reporter(tokens: list[int]) -> Any:
+    """Return a callback that reports the end of every step, with its number of tokens."""
     from transformers import TrainerCallback
 
-    class Teller(TrainerCallback):
+    class Reporter(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             say(tokens[state.global_step - 1])
 
-    return Teller()
+    return Reporter()
 
 
 def trl_grpo(model: Path, steps: int, folder: Path, dtype: str) -> None:
@@ -128,7 +129,7 @@ def trl_grpo(model: Path, steps: int, folder: Path, dtype: str) -> None:
         ),
         train_dataset=Dataset.from_list([{"prompt": row["messages"]} for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-        callbacks=[step_teller([QUESTIONS * SAMPLES * NEW_TOKENS] * steps)],
+        callbacks=[step_reporter([QUESTIONS * SAMPLES * NEW_TOKENS] * steps)],
     ).train()
 
 
@@ -143,7 +144,7 @@ def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> Non
         model=str(model),
         args=SFTConfig(**trl_arguments(steps, folder, dtype), train_sampling_strategy="sequential"),
         train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
-        callbacks=[step_teller([sum(lengths[i : i + SFT_ROWS]) for i in range(0, len(lengths), SFT_ROWS)])],
+        callbacks=[step_reporter([sum(lengths[i : i + SFT_ROWS]) for i in range(0, len(lengths), SFT_ROWS)])],
     ).train()
 
 

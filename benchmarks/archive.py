@@ -1,12 +1,13 @@
-"""Sizes and speeds of the archive beside the folder of the same record, in one run, on text and logprobs of a real model.
+"""Size and speed of the archive compared with the folder of the same record, in one run.
 
     python benchmarks/archive.py [--model FOLDER --text FILE.jsonl] [--rows 200] [--steps 4]
 
-Lines of the text have `question` and `answer`: questions are prompts, answers completions, every logprob is the model's own. Without
-them the text is this repository's prose, a word a token, and logprobs are random: nothing compresses worse.
+Lines of the text have `question` and `answer`: questions are prompts, answers completions, every
+logprob is the model's. Without them the text is this repository's prose, one token per word, and
+logprobs are random, which is the worst case for compression.
 
-With SmolLM2-135M and GSM8K's test set, 220 rows of 47,802 tokens, 58 % of them trained: 8.4 bytes a token in the folder, 3.4 in the
-archive, of which ids take 1.0 and logprobs 2.2.
+With SmolLM2-135M and GSM8K's test set, 220 rows of 47,802 tokens, 58 % of them in the loss mask:
+8.4 bytes per token in the folder, 3.4 in the archive, of which ids take 1.0 and logprobs 2.2.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
 
 ROOT = Path(__file__).parents[1]
-Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, trained, logprobs; each [tokens]
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, loss mask, logprobs; each [tokens]
 
 
 def main() -> None:
-    """Prints one line a quantity."""
+    """Print one line per quantity."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,9 +46,9 @@ def main() -> None:
         seconds, archived = timed(lambda: archive_record(record, archive))
         tokens = archived.num_tokens
         trained = sum(int(mask.sum()) for _, mask, _ in rows) / tokens
-        print(f"tokens                    {tokens:>10,}   {trained:.0%} trained")
-        print(f"folder, bytes a token     {archived.source_bytes / tokens:>10.2f}")
-        print(f"archive, bytes a token    {archived.archive_bytes / tokens:>10.2f}")
+        print(f"tokens                    {tokens:>10,}   {trained:.0%} in the loss mask")
+        print(f"folder, bytes per token   {archived.source_bytes / tokens:>10.2f}")
+        print(f"archive, bytes per token  {archived.archive_bytes / tokens:>10.2f}")
         for array in sorted((archive / "all").iterdir()):
             size = (
                 sum(path.stat().st_size for path in array.rglob("*") if path.is_file())
@@ -66,14 +67,14 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, object]:
-    """Seconds, and what came out."""
+    """Return the seconds of a call, and its result."""
     begin = time.perf_counter()
     result = work()
     return time.perf_counter() - begin, result
 
 
 def prose(num_rows: int) -> Iterator[Row]:
-    """Rows of 500 tokens of this repository's own files, half of them trained."""
+    """Rows of 500 tokens of this repository's files, half of them in the loss mask."""
     text = " ".join(path.read_text() for path in sorted(ROOT.glob("*/*.py")))
     words = re.findall(r"\w+|[^\w\s]|\s+", text)
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
@@ -85,7 +86,7 @@ def prose(num_rows: int) -> Iterator[Row]:
 
 
 def scored(model_path: Path, text: Path, num_rows: int) -> Iterator[Row]:
-    """Rows of a file, scored with a model."""
+    """Yield rows of a file, scored with a model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,7 +106,7 @@ def scored(model_path: Path, text: Path, num_rows: int) -> Iterator[Row]:
 
 
 def write_record(folder: Path, rows: list[Row], num_steps: int) -> None:
-    """The rows as a record of several steps."""
+    """Write the rows as a record of several steps."""
     writer = RecordWriter(folder)
     folder.mkdir()
     write_header(folder, SCRIPTED_HEADER)
@@ -114,7 +115,7 @@ def write_record(folder: Path, rows: list[Row], num_steps: int) -> None:
 
 
 def padded(rows: list[Row], version: int) -> dict[str, np.ndarray]:
-    """The rows as a batch."""
+    """Return the rows as a padded batch."""
     lengths = np.array([len(ids) for ids, _, _ in rows])
     shape = (len(rows), int(lengths.max()))
     batch = {

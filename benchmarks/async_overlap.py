@@ -1,10 +1,11 @@
-"""Wall time of synchronous and asynchronous training on completions with long-tailed lengths, beside what the overlap allows.
+"""Wall time of synchronous and asynchronous training, compared with what the overlap allows.
 
     python benchmarks/async_overlap.py [--steps 12] [--train-s 0.25] [--ahead 0 1 2 4]
 
-Generation and training only sleep (two cores cannot overlap real work), for the same times in every run. What the overlap allows is
-computed: the same pipeline on an event loop with a clock of its own, where sleeping takes no time and nothing else costs any. Prints
-one line a setting and one JSON line; the goal is at least 0.9 of the computed speed-up at each.
+Lengths of completions have a long tail. Generation and training only sleep (two cores cannot
+overlap real work), for the same times in every run. The bound is computed: the same pipeline on an
+event loop with a virtual clock, where only sleeping takes time. Prints one line per setting and one
+JSON line; the goal is at least 0.9 of the computed speed-up at each.
 """
 
 import argparse
@@ -28,13 +29,13 @@ BATCH_SIZE, N_SAMPLES, MAX_CONCURRENT = 8, 4, 16
 
 
 def duration_s(request: ModelRequest) -> float:
-    """Log-normal around 60 ms: one in a hundred takes ten times as long."""
+    """Return a log-normal duration around 60 ms: one in a hundred takes ten times as long."""
     name = (request.metadata["prompt_id"], request.metadata["sample_id"])
     return 0.06 * math.exp(random.Random(str(name)).gauss(0, 1))
 
 
 class OneCompletion:
-    """A workflow that is nothing but a completion."""
+    """A workflow of one completion, without a reward."""
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, int]) -> Batch:
         request = ModelRequest(input_ids=[data["number"]], sampling=Sampling())
@@ -42,7 +43,7 @@ class OneCompletion:
 
 
 class Numbers:
-    """Prompts 0, 1, ...: a loader, and a feed."""
+    """Prompts 0, 1, ...: a loader and a feed."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -56,7 +57,7 @@ class Numbers:
 
 
 def measured_s(ahead: int, num_steps: int, train_s: float) -> float:
-    """Seconds of a run through the executor's thread."""
+    """Return the seconds of a run through the executor's thread."""
     control = StalenessControl(BATCH_SIZE, MAX_CONCURRENT, ahead, num_steps)
     executor = Executor(ScriptedEngine(duration_s=duration_s), control)
     rollouts = LiveRollouts(executor, Numbers(), OneCompletion(), n_samples=N_SAMPLES)
@@ -87,7 +88,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def computed_s(ahead: int, num_steps: int, train_s: float) -> float:
-    """Seconds of the same run if only sleeping took time."""
+    """Return the seconds of the same run if only sleeping took time."""
 
     async def run() -> float:
         engine = ScriptedEngine(duration_s=duration_s)

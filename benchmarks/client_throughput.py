@@ -1,9 +1,10 @@
-"""Tokens per second of our SGLang client, and of the executor with it, beside a bare aiohttp load generator in the same run.
+"""Tokens per second of our SGLang client and executor, compared with a bare aiohttp load generator.
 
-Starts a real SGLang server on the CPU with a tiny model, then lets the three take turns. Each keeps as many requests in flight, as a
-rollout does across training steps, until all are answered; the executor hands them over in batches. Prints one JSON line; the goal is
-a ratio of at least 0.98 for both. On a machine that is busy with other things the ratios are noise: there the CPU time that each
-takes in this process (`cpu_share`: of its own wall time) says what it costs.
+Starts a real SGLang server on the CPU with a tiny model, then runs the three in turn. Each keeps as
+many requests in flight as a rollout does across training steps, until all are answered; the
+executor returns them in batches. Prints one JSON line; the goal is a ratio of at least 0.98 for
+both. On a busy machine the ratios are noise: there, the CPU time that each takes in this process
+(`cpu_share`, relative to its wall time) shows its cost.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def make_requests(num_requests: int, num_tokens: int) -> list[ModelRequest]:
 async def keep_in_flight(
     ask: Callable[[ModelRequest], Awaitable[int]], requests: list[ModelRequest], in_flight: int
 ) -> int:
-    """The tokens of all answers, with `in_flight` requests on their way until none is left."""
+    """Return the tokens of all answers, with `in_flight` requests in flight until none is left."""
     waiting = iter(requests)
 
     async def one_after_another() -> int:
@@ -53,7 +54,7 @@ async def keep_in_flight(
 
 
 async def run_bare(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
-    """Only posts, and counts the tokens that come back."""
+    """Post the requests and count the tokens of the answers."""
     url = f"http://{server.address}/generate"
 
     async def ask(request: ModelRequest) -> int:
@@ -66,7 +67,7 @@ async def run_bare(server: Server, requests: list[ModelRequest], in_flight: int)
 
 
 async def run_client(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
-    """Through the client that survives pauses, pushes and dead servers."""
+    """Send them through the client, which survives pauses, weight updates and dead servers."""
     client = SGLangClient([server])
 
     async def ask(request: ModelRequest) -> int:
@@ -78,14 +79,14 @@ async def run_client(server: Server, requests: list[ModelRequest], in_flight: in
 
 
 class OneCompletion:
-    """A workflow that is nothing but a completion."""
+    """A workflow of one completion, without a reward."""
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> Batch:
         return episode_tensors(await engine.agenerate(data["request"]), 0.0)
 
 
 class RequestFeed:
-    """Hands out the requests as rows of data."""
+    """Returns the requests as rows of data."""
 
     def __init__(self, requests: list[ModelRequest]) -> None:
         self._rows = enumerate(requests)
@@ -96,7 +97,7 @@ class RequestFeed:
 
 
 async def run_executor(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
-    """The whole path from rows of data to batches of tensors; in a thread, as the executor has an event loop of its own."""
+    """Run from rows to batches; in a thread, since the executor has its own event loop."""
     return await asyncio.to_thread(collect_batches, server, requests, in_flight)
 
 
@@ -121,7 +122,7 @@ def collect_batches(server: Server, requests: list[ModelRequest], in_flight: int
 def measure(
     server: Server, rounds: int, requests: list[ModelRequest], in_flight: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Tokens per second of each in every round, and its share of a core; whoever goes first changes from round to round."""
+    """Return tokens per second and share of a core of each, per round; the order alternates."""
     arms = {"bare": run_bare, "client": run_client, "executor": run_executor}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     shares: dict[str, list[float]] = {name: [] for name in arms}
@@ -135,8 +136,8 @@ def measure(
             elapsed_s = time.perf_counter() - began
             speeds[name].append(num_tokens / elapsed_s)
             shares[name].append((time.process_time() - cpu_began) / elapsed_s)
-        told = "  ".join(f"{name} {values[-1]:.0f}" for name, values in speeds.items())
-        print(f"round {number + 1}/{rounds}, tokens/s: {told}", flush=True)
+        line = "  ".join(f"{name} {values[-1]:.0f}" for name, values in speeds.items())
+        print(f"round {number + 1}/{rounds}, tokens/s: {line}", flush=True)
     return speeds, shares
 
 
@@ -159,7 +160,7 @@ def main() -> None:
                 make_requests(options.requests, options.tokens),
                 options.in_flight,
             )
-    # The median over rounds, in which the machine was busy alike with other things.
+    # The median over rounds: in one round the machine is equally busy for all three.
     ratios = {
         name: median(ours / bare for ours, bare in zip(speeds[name], speeds["bare"], strict=True))
         for name in ("client", "executor")

@@ -1,9 +1,11 @@
-"""Sampling in the trainer's process: tokens per second of our decode loop beside Transformers' own `generate`, in turn in one process.
+"""Sampling in the trainer's process: our decode loop compared with Transformers' `generate`.
 
-    python benchmarks/decoding.py --model FOLDER [--prompts 4] [--samples 4] [--tokens 64] [--rounds 3] [--threads 1]
+    python benchmarks/decoding.py --model FOLDER [--prompts 4] [--samples 4] [--tokens 64]
+                                  [--rounds 3] [--threads 1]
 
-The same bfloat16 weights, prompts and number of tokens, at temperature 1. Ours also returns each token's logprob. FOLDER may be made by
-`python examples/smollm2.py FOLDER`. Prints medians by the processor's seconds and their ratio as one JSON line.
+The same bfloat16 weights, prompts and number of tokens, at temperature 1, in turn in one process.
+Ours also returns each token's logprob. `python examples/smollm2.py FOLDER` writes such a model.
+Prints medians of tokens per CPU second and their ratio as one JSON line.
 """
 
 import argparse
@@ -33,8 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="checkpoint folder")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each sample, exactly")
+    parser.add_argument("--samples", type=int, default=4, help="completions per prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per completion, exactly")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()

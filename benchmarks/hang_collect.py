@@ -1,9 +1,10 @@
-"""One host with 64 ranks, collected: small real Python processes, two samples, everything the collector keeps.
+"""Collection of one host with 64 ranks: small real Python processes, two samples, all evidence.
 
     python benchmarks/hang_collect.py [--ranks 64] [--threads 8] [--depth 30] [--json]
 
-Prints the seconds of a whole collection (discovery, py-spy of every process, /proc, surroundings, writing) without the
-pause between the two samples, beside the same number of bare `py-spy dump --json` runs one after the other.
+Prints the seconds of a complete collection (discovery, py-spy of every process, /proc, host facts,
+writing) without the pause between the two samples, compared with the same number of bare `py-spy
+dump --json` runs one after the other.
 """
 
 import argparse
@@ -17,8 +18,7 @@ from pathlib import Path
 
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
-from hangdoctor.collect.pyspy import dump, find_pyspy
-from hangdoctor.collect.sample import Options
+from hangdoctor.collect.pyspy import Options, dump, find_pyspy
 
 RANK = """
 import sys, threading, time
@@ -36,7 +36,7 @@ INTERVAL_S = 1.0
 
 
 def start_ranks(num_ranks: int, num_threads: int, depth: int, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Processes that claim ranks of one job and stand still, `num_threads` stacks of `depth` frames each."""
+    """Start sleeping ranks of one job, each with `num_threads` stacks of `depth` frames."""
     program = folder / "rank.py"
     program.write_text(RANK)
     ranks = []
@@ -55,7 +55,7 @@ def start_ranks(num_ranks: int, num_threads: int, depth: int, folder: Path) -> l
 
 
 def measure(num_ranks: int, num_threads: int, depth: int) -> dict[str, float]:
-    """Seconds of one collection, and of bare py-spy over the same processes."""
+    """Return the seconds of one collection, and of bare py-spy over the same processes."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         ranks = start_ranks(num_ranks, num_threads, depth, folder)
@@ -90,9 +90,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--depth", type=int, default=30)
     parser.add_argument("--json", action="store_true")
-    told = parser.parse_args()
-    measured = measure(told.ranks, told.threads, told.depth)
-    if told.json:
+    options = parser.parse_args()
+    measured = measure(options.ranks, options.threads, options.depth)
+    if options.json:
         print(json.dumps(measured))
         return
     print(

@@ -1,10 +1,11 @@
-"""How long a diagnosis takes for 1,000, 10,000 and 100,000 ranks, and beside torchfrtrace on the same Flight Recorder dumps.
+"""Time of a diagnosis for 1,000, 10,000 and 100,000 ranks, and compared with torchfrtrace.
 
     python benchmarks/hang_scale.py [--ranks 1000 10000 100000] [--frtrace 64 512]
 
-Each job is a tar of py-spy JSON, two samples a rank, twelve threads and about 90 frames each, numbers of processes and threads different
-everywhere; a handful of ranks stand in the data loader while the others wait in an all_reduce. Reading and diagnosing run in a process of
-their own, whose peak memory is reported. torchfrtrace reads the same number of Flight Recorder pickles that we read.
+Each job is a tar of py-spy JSON, two samples per rank, twelve threads and about 90 frames each,
+with different process and thread ids; a few ranks are in the data loader while the others wait in
+an all_reduce. Reading and diagnosing run in a separate process, whose peak memory is reported.
+torchfrtrace reads the same Flight Recorder pickles that we read.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def frames(names: list[tuple[str, str, int]]) -> list[dict]:
 
 
 def threads_of(rank: int, culprit: bool, random_: random.Random) -> list[dict]:
-    """What py-spy prints for one rank: its main thread, pin-memory and pool threads, autograd threads without names."""
+    """Return py-spy's output for one rank: main, pin-memory, pool and unnamed autograd threads."""
     step = [("train", "train.py", 210), ("main", "train.py", 300), ("<module>", "train.py", 310)]
     wait = [
         ("all_reduce", "torch/distributed/distributed_c10d.py", 3906),
@@ -72,7 +73,7 @@ def threads_of(rank: int, culprit: bool, random_: random.Random) -> list[dict]:
 
 
 def write_job(path: Path, num_ranks: int) -> int:
-    """A tar of one collection; returns its size in bytes."""
+    """Write one collection as a tar; return its size in bytes."""
     random_ = random.Random(num_ranks)
     culprits = set(random_.sample(range(num_ranks), 3))
     with tarfile.open(path, "w") as tar:
@@ -121,7 +122,7 @@ def measure_scale(num_ranks: int, folder: Path) -> None:
 
 
 def flight_recorder_dump(rank: int, num_ranks: int, num_entries: int) -> bytes:
-    """What torch writes for one rank; the last rank is one collective behind."""
+    """Return torch's dump for one rank; the last rank is one collective behind."""
     entries = [
         {"record_id": i, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": i + 1, "p2p_seq_id": 0, "op_id": i + 1,
          "profiling_name": "nccl:all_reduce", "time_created_ns": 10**18 + i * 10**6, "input_sizes": [[1024, 1024]],
@@ -146,7 +147,7 @@ def flight_recorder_dump(rank: int, num_ranks: int, num_entries: int) -> bytes:
 
 
 def measure_frtrace(num_ranks: int, folder: Path) -> None:
-    """Both readers on the same dumps, each in a process of its own, start of the interpreter included for both."""
+    """Time both readers on the same dumps, each in a new process, with the interpreter's start."""
     dumps = folder / f"fr_{num_ranks}"
     dumps.mkdir()
     for rank in range(num_ranks):

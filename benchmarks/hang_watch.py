@@ -1,8 +1,8 @@
-"""What watching costs a job: CPU time of the watcher per rank and look, and of one heartbeat.
+"""Cost of watching a job: CPU time of the watcher per rank and poll, and of one heartbeat.
 
     python benchmarks/hang_watch.py [--ranks 64] [--json]
 
-The job pays for the beats; the host pays for the looks, one every two seconds by default.
+The job pays for the heartbeats; the host pays for the polls, one every two seconds by default.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.process import process_table
 from hangdoctor.heartbeat import VARIABLE, beat, read_beats
-from hangdoctor.watch.judge import Limits, Track, follow, judge
+from hangdoctor.watch.liveness import Limits, Track, follow, judge
 from hangdoctor.watch.loop import RESCAN_S, Plan
 from hangdoctor.watch.signs import read_signs
 
@@ -26,7 +26,7 @@ NUM_BEATS = 20_000
 
 
 def measure(num_ranks: int) -> dict[str, float]:
-    """CPU seconds, and what they come to as a share of one core at the default pace."""
+    """Return CPU seconds, and their share of one core at the default interval."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         os.environ[VARIABLE] = str(folder)
@@ -74,14 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--json", action="store_true")
-    told = parser.parse_args()
-    measured = measure(told.ranks)
-    if told.json:
+    options = parser.parse_args()
+    measured = measure(options.ranks)
+    if options.json:
         print(json.dumps(measured))
         return
     print(
-        f"a beat costs its rank {measured['beat_us']} us; a look at {measured['ranks']} ranks {measured['look_ms']} ms, a search for "
-        f"them {measured['scan_ms']} ms: {measured['watcher_percent_of_a_core']} % of one core in all"
+        f"a heartbeat costs its rank {measured['beat_us']} us; a poll of {measured['ranks']} ranks {measured['look_ms']} ms, a search for "
+        f"them {measured['scan_ms']} ms: {measured['watcher_percent_of_a_core']} % of one core in total"
     )
 
 

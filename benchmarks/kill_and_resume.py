@@ -1,12 +1,14 @@
-"""Kills a run at random moments, lets it continue, and compares what it ends with, bit for bit, with a run that was left alone.
+"""Kill a run at random moments, let it continue, and compare its end bit for bit with a reference.
 
-    python benchmarks/kill_and_resume.py [--method grpo] [--ranks 2] [--kills 20] [--seed 1] [--victims all] [--mode async]
+    python benchmarks/kill_and_resume.py [--method grpo] [--ranks 2] [--kills 20] [--seed 1]
+                                         [--victims all] [--mode async]
 
-Moments are uniform over the time that the undisturbed run trains, so they also hit the writing of checkpoints, of which there is one a
-step. Every other run is killed a second time, at a moment of all the time that it needs to start and train again. `--victims` all or
-one: ranks, which the launcher starts again; job: the launcher, too, which is then started anew by the same command. Compared are the
-checksums of all weights and optimizer states after the last step, schedules, random states, and where the data stand. Exit code 0:
-all the same.
+The reference is the same run, undisturbed. Moments are uniform over the time that it trains, so
+they also hit the writing of checkpoints, one per step. Every other run is killed a second time, at
+a moment of all the time that it needs to start and train again. `--victims` all or one: ranks,
+which the launcher restarts; job: the launcher, too, which is then started again with the same
+command. Compared are the checksums of all weights and optimizer states after the last step,
+schedules, random states, and the position in the data. Exit code 0: all are equal.
 """
 
 import argparse
@@ -39,7 +41,7 @@ MOST_MISSES = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, and how it is killed."""
+    """The run, and how it is killed."""
 
     method: str
     ranks: int
@@ -50,11 +52,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Kill:
-    """A moment.
+    """The moment of a kill.
 
     Args:
-        after_s: seconds since the run began to train; of the second kill, since the first.
-        steps_done: lines of statistics that there were then.
+        after_s: seconds since training started; of the second kill, since the first.
+        steps_done: lines of statistics at that moment.
         was_writing: whether a checkpoint was being written.
     """
 
@@ -64,8 +66,8 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class LeftAlone:
-    """The run that was not killed: how long it took to start, and in all, and what it ended with."""
+class Undisturbed:
+    """The undisturbed run: seconds until training started, seconds in total, and its result."""
 
     start_s: float
     duration_s: float
@@ -81,7 +83,7 @@ class Trial:
 
 
 def config_of(plan: Plan, model: Path) -> dict[str, Any]:
-    """Options of a run of tiny models that checkpoints every step."""
+    """Return the options of a run of tiny models that checkpoints every step."""
     engine = {"path": str(model), "dtype": "float32", "optimizer": OPTIMIZER}
     common: dict[str, Any] = {
         "experiment_name": "killed",
@@ -129,19 +131,19 @@ class Job:
             )
 
     def wait(self) -> float:
-        """Waits for its end; how long it ran, in seconds. Raises RuntimeError if it failed."""
+        """Wait for its end; return its seconds. Raise RuntimeError if it failed."""
         if self.process.wait(TIMEOUT_S) != 0:
             raise RuntimeError(f"the run failed:\n{(self.folder / 'output.txt').read_text()[-4000:]}")
         return time.monotonic() - self.started_s
 
     def wait_for_training(self) -> float:
-        """Waits until the loop of steps begins; how long that took, in seconds."""
+        """Wait until the training loop starts; return the seconds that took."""
         while self.process.poll() is None and not [*self.folder.glob("logs/*/killed/*/config.json")]:
             time.sleep(POLL_S)
         return time.monotonic() - self.started_s
 
     def kill(self, after_s: float, choose: random.Random) -> Kill | None:
-        """Kills the victims in `after_s` seconds; None if no rank runs then."""
+        """Kill the victims in `after_s` seconds; return None if no rank runs then."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(after_s)
             return None
@@ -168,7 +170,7 @@ class Job:
         return len(files[0].read_text().splitlines()) if files else 0
 
     def result(self) -> dict[str, Any]:
-        """What the run ended with: everything in its last checkpoint but times."""
+        """Return the content of the last checkpoint, without times."""
         file = self.checkpoints / f"step-{self.plan.steps:06d}" / "checkpoint.json"
         content = json.loads(file.read_text())["content"]
         del content["state"]["timers"]
@@ -176,7 +178,7 @@ class Job:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Whether a process is one of the ranks, and not one that they started."""
+    """Return whether a process is one of the ranks, and not one that they started."""
     try:
         parent = process.parent()
         return runs_program(process) and (parent is None or not runs_program(parent))
@@ -185,13 +187,13 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def runs_program(process: psutil.Process) -> bool:
-    """Whether a process is a Python that runs the program itself, and not a launcher, which has it among its arguments."""
+    """Return whether a process runs the program, and is not a launcher with it as an argument."""
     arguments = process.cmdline()
     return "areal_debug.train.script" in arguments and "areal_core.launch.node" not in arguments
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Kills processes at one moment: none of them sees another one end."""
+    """Kill processes at one moment: none of them sees another one end."""
     for kill in (psutil.Process.suspend, psutil.Process.kill):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -199,7 +201,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def try_once(job: Job, times: list[float], choose: random.Random, expected: dict[str, Any]) -> Trial | None:
-    """Starts a run, kills it at a random moment of each of `times`, lets it end; None if no kill hit a rank."""
+    """Start a run, kill it at a random moment of each of `times`, let it end; None if none hit."""
     job.start()
     job.wait_for_training()
     kills = [job.kill(choose.uniform(0.0, time_s), choose) for time_s in times]
@@ -209,14 +211,14 @@ def try_once(job: Job, times: list[float], choose: random.Random, expected: dict
 
 
 def killed_runs(
-    plan: Plan, config: Path, folder: Path, left_alone: LeftAlone, choose: random.Random
+    plan: Plan, config: Path, folder: Path, reference: Undisturbed, choose: random.Random
 ) -> Iterator[Trial]:
-    """One run after another in which a kill hit a rank. Raises RuntimeError when none does any more."""
+    """Yield runs in which a kill hit a rank. Raise RuntimeError when none does any more."""
     misses = hits = 0
     while misses < MOST_MISSES:
         job = Job(plan, config, folder)
-        times = [left_alone.duration_s - left_alone.start_s, left_alone.duration_s][: 1 + hits % 2]
-        trial = try_once(job, times, choose, left_alone.result)
+        times = [reference.duration_s - reference.start_s, reference.duration_s][: 1 + hits % 2]
+        trial = try_once(job, times, choose, reference.result)
         shutil.rmtree(job.folder)
         misses = 0 if trial is not None else misses + 1
         if trial is not None:
@@ -249,12 +251,10 @@ def main() -> int:
         undisturbed = Job(plan, config, folder / "undisturbed")
         undisturbed.start()
         start_s = undisturbed.wait_for_training()
-        left_alone = LeftAlone(start_s, undisturbed.wait(), undisturbed.result())
+        reference = Undisturbed(start_s, undisturbed.wait(), undisturbed.result())
         if not options.json:
-            print(
-                f"undisturbed: {left_alone.duration_s:.1f} s, of which {start_s:.1f} s to start", flush=True
-            )
-        runs = killed_runs(plan, config, folder / "killed", left_alone, choose)
+            print(f"undisturbed: {reference.duration_s:.1f} s, of which {start_s:.1f} s to start", flush=True)
+        runs = killed_runs(plan, config, folder / "killed", reference, choose)
         for trial in islice(runs, options.kills):
             trials.append(trial)
             if not options.json:
@@ -268,13 +268,13 @@ def main() -> int:
 
 
 def describe(number: int, trial: Trial) -> str:
-    """A trial as a line."""
+    """Return a trial as one line."""
     moments = [
         f"after {kill.after_s:.1f} s with {kill.steps_done} steps done"
         + ", while a checkpoint was written" * kill.was_writing
         for kill in trial.kills
     ]
-    return f"{number:3}  killed {', and '.join(moments)}: {'the same bits' if trial.is_identical else 'OTHER BITS'}"
+    return f"{number:3}  killed {', and '.join(moments)}: {'the same bits' if trial.is_identical else 'DIFFERENT BITS'}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The run that `kill_and_resume.py` kills: METHOD (environment) is grpo, ppo, async or sft; options as in any run. STOP_AFTER is the
-last step.
+"""The run that `kill_and_resume.py` kills.
 
-`async` samples ahead of training with a scripted engine: what it answers depends on the prompt alone, and not on when it is asked.
+METHOD (environment) is grpo, ppo, async or sft; options as in any run. STOP_AFTER is the last step.
+`async` has asynchronous rollouts of a scripted engine, whose completions depend on the prompt
+alone, not on the time of the request.
 """
 
 import os
@@ -22,17 +23,17 @@ SFT_ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} f
 
 
 def even_share(prompt: str, completions: str, prompt_ids: list, completion_ids: list, **row: object) -> float:
-    """The share of even token ids: a random model gets about half, with a spread."""
+    """Return the share of even token ids: about half for a random model, with a spread."""
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
 
 
 async def even_share_at_once(*arguments: object, **row: object) -> float:
-    """`even_share`, without a process of its own."""
+    """Return `even_share`, computed without a reward process."""
     return even_share(*arguments, **row)
 
 
 def scripted_ahead(trainer: PPOTrainer) -> LiveRollouts:
-    """Asynchronous rollouts that are the same in any order of sampling."""
+    """Return asynchronous rollouts that are the same in any order of sampling."""
     config, ranks = trainer.config, trainer.ranks
     batch_size = config.train_dataset.batch_size // ranks.data_parallel_size
     ahead = config.rollout.max_head_offpolicyness

@@ -1,9 +1,11 @@
-"""Trains every method on one tiny task and draws what it learned: docs/learning_curves.{svg,md} and the presets beside them.
+"""Train every method on one tiny task and draw its learning curve.
 
     python benchmarks/learning_curves.py [--seeds 3] [--only grpo,ppo] [--again]
 
-The task and the options are those of `areal_debug/demo/methods.py`, which the tests train, too. Curves are kept in
-docs/learning_curves.json as they come; those that are there are not trained again unless asked, so that it may be stopped.
+Writes docs/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task and
+options are those of `areal_debug/demo/methods.py`, which the tests train, too. Curves are added to
+docs/learning_curves.json one by one; existing ones are trained again only with --again, so that the
+script may be interrupted.
 """
 
 import argparse
@@ -39,32 +41,35 @@ text { font: 12px system-ui, sans-serif; fill: #5c6778; } .title { font-size: 14
 
 PAGE = """# Learning curves
 
-A question names two numbers between 10 and 99 ("37 52"), and the larger is the answer. 1,024 questions are trained on; 128 others
-are held out, whose two numbers never meet in training. The model is a Llama of 2 layers, 64 wide, with one character a token. SFT and
-the reward model begin with random weights; the others with a model that SFT has brought to answer about three questions in ten. Each
-curve is one seed, of weights, order and sampling.
+A question names two numbers between 10 and 99 ("37 52"), and the larger is the answer. 1,024
+questions are for training; 128 others are held out: their pairs do not occur in training.
+The model is a Llama with 2 layers of width 64 and one character per token. SFT and the reward model
+start from random weights; the others from a model that SFT has trained until it answers about three
+questions in ten. Each curve is one seed of weights, order and sampling.
 
 ![five methods](learning_curves.svg)
 
 {methods}
 
-The presets of [algorithms.md](algorithms.md) on the same questions, from the same model, with one learning rate for all: this shows
-that each learns, not which learns best.
+The presets of [algorithms.md](algorithms.md) on the same questions, from the same model, with one
+learning rate for all: this shows that each learns, not which learns best.
 
 ![presets](learning_curves_presets.svg)
 
 {presets}
 
-Made by `{command}` on one CPU thread ({dates}; {versions}), with the options of `larger_supervised.yaml`, `larger_rl.yaml` and
-`methods.py` in `areal_debug/demo/`. `tests/trainer/test_learning_curves.py` trains the same and holds each to its margin. All
-points are in [learning_curves.json](learning_curves.json).
+Made by `{command}` on one CPU thread
+({dates}; {versions}), with the options of
+`larger_supervised.yaml`, `larger_rl.yaml` and `methods.py` in `areal_debug/demo/`.
+`tests/trainer/test_learning_curves.py` trains the same and checks that each improves by its margin.
+All points are in [learning_curves.json](learning_curves.json).
 """
 
-Trained = dict[str, Any]  # {"method", "seed", "curve", "cpu_s", "date", "versions"}, as it stands in the JSON
+Trained = dict[str, Any]  # {"method", "seed", "curve", "cpu_s", "date", "versions"}, as in the JSON
 
 
 def train(method: Method, seed: int, folder: Path) -> Trained:
-    """One curve, and what it was made with."""
+    """Train one curve; return it with time, date and versions."""
     began = time.process_time()
     curve = quietly(learn, method, folder, seed)
     return {
@@ -79,13 +84,13 @@ def train(method: Method, seed: int, folder: Path) -> Trained:
 
 
 def quietly(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its result; the lines that a run prints are left out."""
+    """Call the function without its printed lines; return its result."""
     with contextlib.redirect_stdout(io.StringIO()):
         return function(*arguments)
 
 
 def train_missing(methods: Sequence[Method], seeds: int, again: bool) -> None:
-    """Train what the JSON does not hold, and write it there, one curve after the other."""
+    """Train the curves that the JSON lacks, and write each to it."""
     kept = json.loads(CURVES.read_text()) if CURVES.exists() else []
     names = {method.name for method in methods}
     if again:
@@ -99,12 +104,12 @@ def train_missing(methods: Sequence[Method], seeds: int, again: bool) -> None:
             quietly(teach, Path(name), seed)
             for method in missing:
                 kept.append(train(method, seed, Path(name)))
-                print(f"{method.title}, seed {seed}: {told([kept[-1]['curve']])}", flush=True)
+                print(f"{method.title}, seed {seed}: {endpoints([kept[-1]['curve']])}", flush=True)
                 CURVES.write_text(json.dumps(kept).replace('{"method"', '\n{"method"') + "\n")
 
 
-def told(curves: Sequence[Curve]) -> str:
-    """First and last values, and those between which the seeds lie."""
+def endpoints(curves: Sequence[Curve]) -> str:
+    """Return first and last values, as ranges over the seeds."""
     first, last = ([curve[end][1] for curve in curves] for end in (0, -1))
     return f"{span(first)} → {span(last)}"
 
@@ -115,7 +120,7 @@ def span(values: Sequence[float]) -> str:
 
 
 def picture(methods: Sequence[Method], trained: Sequence[Trained]) -> str:
-    """One panel a method, its seeds in it, as an SVG without scripts or fonts that looks right on light and dark pages."""
+    """Return an SVG, without scripts or fonts, for light and dark pages: one panel per method."""
     panels = []
     for index, method in enumerate(methods):
         curves = curves_of(method, trained)
@@ -126,7 +131,7 @@ def picture(methods: Sequence[Method], trained: Sequence[Trained]) -> str:
                 '<text class="title" x="{0}" y="{1}">{2}</text><text x="{0}" y="{3}">{4}: {5}</text>'
                 '<svg x="{6}" y="{7}" width="{8}" height="{9}">{10}</svg>'
             ).format(
-                *(x + GAP, y + 22, method.title, y + 40, method.measure, told(curves)),
+                *(x + GAP, y + 22, method.title, y + 40, method.measure, endpoints(curves)),
                 *(x, y + TITLE_HEIGHT, WIDTH, HEIGHT, chart),
             )
         )
@@ -143,7 +148,7 @@ def curves_of(method: Method, trained: Sequence[Trained]) -> list[Curve]:
 
 
 def document(methods: Sequence[Method], presets: Sequence[Method], trained: Sequence[Trained]) -> str:
-    """The page: what is learned, both pictures, and the numbers."""
+    """Return the page: the task, both pictures, and the numbers."""
     dates, made = sorted({one["date"] for one in trained}), trained[-1]["versions"]
     versions = ", ".join(f"{name} {number}" for name, number in made.items())
     return PAGE.format(
@@ -163,14 +168,14 @@ def table(methods: Sequence[Method], trained: Sequence[Trained]) -> list[str]:
     for method in methods:
         seconds = [one["cpu_s"] for one in trained if one["method"] == method.name]
         lines.append(
-            f"| {method.title} | {method.measure} | {told(curves_of(method, trained))} | {method.steps} "
+            f"| {method.title} | {method.measure} | {endpoints(curves_of(method, trained))} | {method.steps} "
             f"| {len(seconds)} | {statistics.median(seconds):.0f} |"
         )
     return lines
 
 
 def draw(trained: Sequence[Trained]) -> dict[str, str]:
-    """The documents by file name, of the methods that there are curves of; a pure function of the curves."""
+    """Return the documents by file name; a pure function of the curves."""
     methods, presets = ([m for m in some if curves_of(m, trained)] for some in (METHODS, OTHER_PRESETS))
     return {
         "learning_curves.svg": picture(methods, trained),
@@ -187,8 +192,8 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, default=3, help="curves of each of the five methods; presets have one"
     )
-    parser.add_argument("--only", default=",".join(every), help="methods to train, with commas between")
-    parser.add_argument("--again", action="store_true", help="train also what is there already")
+    parser.add_argument("--only", default=",".join(every), help="methods to train, separated by commas")
+    parser.add_argument("--again", action="store_true", help="also train existing curves again")
     options = parser.parse_args()
     if unknown := set(options.only.split(",")) - set(every):
         parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(every)}")
@@ -199,7 +204,7 @@ def main() -> None:
     for file, text in draw(trained).items():
         (DOCS / file).write_text(text)
     if missing := [name for name, method in every.items() if not curves_of(method, trained)]:
-        print(f"not drawn, because not trained yet: {', '.join(missing)}")
+        print(f"not drawn, since not trained yet: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

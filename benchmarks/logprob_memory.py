@@ -1,9 +1,11 @@
-"""Peak memory of logprobs and entropies with their gradients: a chunk at a time, as the engine does, beside all logits at once.
+"""Peak memory of logprobs and entropies with gradients: by chunks, and from all logits.
 
-    python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 32000] [--hidden 512] [--dtype float32]
+    python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 32000] [--hidden 512]
+                                        [--dtype float32]
 
-Each way runs in a process of its own; memory is what its peak rises by. The naive form is log_softmax over [tokens, vocabulary] in float32,
-with autograd's own backward. Agreement of the two is tested in tests/engine/test_logprobs.py.
+The engine computes by chunks. Each way runs in a new process; its memory is the rise of the peak.
+The naive form is log_softmax over [tokens, vocabulary] in float32, with autograd's backward pass.
+tests/engine/test_logprobs.py tests that the two agree.
 """
 
 import argparse
@@ -35,15 +37,15 @@ def rise_of_peak_mib(way: str, options: argparse.Namespace, queue: "multiprocess
     hidden = torch.randn(1, options.tokens, options.hidden, dtype=dtype, requires_grad=True)
     weight = torch.randn(options.vocabulary, options.hidden, dtype=dtype, requires_grad=True)
     labels = torch.randint(options.vocabulary, (options.tokens,))
-    WAYS[way](hidden[:, :1], weight, labels[:1]).sum().backward()  # the gradients, which each way needs
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    WAYS[way](hidden[:, :1], weight, labels[:1]).sum().backward()  # allocates the gradients
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory_mib("VmRSS")
     WAYS[way](hidden, weight, labels).sum().backward()
     queue.put(memory_mib("VmHWM") - before)
 
 
 def memory_mib(name: str) -> float:
-    """A figure of this process, as Linux tells it."""
+    """Return a value of /proc/self/status."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) / 1024
 
@@ -68,7 +70,7 @@ def main() -> None:
     ours, whole = (peak_of(way, options) for way in WAYS)
     print(
         f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.dtype}: "
-        f"{ours:,.0f} MiB a chunk at a time, {whole:,.0f} MiB with all logits, a ratio of {whole / max(ours, 1):.1f}"
+        f"{ours:,.0f} MiB by chunks, {whole:,.0f} MiB with all logits, a ratio of {whole / max(ours, 1):.1f}"
     )
 
 

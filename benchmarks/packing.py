@@ -1,10 +1,13 @@
-"""Packed against padded: a training step on rows whose lengths have a long tail, each way within the same count of tokens a micro-batch.
+"""Packed compared with padded micro-batches: a training step on rows with long-tailed lengths.
 
-    python benchmarks/packing.py [--rows 24] [--rounds 4] [--tokens 2048] [--median 96] [--spread 1.0]
+    python benchmarks/packing.py [--rows 24] [--rounds 4] [--tokens 2048] [--median 96]
+                                 [--spread 1.0]
 
-Lengths are log-normal: half of the rows are shorter than `--median`, and `--spread` is the standard deviation of the logarithm. Packed is
-the engine. Padded is the bare loop of train_step.py on rows padded to the longest of their micro-batch, with the mask that Transformers
-makes of it: in the order in which they come, and sorted by length, which pads least. Padding counts as tokens, since the model computes it.
+Lengths are log-normal: half of the rows are shorter than `--median`, and `--spread` is the standard
+deviation of the logarithm. Each way has the same limit of tokens per micro-batch. Packed is the
+engine. Padded is the bare loop of train_step.py on rows padded to the longest of their micro-batch,
+with the mask that Transformers makes of it: in the order of the batch, and sorted by length, which
+pads least. Padding counts as tokens, since the model computes it.
 """
 
 import argparse

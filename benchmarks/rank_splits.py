@@ -1,10 +1,12 @@
-"""How far dividing one batch among ranks moves the loss and the gradient: the table of docs/rank_splits.md.
+"""Effect of splitting one batch among ranks on loss and gradient: the table of docs/rank_splits.md.
 
-    python benchmarks/rank_splits.py [--families llama,qwen3_moe] [--splits d1,t2,d2t2] [--json] [--write docs/rank_splits.md]
+    python benchmarks/rank_splits.py [--families llama,qwen3_moe] [--splits d1,t2,d2t2] [--json]
+                                     [--write docs/rank_splits.md]
 
-Each split starts torchrun with as many gloo ranks, which take one step on the same eight rows of different lengths with the same
-weights, twice, in float32 and in bfloat16, with one micro-batch a rank and with a limit of tokens. The difference is to one rank with one
-micro-batch of the same dtype. Exits with 1 when a difference is above its tolerance, or when a split taken twice gives other bits.
+Each split starts torchrun with as many gloo ranks, which take one step on the same eight rows of
+different lengths with the same weights, twice, in float32 and in bfloat16, with one micro-batch per
+rank and with a limit of tokens. The reference is one rank with one micro-batch of the same dtype.
+Exits with 1 when a difference is above its tolerance, or when the repeat of a split has other bits.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -57,7 +60,7 @@ MIXTURE_IN_BFLOAT16 = Tolerance(1e-3, 2e-1)
 
 @dataclass(frozen=True)
 class Case:
-    """One step: how rows are divided among ranks and micro-batches, of which model, in which dtype."""
+    """One step: the division of rows among ranks and micro-batches, the model, the dtype."""
 
     split: str
     limit: int | None
@@ -66,7 +69,7 @@ class Case:
 
     @property
     def stem(self) -> str:
-        """Of the names of its files."""
+        """Stem of the names of its files."""
         return f"{self.split}-{self.limit}-{self.family}-{self.dtype}"
 
     @property
@@ -78,16 +81,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a case to one rank: |loss - loss1| / |loss1|, and the largest |g - g1| / |g1| of a parameter's gradient."""
+    """Difference to one rank: |loss - loss1| / |loss1|, and the largest |g - g1| / |g1|."""
 
     case: Case
     loss: float
     gradient: float
-    same_bits: bool  # when the case is run twice
+    same_bits: bool  # in both runs of the case
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is within its tolerance."""
+        """True if the difference is within its tolerance."""
         tolerance = self.case.tolerance
         return self.same_bits and self.loss <= tolerance.loss and self.gradient <= tolerance.gradient
 
@@ -100,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for family in options.families:
-            with contextlib.redirect_stderr(io.StringIO()):  # Transformers' bars
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars of Transformers
                 make_tiny_family(folder / family, family)
         for split in dict.fromkeys((ONE_RANK, *options.splits)):
             start_ranks(split, options.families, folder)
@@ -163,7 +166,7 @@ def start_ranks(split: str, families: tuple[str, ...], folder: Path) -> None:
 
 
 def take_steps(split: str, families: tuple[str, ...], folder: Path) -> None:
-    """On each rank: every case of the split, whose loss, gradients and whether they came again rank 0 writes."""
+    """Run every case of the split twice on each rank; rank 0 writes loss, gradients, equality."""
     torch.set_num_threads(1)
     sizes = parse_allocation(f"fsdp:{split}").train
     ranks = join_ranks("cpu", sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
@@ -204,7 +207,7 @@ def take_step(case: Case, ranks: Ranks, folder: Path) -> tuple[float, dict[str, 
 
 
 def all_rows() -> Batch:
-    """Eight rows of random tokens, next-token aligned, all of whose tokens but the first are trained on."""
+    """Return eight random rows, next-token aligned, with a loss mask of all but the first token."""
     lengths = torch.tensor(LENGTHS)[:, None]
     mask = torch.arange(max(LENGTHS)) < lengths
     ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
@@ -213,7 +216,7 @@ def all_rows() -> Batch:
 
 
 def alone(case: Case, dtype: str) -> Case:
-    """What the case is compared with: one rank and one micro-batch."""
+    """Return the reference of a case: one rank and one micro-batch."""
     return Case(ONE_RANK, None, case.family, dtype)
 
 
@@ -226,19 +229,23 @@ def compare(case: Case, other: Case, folder: Path) -> Difference:
 
 
 def render(differences: list[Difference], scale: list[Difference], families: tuple[str, ...]) -> str:
-    """The page, in Markdown; `scale` says how far bfloat16 is from float32 on one rank."""
+    """Return the page as Markdown; `scale` is bfloat16 compared with float32 on one rank."""
     page = [
         "# The same batch on other ranks\n",
-        "Made by `python benchmarks/rank_splits.py --write docs/rank_splits.md` on "
-        f"{date.today()} with torch {torch.__version__}, gloo on CPUs.\n",
-        f"Eight rows, {sum(LENGTHS)} tokens, one step of maximum likelihood with an entropy bonus at temperature {TEMPERATURE}; tiny "
-        "random models, float32 masters. Splits are written as in `allocation_mode`: d data, c sequence (Ulysses), t tensor parallel. "
-        "Each cell is the relative difference to one rank with one micro-batch: of the loss / of the gradient of the parameter that it "
-        "moved most. The last column says whether the split, taken twice, gave the same bits of loss and gradients on every rank.",
+        "Made by `python benchmarks/rank_splits.py --write docs/rank_splits.md`\n"
+        f"on {date.today()} with torch {torch.__version__}, gloo on CPUs.\n",
+        wrapped(
+            f"Eight rows, {sum(LENGTHS)} tokens, one step of maximum likelihood with an entropy bonus at "
+            f"temperature {TEMPERATURE}; tiny random models, float32 master weights. Splits are written as in "
+            "`allocation_mode`: d data, c sequence (Ulysses), t tensor parallel. Each cell is the relative "
+            "difference to one rank with one micro-batch: of the loss / of the gradient, for the parameter "
+            "where it is largest. The last column is yes if a repeat of the split gave the same bits of loss "
+            "and gradients on every rank."
+        ),
     ]
     for dtype, tolerance in TOLERANCES.items():
         page += [f"\n## {dtype}\n", f"Tolerance: {say(tolerance)}.\n"]
-        page += ["| split | ranks | tokens a micro-batch | " + " | ".join(families) + " | same bits |"]
+        page += ["| split | ranks | tokens per micro-batch | " + " | ".join(families) + " | same bits |"]
         page += ["|---" * (4 + len(families)) + "|"]
         rows: dict[tuple[str, int | None], list[Difference]] = {}
         for difference in differences:
@@ -246,18 +253,27 @@ def render(differences: list[Difference], scale: list[Difference], families: tup
                 rows.setdefault((difference.case.split, difference.case.limit), []).append(difference)
         page += [render_row(split, limit, row) for (split, limit), row in rows.items()]
     page += [
-        f"\nOne rank in bfloat16 is this far from one in float32: {', '.join(map(say, scale))}. Tensor parallelism rounds the parts "
-        "of a sum before it adds them, so it moves bfloat16 as much as that. In a mixture of experts a token near the border between two "
-        f"experts may then go to the other one; its tolerance is {say(MIXTURE_IN_BFLOAT16)}. In float32 none does."
+        "\n"
+        + wrapped(
+            f"The difference of bfloat16 to float32 on one rank is {', '.join(map(say, scale))}. Tensor "
+            "parallelism rounds partial sums before it adds them, so its differences in bfloat16 are as "
+            "large. In a mixture of experts a token near the boundary between two experts may then be "
+            f"routed to the other one; the tolerance there is {say(MIXTURE_IN_BFLOAT16)}. In float32 no "
+            "token is."
+        )
     ]
     return "\n".join(page) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 100, break_on_hyphens=False))
 
 
 def render_row(split: str, limit: int | None, row: list[Difference]) -> str:
     ranks = parse_allocation(f"fsdp:{split}").train.world_size
     same = "yes" if all(difference.same_bits for difference in row) else "no"
-    limit_said = "all" if limit is None else f"up to {limit}"
-    return f"| {split} | {ranks} | {limit_said} | {' | '.join(map(say, row))} | {same} |"
+    shown_limit = "all" if limit is None else f"up to {limit}"
+    return f"| {split} | {ranks} | {shown_limit} | {' | '.join(map(say, row))} | {same} |"
 
 
 def say(numbers: Difference | Tolerance) -> str:

@@ -1,9 +1,12 @@
-"""What recording costs, as ratios from one run: time beside raw bytes and other formats, what a step waits, size, latency of one sample.
+"""Cost of recording, as ratios from one run: time, waiting, size, and latency of one sample.
 
-    python benchmarks/recording.py [--rows 512] [--mean-tokens 2000] [--steps 10000] [--step-seconds 4] [--folder DIR]
+    python benchmarks/recording.py [--rows 512] [--mean-tokens 2000] [--steps 10000]
+                                   [--step-seconds 4] [--folder DIR]
 
-Lengths are log-normal, ids Zipf over a vocabulary of 150,000, half of each row is sampled; a million tokens as it stands. Every
-writer waits for the disk (fsync), takes the same padded batch, and its best of several runs counts; files are read from the page cache.
+Time is compared with raw bytes and other formats. Lengths are log-normal, ids Zipf over a
+vocabulary of 150,000, half of each row is sampled; a million tokens by default. Every writer waits
+for the disk (fsync) and gets the same padded batch; the best of several runs counts. Files are read
+from the page cache.
 """
 
 import argparse
@@ -54,7 +57,7 @@ def long_tailed_batch(num_rows: int, mean_tokens: int, seed: int = 0) -> dict[st
 
 
 def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The shortest of several runs of each, taken in turns: what else the machine does hits them alike."""
+    """Return the shortest of several runs of each, in turn, so that load affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
@@ -65,13 +68,13 @@ def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
 
 
 def scripted_outcome(first_weight: str = "00112233") -> Outcome:
-    """What came out of a step of a model with 300 parameters."""
+    """Return the outcome of a step of a model with 300 parameters."""
     checksums = {f"layer.{i}.weight": "00112233" for i in range(300)}
     return Outcome(0, 1, (), {"loss": 0.5}, checksums | {"layer.0.weight": first_weight})
 
 
 def write_step(folder: Path, batch: FlatBatch, outcome: Outcome | None = None) -> None:
-    """What the recorder does at the end of a step on one rank, commit included."""
+    """Write a step as the recorder does on one rank, commit included."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(0, 0, {"torch_cpu": "00" * 5056}, {})
     step = RankStep(0, 1, batch, plan, outcome or scripted_outcome())
@@ -79,7 +82,7 @@ def write_step(folder: Path, batch: FlatBatch, outcome: Outcome | None = None) -
 
 
 def write_raw(folder: Path, sizes: dict[str, int]) -> None:
-    """As many files with as many bytes each, with the same waits for the disk, and nothing else."""
+    """Write as many files with as many bytes each and the same fsyncs, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size_bytes in sizes.items():
         write_durably(folder / name, memoryview(RAW)[:size_bytes])
@@ -92,7 +95,7 @@ RAW = bytearray(os.urandom(1 << 20)) * 256
 
 
 def write_torch(file: Path, batch: dict[str, np.ndarray]) -> None:
-    """torch.save of the padded batch."""
+    """Write the padded batch with torch.save."""
     import torch
 
     torch.save({key: torch.from_numpy(array) for key, array in batch.items()}, file)
@@ -100,7 +103,7 @@ def write_torch(file: Path, batch: dict[str, np.ndarray]) -> None:
 
 
 def write_slime(file: Path, batch: dict[str, np.ndarray]) -> None:
-    """torch.save of one dictionary a sample, with lists of Python numbers: the layout of slime's rollout dumps."""
+    """Write one dictionary per sample, of lists of numbers, with torch.save, as slime's dumps."""
     import torch
 
     lengths, samples = batch["attention_mask"].sum(axis=1), []
@@ -124,7 +127,7 @@ def write_slime(file: Path, batch: dict[str, np.ndarray]) -> None:
 
 
 def write_json_lines(file: Path, batch: dict[str, np.ndarray]) -> None:
-    """One JSON object a row with lists of numbers, the common rollout dump."""
+    """Write one JSON object per row with lists of numbers, the common rollout dump."""
     lengths = batch["attention_mask"].sum(axis=1)
     with file.open("w") as lines:
         for row, length in enumerate(lengths):
@@ -134,7 +137,7 @@ def write_json_lines(file: Path, batch: dict[str, np.ndarray]) -> None:
 
 
 def long_record(folder: Path, num_steps: int, batch: dict[str, np.ndarray]) -> None:
-    """A record of many steps: the first is written, the others link to its files and have a step.json of their own."""
+    """Write a record of many steps: the first in full, the others as links with a new step.json."""
     first = folder / "steps" / step_name(0)
     write_step(first, flatten(batch))
     write_header(folder, SCRIPTED_HEADER)
@@ -149,7 +152,7 @@ def long_record(folder: Path, num_steps: int, batch: dict[str, np.ndarray]) -> N
 
 
 def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) -> None:
-    """Prints time and size of one step in each format."""
+    """Print time and size of one step in each format."""
     num_tokens, flat = int(batch["attention_mask"].sum()), flatten(batch)
     record, archive, step = folder / "record", folder / "archive", folder / "record/steps/000000"
     torch_file, slime_file, json_file = folder / "batch.pt", folder / "slime.pt", folder / "batch.jsonl"
@@ -194,7 +197,7 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
 
 
 def busy_step(seconds: float) -> float:
-    """Work of a training step, as much as takes so long alone; returns how long it took."""
+    """Compute for as long as a training step of `seconds` alone; return the seconds it took."""
     matrix = np.ones((512, 512), np.float32)
     begin = time.perf_counter()
     for _ in range(int(seconds / SECONDS_A_PRODUCT)):
@@ -203,7 +206,7 @@ def busy_step(seconds: float) -> float:
 
 
 def seconds_a_product() -> float:
-    """How long one product of `busy_step` takes."""
+    """Return the seconds of one product of `busy_step`."""
     matrix = np.ones((512, 512), np.float32)
     return best_seconds({"product": lambda: [matrix @ matrix for _ in range(20)]}, 5)["product"] / 20
 
@@ -212,7 +215,7 @@ SECONDS_A_PRODUCT = seconds_a_product()
 
 
 def measure_background(folder: Path, batch: dict[str, np.ndarray], step_s: float, rounds: int) -> None:
-    """Prints what recording in the background costs the training thread: seconds inside the recorder, and of the whole step."""
+    """Print what background recording costs the training thread: in the recorder, per step."""
     writer = RecordWriter(folder, options=RecordingOptions(queue_steps=2))
     folder.mkdir()
     write_header(folder, SCRIPTED_HEADER)
@@ -232,24 +235,24 @@ def measure_background(folder: Path, batch: dict[str, np.ndarray], step_s: float
         busy_step(step_s / 2)
         checksums = scripted_outcome().checksums
         tell("step", step=step, version=step + 1, plan={}, stats={"loss": 0.5}, checksums=checksums)
-        busy_step(step_s / 2)  # the writer thread works beside this
+        busy_step(step_s / 2)  # the writer thread works at the same time
         steps["recorded"].append(time.perf_counter() - begin)
     writer("end", steps=rounds, error=None)
     num_tokens, wait_s = int(batch["attention_mask"].sum()), statistics.median(inside)
     bare, recorded = (statistics.median(steps[kind]) for kind in ("bare", "recorded"))
-    print(f"\nin the background: the training thread spends {wait_s * 1000:.1f} ms a step in the recorder")
+    print(f"\nin the background: the training thread spends {wait_s * 1000:.1f} ms per step in the recorder")
     print(
         f"that is {wait_s / bare:.2%} of a step of {bare:.1f} s, and under 0.5 % for trainers slower than "
-        f"{num_tokens / wait_s * 0.005:,.0f} tokens/s a rank (goal: under 0.5 %)"
+        f"{num_tokens / wait_s * 0.005:,.0f} tokens/s per rank (goal: under 0.5 %)"
     )
     print(
-        f"whole steps: bare {bare:.3f} s ({min(steps['bare']):.3f} to {max(steps['bare']):.3f}), "
+        f"complete steps: bare {bare:.3f} s ({min(steps['bare']):.3f} to {max(steps['bare']):.3f}), "
         f"recorded {recorded:.3f} s ({min(steps['recorded']):.3f} to {max(steps['recorded']):.3f}), ratio {recorded / bare:.4f}"
     )
 
 
-def part_from(record: Path, other: Path, num_steps: int, first: int) -> None:
-    """A second long record, by links to the files of the first, whose weights are others from step `first` on."""
+def diverge_from(record: Path, other: Path, num_steps: int, first: int) -> None:
+    """Link a second record to the files of the first; weights differ from step `first` on."""
     long_record(other, num_steps, long_tailed_batch(64, 500))
     folder = other / "steps" / step_name(num_steps)
     write_step(folder, flatten(long_tailed_batch(64, 500)), scripted_outcome("ffffffff"))
@@ -264,14 +267,14 @@ def part_from(record: Path, other: Path, num_steps: int, first: int) -> None:
 
 
 def measure_latency(folder: Path, num_steps: int, repeats: int) -> None:
-    """Prints the time from nothing to one sample out of the middle of a long record, and to the step at which two of them part."""
+    """Print the time to open a long record and read one sample, and to find where two diverge."""
     from click.testing import CliRunner
 
     from areal_debug.cli import main as areal_debug
 
     record, other = folder / "long", folder / "other"
     long_record(record, num_steps, long_tailed_batch(64, 500))
-    part_from(record, other, num_steps, first=num_steps * 3 // 4)
+    diverge_from(record, other, num_steps, first=num_steps * 3 // 4)
 
     def show() -> None:
         arguments = ["record", "show", str(record), "--step", str(num_steps // 2), "--sample", "7"]
@@ -293,7 +296,7 @@ def measure_latency(folder: Path, num_steps: int, repeats: int) -> None:
 
 
 def main() -> None:
-    """Runs all measurements in a temporary folder that is removed at the end."""
+    """Run all measurements in a temporary folder that is removed at the end."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -302,7 +305,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
-        "--step-seconds", type=float, default=4.0, help="of the step beside which the writer works"
+        "--step-seconds", type=float, default=4.0, help="duration of the step during which the writer works"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; decides which disk is measured")

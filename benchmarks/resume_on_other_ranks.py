@@ -1,9 +1,10 @@
-"""How close a run that continues on another number of ranks comes to one that was never moved: a table for docs/recovery.md.
+"""Effect of continuing a run on another number of ranks: a table for docs/recovery.md.
 
-    python benchmarks/resume_on_other_ranks.py [--method sft] [--steps 16] [--write docs/recovery.md]
+    python benchmarks/resume_on_other_ranks.py [--method sft] [--steps 16]
+                                               [--write docs/recovery.md]
 
-Data are the same for every number of ranks (`async`: a scripted engine answers). What differs is the order in which gradients are
-summed. `--write` puts the table between the markers of the file.
+Data are the same for every number of ranks (`async`: a scripted engine answers); the order in which
+gradients are summed differs. `--write` replaces the table between the markers of the file.
 """
 
 import argparse
@@ -25,7 +26,7 @@ MARKERS = ("<!-- resume_on_other_ranks.py -->\n", "<!-- end -->")
 
 
 def train(plan: Plan, folder: Path, model: Path, stop_after: int | None = None) -> None:
-    """Runs a plan, or goes on with what lies in `folder`."""
+    """Run a plan, or continue from the checkpoint in `folder`."""
     config = folder.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(config_of(plan, model)))
     environment = {} if stop_after is None else {"STOP_AFTER": str(stop_after)}
@@ -35,17 +36,17 @@ def train(plan: Plan, folder: Path, model: Path, stop_after: int | None = None) 
 
 
 def weights(folder: Path, step: int) -> Tensor:
-    """All weights of a checkpoint, one after the other, float64 [parameters]."""
+    """Return all weights of a checkpoint, concatenated, float64 [parameters]."""
     [checkpoint] = folder.glob(f"checkpoints/*/killed/*/recover/step-{step:06d}/actor")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-    there = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.zeros(item.size) for name, item in there.items() if name.startswith("model.")}
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(item.size) for name, item in saved.items() if name.startswith("model.")}
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
 
 
 def table(plan: Plan, model: Path, folder: Path) -> str:
-    """Runs everything; the table, in Markdown."""
+    """Run everything; return the table as Markdown."""
     half, whole = plan.steps // 2, {}
     for ranks in (1, 2, 4):
         train(replace(plan, ranks=ranks), folder / f"whole-{ranks}", model)
@@ -64,9 +65,10 @@ def table(plan: Plan, model: Path, folder: Path) -> str:
             (f"{before}, then {after}", f"{against}", ended - whole[against]) for against in (before, after)
         ]
     lines = [
-        f"{plan.steps} steps of {plan.method}, moved after {half}; in the second half the farthest weight goes {path:.1e}.",
+        f"{plan.steps} steps of {plan.method}, moved after {half}; in the second half the weight that changes "
+        f"most changes by {path:.1e}.",
         "",
-        "| ranks | against a run on | farthest weight | of the way |",
+        "| ranks | compared with a run on | largest difference of a weight | relative to that change |",
         "|---|---|---|---|",
     ]
     for ranks, against, difference in rows:

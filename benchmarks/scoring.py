@@ -1,9 +1,10 @@
-"""What checking logprobs costs: measuring a million tokens, scoring beside the bare forward pass, and memory beside whole logits.
+"""Cost of checking logprobs: measuring a million tokens, and time and memory of scoring.
 
     python benchmarks/scoring.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
 
-The bare forward pass includes the product with the output layer, which any scoring needs. Memory is what the peak of
-a process rises by, each way in one of its own.
+Scoring is compared with the bare forward pass, which includes the product with the output layer
+that any scoring needs, and with computing all logits at once. Memory is the rise of the peak of a
+process; each way runs in a new one.
 """
 
 import argparse
@@ -26,7 +27,7 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Sequences:
-    """Rows of equal length; all but the first token of each is sampled."""
+    """Return rows of equal length; all but the first token of each is sampled."""
     rng = np.random.default_rng(0)
     num_rows = num_tokens // row_length
     total = num_rows * (row_length + 1)
@@ -36,7 +37,7 @@ def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Se
 
 
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """The shortest of several runs."""
+    """Return the shortest of several runs."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -46,7 +47,7 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def measuring(num_tokens: int) -> float:
-    """Seconds from two columns to all numbers."""
+    """Return the seconds from two columns of logprobs to all metrics."""
     sequences = some_sequences(num_tokens, 50_000, 2000)
     noise = np.random.default_rng(1).normal(0, 0.01, len(sequences.scored))
     trainer = np.minimum(sequences.engine_logprobs[sequences.scored] + noise, 0)
@@ -54,7 +55,7 @@ def measuring(num_tokens: int) -> float:
 
 
 def small_model(vocabulary_size: int) -> Scorer:
-    """A Llama of 8 layers and 512 wide in float32, random."""
+    """Return a random float32 Llama with 8 layers of width 512."""
     config = LlamaConfig(
         vocab_size=vocabulary_size,
         hidden_size=512,
@@ -69,25 +70,25 @@ def small_model(vocabulary_size: int) -> Scorer:
 
 
 def forward(scorer: Scorer, sequences: Sequences) -> None:
-    """Hidden states and the product with the output layer, a few rows at a time, nothing kept."""
+    """Compute hidden states and logits, a few rows at a time, and discard them."""
     hidden = hidden_states(scorer, sequences.input_ids, np.diff(sequences.cu_seqlens).tolist())
     for rows in hidden.split(scorer.head.rows_at_a_time(scorer.device)):
         scorer.head.uncapped(rows)
 
 
 def whole_logits(scorer: Scorer, sequences: Sequences) -> None:
-    """The naive way: log_softmax over [tokens, vocab] in float32."""
+    """Score naively: log_softmax over [tokens, vocab] in float32."""
     hidden = hidden_states(scorer, sequences.input_ids, np.diff(sequences.cu_seqlens).tolist())
     logprobs = torch.log_softmax(scorer.head.uncapped(hidden), -1)
     logprobs.gather(1, torch.as_tensor(sequences.input_ids)[:, None])
 
 
 def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiprocessing.Queue[float]") -> None:
-    """MiB by which the peak of this process rises."""
+    """Put the MiB by which the peak of this process rises."""
     scorer = small_model(vocabulary_size)
     sequences = some_sequences(num_tokens, vocabulary_size, 512)
-    score(scorer, some_sequences(16, vocabulary_size, 8))  # what libraries allocate once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of making the model, is forgotten
+    score(scorer, some_sequences(16, vocabulary_size, 8))  # first allocations of libraries
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: creating the model does not count
     before = memory_mib("VmRSS")
     if way == "score":
         score(scorer, sequences, tokens_per_pass=num_tokens * 2)
@@ -97,7 +98,7 @@ def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiproce
 
 
 def peak_of(way: str, vocabulary_size: int, num_tokens: int) -> float:
-    """MiB by which a process of its own rises."""
+    """Return the MiB by which the peak of a new process rises."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=peak_mib, args=(way, vocabulary_size, num_tokens, queue))
@@ -128,7 +129,7 @@ def main() -> None:
         peak_of(way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
     )
     print(
-        f"peak memory: {ours:,.0f} MiB beside {naive:,.0f} MiB for whole logits, a ratio of {naive / max(ours, 1):.1f}"
+        f"peak memory: {ours:,.0f} MiB, {naive:,.0f} MiB for all logits at once, a ratio of {naive / max(ours, 1):.1f}"
     )
 
 

@@ -1,9 +1,11 @@
-"""What recording and replaying cost a training step: the same batches, trained bare, recorded, and replayed, in turn, in one process.
+"""Cost of recording and replaying a training step: bare, recorded and replayed, in one process.
 
-    python benchmarks/step_cost.py [--hidden 384] [--rows 32] [--tokens 192] [--rounds 3] [--steps 4]
+    python benchmarks/step_cost.py [--hidden 384] [--rows 32] [--tokens 192]
+                                   [--rounds 3] [--steps 4]
 
-Prints medians of whole steps and their ratios to the bare step, in seconds of the clock and of the processor; the latter also hold on a
-machine that others use. Checksums of all parameters are part of both costs.
+The same batches are trained in each way, in turn. Prints medians of complete steps and their ratios
+to the bare step, in wall time and CPU time; the latter also holds on a busy machine. Checksums of
+all parameters are part of both costs.
 """
 
 import argparse
@@ -48,7 +50,7 @@ class FixedRollouts:
 
 
 def random_batch(num_rows: int, num_tokens: int) -> Batch:
-    """Rows of `num_tokens` tokens of which three quarters are trained, in groups of four."""
+    """Return rows of `num_tokens` tokens, three quarters in the loss mask, in groups of four."""
     generator = torch.Generator().manual_seed(0)
     shape = (num_rows, num_tokens)
     trained = (torch.arange(num_tokens) >= num_tokens // 4).expand(shape)
@@ -91,7 +93,7 @@ def make_config(folder: Path, model: Path, steps: int, num_rows: int, trial: str
 
 
 class Clocked:
-    """A source that notes the process's processor time whenever a batch is asked for: once a step, before it is read."""
+    """A source that notes the CPU time of the process when a batch is requested: once per step."""
 
     def __init__(self, source: Any, notes: list[float]) -> None:
         self.source, self.notes = source, notes
@@ -105,7 +107,7 @@ class Clocked:
 
 
 def step_seconds(config: PPOConfig, steps: int, source: Any, **hooks: Any) -> list[tuple[float, float]]:
-    """(seconds, processor seconds) of each step but the first, which warms up, and the last, whose end is not noted."""
+    """Return (wall, CPU) seconds of each step except the first and the last."""
     notes: list[float] = []
     make = partial(clocked, source, notes)
     with PPOTrainer(config, total_steps=steps, print_steps=False, source=make, **hooks) as trainer:
@@ -155,10 +157,10 @@ def main() -> None:
     print(f"{options.rows} rows x {options.tokens} tokens, hidden {options.hidden}, 6 layers, float32")
     for kind, values in seconds.items():
         clock, busy = zip(*values, strict=True)
-        for title, column, reference in (("clock", clock, bare[0]), ("processor", busy, bare[1])):
+        for title, column, reference in (("wall time", clock, bare[0]), ("CPU time", busy, bare[1])):
             median, spread = statistics.median(column), f"{min(column):.3f} to {max(column):.3f}"
             print(
-                f"{kind:9} {title:9} {median:7.3f} s a step ({spread}), ratio to bare {median / reference:.3f}"
+                f"{kind:9} {title:9} {median:7.3f} s per step ({spread}), ratio to bare {median / reference:.3f}"
             )
 
 

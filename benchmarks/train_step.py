@@ -1,15 +1,18 @@
-"""What the engine costs beside a bare loop of PyTorch: the same model under FSDP2, the same packed micro-batches, the same loss, in turn.
+"""Cost of the engine compared with a bare PyTorch loop on the same model, micro-batches and loss.
 
-    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12] [--vocabulary 4096] [--tokens 512]
+    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12]
+                                    [--vocabulary 4096] [--tokens 512] [--cross-entropy]
 
-The bare loop gets its micro-batches packed and ready, computes logprobs and entropies, which losses of policy optimisation take, from all
-logits at once, and reads back nothing but the gradient norm; with --cross-entropy it takes PyTorch's, without entropies. The engine starts
-from padded rows, divides and packs them, computes logprobs and entropies a chunk at a time, and tells losses and weights of every
-micro-batch. To save memory its backward computes logits again, a third of the output layer's work: the layer has a tenth of this model's
-weights, as in models of some billions; where it has more, that shows.
+Both train under FSDP2, in turn. The bare loop gets packed micro-batches, computes logprobs and
+entropies, as losses of policy optimization need them, from all logits at once, and reads back only
+the gradient norm; with --cross-entropy it uses PyTorch's, without entropies. The engine starts from
+padded rows, divides and packs them, computes logprobs and entropies a chunk at a time, and reports
+losses and weights of every micro-batch. To save memory its backward pass computes logits again, a
+third of the output layer's work. That layer has a tenth of this model's weights, as in models of a
+few billion parameters; where its share is larger, so is the cost.
 
-Ratios are of neighbouring steps, their median is printed. Those of the processor's seconds hold on a busy machine, too, where the clock
-counts waiting.
+Ratios are of consecutive steps; their median is printed. Ratios of CPU time also hold on a busy
+machine, where wall time includes waiting.
 """
 
 import argparse
@@ -45,7 +48,7 @@ class Packed:
     """A micro-batch that is ready for the model."""
 
     inputs: dict[str, object]
-    labels: Tensor  # int64 [tokens], -100 where nothing is trained
+    labels: Tensor  # int64 [tokens], -100 outside of the loss mask
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
@@ -66,7 +69,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def make_rows(lengths: list[int], vocabulary: int, seed: int) -> Batch:
-    """Next-token aligned rows; every token but the first is trained."""
+    """Return next-token aligned rows; every token but the first is in the loss mask."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(lengths)[:, None]
     positions = torch.arange(max(lengths))
@@ -86,7 +89,7 @@ def make_engine(ranks: Ranks, model: str, max_tokens: int) -> FSDPEngine:
 
 
 def engine_step(engine: FSDPEngine, batch: Batch) -> float:
-    """A step of maximum likelihood; its gradient norm."""
+    """Take a step of maximum likelihood with the engine; return its gradient norm."""
     result = engine.train_batch(
         batch,
         lambda logprobs, entropies, flat: -(logprobs * flat["loss_mask"]).sum(),
@@ -109,7 +112,7 @@ def make_bare(ranks: Ranks, path: str, attention: str) -> tuple[LlamaForCausalLM
 
 
 def ready(batch: Batch, micro_batches: list[list[int]]) -> list[Packed]:
-    """The packed micro-batches of a batch, as the bare loop wants them."""
+    """Return the packed micro-batches of a batch, in the form of the bare loop."""
     found = []
     for rows in micro_batches:
         part = select_rows(batch, rows)
@@ -122,7 +125,7 @@ def ready(batch: Batch, micro_batches: list[list[int]]) -> list[Packed]:
 
 
 def with_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Minus the sum of the labels' logprobs, computed beside entropies; logits [tokens, vocabulary]."""
+    """Return minus the sum of logprobs; computes entropies, too; logits [tokens, vocabulary]."""
     log_p = torch.log_softmax(logits.float(), -1)
     with torch.no_grad():
         _ = -(log_p.exp() * log_p).sum(-1)
@@ -131,7 +134,7 @@ def with_entropies(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def without_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same by PyTorch's cross-entropy."""
+    """Return the same by PyTorch's cross-entropy."""
     return cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
 
@@ -142,7 +145,7 @@ def bare_step(
     scale: float,
     loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> float:
-    """The same step without an engine; its gradient norm."""
+    """Take the same step without the engine; return its gradient norm."""
     model.train()
     for micro in micro_batches:
         logits = model(**micro.inputs, use_cache=False).logits.flatten(0, -2)
@@ -154,7 +157,7 @@ def bare_step(
 
 
 def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
-    """(seconds of the clock, until the last rank is done; of this process's processor)."""
+    """Return wall seconds, until the last rank is done, and CPU seconds of this process."""
     ranks.barrier()
     clock, busy = time.perf_counter(), time.process_time()
     work()
@@ -166,7 +169,7 @@ def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
 def in_turn(
     ranks: Ranks, first: Callable[[], float], second: Callable[[], float], rounds: int
 ) -> list[tuple[float, float]]:
-    """Ratios (clock, processor) of the first to the second, of neighbouring runs whose order changes."""
+    """Return ratios (wall, CPU) of the first to the second, in pairs of alternating order."""
     ratios = []
     for number in range(rounds):
         pair = [first, second] if number % 2 else [second, first]
@@ -176,7 +179,7 @@ def in_turn(
 
 
 def say(title: str, ratios: list[tuple[float, float]]) -> None:
-    for clock, column in zip(("clock", "processor"), zip(*ratios, strict=True), strict=True):
+    for clock, column in zip(("wall time", "CPU time"), zip(*ratios, strict=True), strict=True):
         low, high = min(column), max(column)
         print(
             f"{title}, {clock}: {statistics.median(column):.3f} ({low:.3f} to {high:.3f}, {len(column)} pairs)"
@@ -201,7 +204,7 @@ def measure(options: argparse.Namespace) -> None:
     def bare() -> float:
         return bare_step(model, adam, packed, scale, loss_of)
 
-    norms = [(ours(), bare()) for _ in range(2)]  # they warm up, and show that both learn the same
+    norms = [(ours(), bare()) for _ in range(2)]  # a warm-up, and a check that both take the same step
     ratios = in_turn(ranks, ours, bare, options.rounds)
     if ranks.rank == 0:
         print(

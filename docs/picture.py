@@ -1,4 +1,7 @@
-"""Draw what a command prints as an SVG picture of a terminal: `python docs/picture.py -o docs/demo.svg areal-debug demo`."""
+"""Draw the output of a command as an SVG picture of a terminal.
+
+Usage: python docs/picture.py -o docs/demo.svg areal-debug demo
+"""
 
 import argparse
 import io
@@ -28,12 +31,12 @@ def main() -> None:
     console.print(Text(f"$ {options.shown or ' '.join(options.command)}", style="bold"))
     console.print(Text.from_ansi("\n".join(lines)))
     picture = console.export_svg(title="areal-debug")
-    # Fonts from the network would be missing offline, and tell a stranger who looks.
+    # Fonts from the network would be missing offline, and would report each reader to their host.
     options.output.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 def shorten(lines: list[str], most: int | None) -> list[str]:
-    """The first and the last lines, and a line that counts what lies between."""
+    """Return the first and the last lines, and between them a line with the number of others."""
     if most is None or len(lines) <= most:
         return lines
     head, tail = most // 2, most - most // 2

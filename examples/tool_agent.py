@@ -1,7 +1,9 @@
 """An agent with a calculator, written with plain `openai`: it contains nothing about training.
 
-areal-debug agent run examples/tool_agent.py:CalculatorAgent --data examples/word_problems.jsonl --model MODEL
-areal-debug agent stress examples/tool_agent.py:CalculatorAgent --data examples/word_problems.jsonl --model MODEL
+areal-debug agent run examples/tool_agent.py:CalculatorAgent \\
+    --data examples/word_problems.jsonl --model MODEL
+areal-debug agent stress examples/tool_agent.py:CalculatorAgent \\
+    --data examples/word_problems.jsonl --model MODEL
 areal-debug train examples/tool_agent.py --dump-rollout
 """
 
