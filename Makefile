@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 # Of `make test`; tests of one folder run in one worker.
 WORKERS ?= 2
+QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
 # One thread a process: two ranks and a server share the cores, more threads only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers anew: 10 s instead of 2 s a start.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real test test-long lint format env env-light clean
+.PHONY: demo demo-real quick test test-long lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -20,8 +21,14 @@ demo: env-light
 demo-real: env
 	$(BIN)/python examples/demo_real.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
+# For the edit loop: under a minute.
+quick: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) $(QUICK)
+
 test: env lint
-	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --no-loadscope-reorder
 
 test-long: env lint
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800

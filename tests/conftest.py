@@ -1,4 +1,4 @@
-"""What many tests share: a tiny model on disk, this process as a job of one rank, and real torchrun jobs."""
+"""Fixtures of many tests: a tiny model, this process as the only rank, torchrun jobs."""
 
 import json
 import os
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# As the Makefile does, before anything imports torch: more threads than cores only wait for each other.
+# As in the Makefile, before anything imports torch: more threads than cores only wait for each
+# other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
+SLOWEST_FOLDERS = ("tests/debug", "tests/rollout", "tests/launch", "tests/engine")
 EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -19,18 +21,36 @@ def pytest_sessionfinish(session, exitstatus):
     session.config.stash[EXIT_STATUS] = int(exitstatus)
 
 
+def folder_of(nodeid: str) -> str:
+    """Return the folder of a test, which is what one worker runs.
+
+    Tests of a folder share session fixtures, such as servers and records.
+    """
+    return nodeid.split("::")[0].rpartition("/")[0]
+
+
 def pytest_collection_modifyitems(items):
-    """Let one worker run all tests of a folder: they share session fixtures, such as servers and records."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(item.path.parent.relative_to(ROOT))))
+    """Start with the slowest folders, so that the workers end at about the same time."""
+    items.sort(key=lambda item: folder_of(item.nodeid) not in SLOWEST_FOLDERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FolderScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return folder_of(nodeid)
+
+    return FolderScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """End with the status of the tests, without the destructors of native libraries.
 
-    A process that has loaded models in some tests crashes in libpython after Python's own end (signal 11, no Python frame), which would
-    turn a run in which every test passed into a failure.
+    A process that has loaded models in some tests crashes in libpython after Python's own end
+    (signal 11, no Python frame), which would turn a run in which every test passed into a failure.
     """
     if EXIT_STATUS in config.stash:
         sys.stdout.flush()
@@ -59,7 +79,10 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """Run a Python file on several gloo ranks: `torchrun(program, 2, argument, ...)` gives what rank 0 printed last, as JSON."""
+    """Run a Python file on several gloo ranks.
+
+    `torchrun(program, 2, argument, ...)` returns the last line that rank 0 printed, parsed as JSON.
+    """
 
     def run(program: Path, num_ranks: int, *arguments: object, timeout_s: int = 120):
         command = [

@@ -1,12 +1,17 @@
-"""The house rules that a machine can hold: who imports whom, what stays light, which names are ours."""
+"""Layout policies: imports, no circle, sizes, reading lists of ARCHITECTURE.md, no dead code."""
 
 import ast
 import importlib
+import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
+from vulture import Vulture
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
@@ -18,6 +23,50 @@ MAY_IMPORT = {
     "areal_debug": {"areal_core", "recorder", "replayer", "consistency", "hangdoctor"},
 }
 HEAVY = ("torch", "transformers", "sglang")
+MOST_MODULES_IN_A_FOLDER = 20
+MOST_LINES_IN_A_FILE = 600
+MOST_LINES_IN_A_FUNCTION = 80
+MOST_FILES_OF_A_STEP = 15
+LONGEST_LOOP = 150
+DEEPEST_LOOP = 3
+# File names that occur more than once in a package because they are the same thing for each
+# verb, format or subpackage.
+ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime"}
+# What vulture finds and who uses it.
+USED_FROM_OUTSIDE = {
+    "GroupName": "a type in quotes",
+    "MemoryNames": "tests: a name service in one process",
+    "MultiTurnWorkflow": "public: users name it in their scripts",
+    "__getattr__": "called by the interpreter",
+    "assert_consistent": "public: for users' tests",
+    "do_GET": "called by http.server",
+    "find_class": "called by pickle",
+    "format_commands": "called by click",
+    "format_epilog": "called by click",
+    "log_message": "called by http.server",
+    "make_tiny_family": "tests: tiny models of each family",
+    "persistent_load": "called by pickle",
+    "pytest_addoption": "called by pytest",
+    "pytest_configure": "called by pytest",
+    "pytest_itemcollected": "called by pytest",
+    "pytest_terminal_summary": "called by pytest",
+    "raw_input": "called by code.InteractiveConsole",
+    "replay_record": "public: a pytest fixture",
+    "sample_rows": "tests: an engine with one planted fault",
+    "step_with_gradients": "tests: one step of a tiny model",
+    "teach": "benchmarks: the model that learning curves start from",
+    "write_scripted_record": "tests: a record with known contents",
+    "write_worked_example": "tests: the example of FORMAT.md",
+}
+
+
+def modules(package: str) -> list[Path]:
+    """Tracked Python files of a package."""
+    return sorted(f for f in (ROOT / package).rglob("*.py") if "__pycache__" not in f.parts)
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_packages(file: Path) -> set[str]:
@@ -31,19 +80,50 @@ def imported_packages(file: Path) -> set[str]:
     return found
 
 
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """Map a module to the modules of ours that it imports: at the top, in functions, for types."""
+    files = {module_name(file): file for package in MAY_IMPORT for file in modules(package)}
+    graph = {}
+    for name, file in files.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(files)
+                found |= submodules or {node.module}
+        graph[name] = (found & set(files)) - {name}
+    return graph
+
+
+def circle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
+    """A shortest path of imports from a module back to itself; empty if there is none."""
+    paths, seen = [[start]], set()
+    while paths:
+        path = paths.pop(0)
+        for target in sorted(graph[path[-1]]):
+            if target == start:
+                return [*path, start]
+            if target not in seen:
+                seen.add(target)
+                paths.append([*path, target])
+    return []
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_package_imports_only_what_lies_below_it(package):
     forbidden = set(MAY_IMPORT) - {package} - MAY_IMPORT[package]
     wrong = {
         f"{file.relative_to(ROOT)} imports {name}"
-        for file in (ROOT / package).rglob("*.py")
+        for file in modules(package)
         for name in imported_packages(file) & forbidden
     }
     assert wrong == set()
 
 
 def test_hangdoctor_never_imports_torch():
-    assert not [f for f in (ROOT / "hangdoctor").rglob("*.py") if imported_packages(f) & set(HEAVY)]
+    assert not [f for f in modules("hangdoctor") if imported_packages(f) & set(HEAVY)]
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -52,7 +132,110 @@ def test_package_name_resolves_to_ours(package):
 
 
 @pytest.mark.parametrize("start", ["import recorder", "import hangdoctor", "import areal_debug.cli"])
-def test_light_parts_start_without_heavy_imports(start):
+def test_light_packages_start_without_heavy_imports(start):
     code = f"import sys; {start}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = import_graph()
+    circles = {tuple(sorted(set(circle))) for name in graph if (circle := circle_from(name, graph))}
+    assert circles == set()
+
+
+def test_a_circle_would_be_found():
+    assert circle_from("a", {"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle_from("a", {"a": {"b"}, "b": {"c"}, "c": {"b"}}) == []
+
+
+def test_no_folder_has_too_many_modules():
+    counts: dict[str, int] = defaultdict(int)
+    for package in MAY_IMPORT:
+        for file in modules(package):
+            counts[str(file.parent.relative_to(ROOT))] += 1
+    assert {folder: n for folder, n in counts.items() if n > MOST_MODULES_IN_A_FOLDER} == {}
+
+
+def test_no_file_and_no_function_is_too_long():
+    too_long = {}
+    for package in MAY_IMPORT:
+        for file in modules(package):
+            text, name = file.read_text(), str(file.relative_to(ROOT))
+            if (lines := text.count("\n")) > MOST_LINES_IN_A_FILE:
+                too_long[name] = lines
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = node.end_lineno - node.lineno + 1
+                    limit = LONGEST_LOOP if node.name == "train_steps" else MOST_LINES_IN_A_FUNCTION
+                    if lines > limit:
+                        too_long[f"{name}:{node.name}"] = lines
+    assert too_long == {}
+
+
+def test_a_file_name_means_one_thing_in_a_package():
+    for package in MAY_IMPORT:
+        by_name = defaultdict(list)
+        for file in modules(package):
+            by_name[file.stem].append(str(file.relative_to(ROOT)))
+        twice = {n: files for n, files in by_name.items() if len(files) > 1 and n not in ROLES}
+        assert twice == {}
+
+
+def test_the_training_loop_is_one_function_of_three_levels():
+    tree = ast.parse((ROOT / "areal_core/trainer/rl.py").read_text())
+    loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_steps")
+
+    def depth(node: ast.AST) -> int:
+        own = isinstance(node, ast.For | ast.While | ast.With | ast.If | ast.Try)
+        return own + max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
+
+    assert depth(loop) <= DEEPEST_LOOP
+
+
+def reading_lists() -> dict[str, list[str]]:
+    """Title to files, in order, of the lists under "Which files to read, in order"."""
+    section = (ROOT / "ARCHITECTURE.md").read_text().split("## Which files to read, in order\n")[1]
+    lists = {}
+    for part in section.split("\n## ")[0].split("\n### ")[1:]:
+        lists[part.splitlines()[0]] = re.findall(r"^\d+\. `([^`]+\.py)`", part, re.MULTILINE)
+    return lists
+
+
+@pytest.mark.parametrize("title", reading_lists())
+def test_each_file_of_a_reading_list_is_reached_from_another(title):
+    """A user's own script is started by its path."""
+    files = reading_lists()[title]
+    graph = {name: set(targets) for name, targets in import_graph().items()}
+    names = [module_name(ROOT / file) for file in files]
+    assert [f for f in files if not (ROOT / f).is_file()] == []
+    assert len(names) == len(set(names))
+    reached = {names[0]}
+    for name, file in zip(names, files, strict=True):
+        text = (ROOT / file).read_text()
+        # `python -m MODULE`, and what a user's script imports.
+        reached |= graph.get(name, set()) | {
+            n for n in names if f'"{n}"' in text or f"from {n} import" in text
+        }
+    users = {name for name in names if name.startswith("examples.")}
+    unreached = [name for name in names if name not in reached | users]
+    assert unreached == []
+
+
+def test_one_training_step_is_read_in_few_files():
+    files = reading_lists()["One training step"]
+    assert files[0] == "areal_core/trainer/rl.py"
+    assert 10 <= len(files) <= MOST_FILES_OF_A_STEP
+
+
+def test_no_code_is_dead():
+    vulture = Vulture(ignore_decorators=["@*.command*", "@*.group*", "@*.result_callback*"])
+    vulture.scavenge([str(ROOT / package) for package in MAY_IMPORT])
+    found = {
+        item.name: f"{os.path.relpath(item.filename, ROOT)}:{item.first_lineno}"
+        for item in vulture.get_unused_code(min_confidence=60)
+        # Fields of dataclasses and attributes of libraries' objects are data, not code.
+        if item.typ not in ("variable", "attribute") or item.confidence == 100
+    }
+    assert {n: place for n, place in found.items() if n not in USED_FROM_OUTSIDE} == {}
+    assert set(USED_FROM_OUTSIDE) - set(found) == set()

@@ -1,4 +1,4 @@
-"""What the documents say, held against what is there."""
+"""Statements of the documents, compared with the repository."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Agents that are what their names say, for the verbs that run and stress agents."""
+"""Agents for the tests of `agent run` and `agent stress`, one behaviour each."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ import openai
 
 
 class Plain:
-    """Asks `num_turns` times and rewards the length of the last answer."""
+    """Request `num_turns` completions; the reward is the length of the last answer."""
 
     def __init__(self, num_turns: int = 1) -> None:
         self.num_turns = num_turns
@@ -24,7 +24,7 @@ class Plain:
 
 
 class Blocking(Plain):
-    """Does what many frameworks do: something synchronous inside a coroutine."""
+    """Call something synchronous inside a coroutine, a common defect of agent frameworks."""
 
     async def run(self, data, **extra):
         reward = await super().run(data, **extra)
@@ -36,7 +36,7 @@ class Blocking(Plain):
 
 
 class Failing(Plain):
-    """Fails for every third row, with the row in the message."""
+    """Fail for every third row, with the row in the message."""
 
     async def run(self, data, **extra):
         await super().run(data, **extra)

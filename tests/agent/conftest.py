@@ -1,4 +1,4 @@
-"""An engine that says what a test wrote down, a tokenizer with tools in its template, and a workflow around an agent."""
+"""A scripted engine, a tokenizer with tools in its template, and a workflow around an agent."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -21,10 +21,11 @@ TEMPLATE = (
 )
 
 
-class Speaker:
-    """Says the next of its lines to each request, ends with <|end|> (a line that ends with '...' is cut by its length instead).
+class LineEngine:
+    """Answer each request with the next scripted line and <|end|>.
 
-    The logprob of the i-th token of a reply is -(i + 1) / 8, exact in float32.
+    A line that ends with '...' is cut off by its length instead. The logprob of the i-th token of a
+    reply is -(i + 1) / 8, exact in float32.
     """
 
     def __init__(self, tokenizer, lines: list[str], version: int = 3) -> None:
@@ -57,13 +58,13 @@ def tokenizer():
 
 
 @pytest.fixture
-def speaker(tokenizer) -> Callable[..., Speaker]:
-    return lambda *lines, **options: Speaker(tokenizer, list(lines), **options)
+def scripted_engine(tokenizer) -> Callable[..., LineEngine]:
+    return lambda *lines, **options: LineEngine(tokenizer, list(lines), **options)
 
 
 @pytest.fixture
 def make_workflow(tokenizer) -> Iterator[Callable[..., AgentWorkflow]]:
-    """`make_workflow(agent, gconfig_options, **agent_options)`; closed at the end."""
+    """`make_workflow(agent, gconfig_options, **agent_options)`; closed at teardown."""
     made = []
 
     def make(
@@ -80,7 +81,7 @@ def make_workflow(tokenizer) -> Iterator[Callable[..., AgentWorkflow]]:
 
 @pytest.fixture
 def episode(make_workflow):
-    """Runs one episode: `episode(agent, engine, data, **options)` gives its rows."""
+    """Run one episode: `episode(agent, engine, data, **options)` returns its rows."""
 
     def run(agent, engine, data: dict | None = None, **options):
         return asyncio.run(make_workflow(agent, **options).arun_episode(engine, data or {}))

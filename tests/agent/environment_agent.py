@@ -1,4 +1,7 @@
-"""An agent for a process of its own: its client finds the proxy in the environment, and its reward tells its process."""
+"""An agent for a separate process.
+
+Its client finds the proxy in the environment, and its return value is the reward.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`areal-debug agent run` and `agent stress`, as a user calls them."""
+"""`areal-debug agent run` and `agent stress` on the command line."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_run_has_the_same_json(agent):
     assert report["error"] is None
 
 
-def test_run_joins_turns_as_the_options_say(agent):
+def test_run_joins_turns_as_configured(agent):
     overrides = ("rollout.agent.export_style=concat", "rollout.agent.turn_discount=0.5")
     _, out = agent("run", "Plain", "--say", "ab", "--arg", "num_turns=3", *overrides)
     assert "row of turn 0, 1, 2: reward 0.5, 9 of 28 tokens in the loss mask" in out
@@ -111,7 +111,7 @@ def test_run_refuses_text_as_a_reward(agent):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "sentence"),
     [
         ("Nothing", ("--say", "a"), "has no Nothing; its classes are Plain, Blocking, Failing, Words, WithTool, NotAsync"),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
@@ -126,10 +126,10 @@ def test_run_refuses_text_as_a_reward(agent):
         ("Plain", ("--say", "a", "rollout.agent.host=0.0.0.0"), "admin_api_key is the default: set one of at least 16"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_run_is_one_sentence_and_code_2(agent, name, arguments, said):
+def test_what_cannot_be_run_is_one_sentence_and_code_2(agent, name, arguments, sentence):
     code, out = agent("run", name, *arguments)
     assert code == 2
-    assert said in out
+    assert sentence in out
     assert "Traceback" not in out
 
 
@@ -159,7 +159,7 @@ def test_stress_names_an_agent_that_blocks_with_its_stack(agent):
     )
 
 
-def test_stress_groups_errors_by_what_they_say(agent):
+def test_stress_groups_errors_by_message(agent):
     code, out = agent("stress", "Failing", "--say", "a", "--batch-size", 16, "--group-size", 2, "--json")
     (group,) = json.loads(out)["errors"]
     assert code == 1
@@ -204,7 +204,7 @@ def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "arguments", "said"),
+    ("name", "config", "arguments", "sentence"),
     [
         ("Nothing", TINY_CONFIG, (), "has no Nothing; its classes are Plain"),
         ("Plain", "no.yaml", (), "no.yaml cannot be read: No such file or directory"),
@@ -218,10 +218,10 @@ def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_
     ],
 )
 def test_what_cannot_be_rolled_out_is_one_sentence_before_anything_starts(
-    name, config, arguments, said, tmp_path
+    name, config, arguments, sentence, tmp_path
 ):
     given = ["rollout", f"{AGENTS}:{name}", "--config", str(config), *arguments]
     given += [f"cluster.fileroot={tmp_path}", "actor.path=none"] if config == TINY_CONFIG else []
     done = CliRunner().invoke(command, given, catch_exceptions=False)
     assert done.exit_code == 2
-    assert said in done.output
+    assert sentence in done.output

@@ -1,4 +1,4 @@
-"""The proxy, spoken to by the official clients over its port."""
+"""The proxy over HTTP, used by the official clients."""
 
 import asyncio
 import json
@@ -19,7 +19,10 @@ CALLS_WEATHER = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city"
 
 
 class Talk:
-    """An agent whose run is the given coroutine function; what that returns besides a reward is kept in `seen`."""
+    """An agent that runs the given coroutine function.
+
+    The result of that function besides a reward is kept in `seen`.
+    """
 
     def __init__(self, body) -> None:
         self.body = body
@@ -31,8 +34,8 @@ class Talk:
         return 1.0
 
 
-def ask(episode, engine, body, **options):
-    """What `body(base_url, api_key, http_client)` saw, and the rows of its episode."""
+def run_client(episode, engine, body, **options):
+    """Return the result of `body(base_url, api_key, http_client)` and the rows of its episode."""
     agent = Talk(body)
     rows = episode(agent, engine, **options)
     return agent.seen, rows
@@ -43,18 +46,18 @@ def openai_client(base_url, api_key, http_client) -> openai.AsyncOpenAI:
 
 
 def anthropic_client(base_url, api_key, http_client) -> anthropic.AsyncAnthropic:
-    # With a connection of its own: its newer releases are built on httpx2, and refuse a client of httpx.
+    # With a separate connection: newer releases are built on httpx2 and reject a client of httpx.
     return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
 
 
-def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, speaker, tokenizer):
+def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, scripted_engine, tokenizer):
     async def body(*server):
         return await openai_client(*server).chat.completions.create(
             model="any", messages=[{"role": "user", "content": "2+2?"}], max_tokens=9, logprobs=True
         )
 
-    engine = speaker("4")
-    reply, rows = ask(episode, engine, body)
+    engine = scripted_engine("4")
+    reply, rows = run_client(episode, engine, body)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("4", "stop")
     assert (reply.model, reply.usage.prompt_tokens, reply.usage.completion_tokens) == ("any", 7, 2)
     assert [(e.token, e.logprob) for e in reply.choices[0].logprobs.content] == [
@@ -76,22 +79,22 @@ def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, speak
     assert engine.requests[0].metadata == {"turn": 0}
 
 
-def test_chat_completion_with_tools_streamed_and_whole(episode, speaker):
+def test_chat_completion_with_tools_streamed_and_unstreamed(episode, scripted_engine):
     async def body(*server):
-        asked = {
+        request_options = {
             "model": "m",
             "messages": [{"role": "user", "content": "Oslo?"}],
             "tools": [TOOL],
         }
         create = openai_client(*server).chat.completions.create
-        whole = (await create(**asked)).choices[0]
+        unstreamed = (await create(**request_options)).choices[0]
         with_usage = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = [chunk async for chunk in await create(**asked, **with_usage)]
-        return whole, chunks
+        chunks = [chunk async for chunk in await create(**request_options, **with_usage)]
+        return unstreamed, chunks
 
-    (whole, chunks), _ = ask(episode, speaker(CALLS_WEATHER, CALLS_WEATHER), body)
-    call = whole.message.tool_calls[0]
-    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Let me look.")
+    (unstreamed, chunks), _ = run_client(episode, scripted_engine(CALLS_WEATHER, CALLS_WEATHER), body)
+    call = unstreamed.message.tool_calls[0]
+    assert (unstreamed.finish_reason, unstreamed.message.content) == ("tool_calls", "Let me look.")
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == "Let me look."
@@ -103,17 +106,19 @@ def test_chat_completion_with_tools_streamed_and_whole(episode, speaker):
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_stream_has_a_choice_in_every_chunk_unless_usage_is_asked_for(episode, speaker):
+def test_stream_has_a_choice_in_every_chunk_unless_usage_is_requested(episode, scripted_engine):
     async def body(*server):
         messages = [{"role": "user", "content": "?"}]
         create = openai_client(*server).chat.completions.create
         return [chunk async for chunk in await create(model="m", messages=messages, stream=True)]
 
-    chunks, _ = ask(episode, speaker("ab"), body)
+    chunks, _ = run_client(episode, scripted_engine("ab"), body)
     assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "ab", None]
 
 
-def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(episode, speaker, tokenizer):
+def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
+    episode, scripted_engine, tokenizer
+):
     flat = {"type": "function", **WEATHER, "strict": False}
 
     async def body(*server):
@@ -126,8 +131,8 @@ def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
         )
         return call, second
 
-    engine = speaker(CALLS_WEATHER, "Rain...")
-    (call, second), _ = ask(episode, engine, body)
+    engine = scripted_engine(CALLS_WEATHER, "Rain...")
+    (call, second), _ = run_client(episode, engine, body)
     assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
     assert (second.output_text, second.status) == ("Rain...", "incomplete")
     assert second.usage.output_tokens == 7
@@ -137,14 +142,14 @@ def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
     )
 
 
-def test_responses_stream_in_the_order_that_the_client_expects(episode, speaker):
+def test_responses_stream_in_the_order_that_the_client_expects(episode, scripted_engine):
     flat = {"type": "function", **WEATHER, "strict": False}
 
     async def body(*server):
         create = openai_client(*server).responses.create
         return [event async for event in await create(model="m", input="Oslo?", tools=[flat], stream=True)]
 
-    events, _ = ask(episode, speaker(CALLS_WEATHER), body)
+    events, _ = run_client(episode, scripted_engine(CALLS_WEATHER), body)
     assert [event.type for event in events] == [
         "response.created",
         "response.output_item.added",
@@ -163,24 +168,24 @@ def test_responses_stream_in_the_order_that_the_client_expects(episode, speaker)
     assert events[-1].response.output_text == "Let me look."
 
 
-def test_anthropic_messages_with_tools_and_the_result_of_one(episode, speaker, tokenizer):
+def test_anthropic_messages_with_tools_and_the_result_of_one(episode, scripted_engine, tokenizer):
     tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
 
     async def body(*server):
         messages = [{"role": "user", "content": "Oslo?"}]
-        asked = {"model": "m", "max_tokens": 50, "system": "Be brief.", "tools": [tool]}
+        request_options = {"model": "m", "max_tokens": 50, "system": "Be brief.", "tools": [tool]}
         async with anthropic_client(*server) as client:
-            first = await client.messages.create(messages=messages, **asked)
+            first = await client.messages.create(messages=messages, **request_options)
             used = next(block for block in first.content if block.type == "tool_use")
             result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain"}
             messages += [
                 {"role": "assistant", "content": first.content},
                 {"role": "user", "content": [result]},
             ]
-            return first, await client.messages.create(messages=messages, **asked)
+            return first, await client.messages.create(messages=messages, **request_options)
 
-    engine = speaker(CALLS_WEATHER, "Rain.")
-    (first, second), _ = ask(episode, engine, body, gconfig={"max_new_tokens": 20})
+    engine = scripted_engine(CALLS_WEATHER, "Rain.")
+    (first, second), _ = run_client(episode, engine, body, gconfig={"max_new_tokens": 20})
     assert (first.stop_reason, first.content[0].text, first.content[1].input) == (
         "tool_use",
         "Let me look.",
@@ -194,22 +199,20 @@ def test_anthropic_messages_with_tools_and_the_result_of_one(episode, speaker, t
     assert tokenizer.decode(engine.requests[1].input_ids).endswith(
         f"<|assistant|>{CALLS_WEATHER}<|end|><|user|>rain<|end|><|assistant|>"
     )
-    assert (
-        engine.requests[0].sampling.max_new_tokens == 20
-    )  # what the client asks for is cut to the run's limit
+    assert engine.requests[0].sampling.max_new_tokens == 20  # the client's request is cut to the run's limit
 
 
-def test_anthropic_stream_rebuilds_the_message(episode, speaker):
+def test_anthropic_stream_rebuilds_the_message(episode, scripted_engine):
     tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
 
     async def body(*server):
         messages = [{"role": "user", "content": "Oslo?"}]
-        asked = {"model": "m", "max_tokens": 50, "messages": messages, "tools": [tool]}
-        async with anthropic_client(*server) as client, client.messages.stream(**asked) as stream:
+        request_options = {"model": "m", "max_tokens": 50, "messages": messages, "tools": [tool]}
+        async with anthropic_client(*server) as client, client.messages.stream(**request_options) as stream:
             text = [piece async for piece in stream.text_stream]
             return text, await stream.get_final_message()
 
-    (text, final), _ = ask(episode, speaker("<think>hm</think>" + CALLS_WEATHER), body)
+    (text, final), _ = run_client(episode, scripted_engine("<think>hm</think>" + CALLS_WEATHER), body)
     assert text == ["Let me look."]
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert (final.content[0].thinking, final.content[2].input, final.stop_reason) == (
@@ -220,15 +223,15 @@ def test_anthropic_stream_rebuilds_the_message(episode, speaker):
     assert final.usage.output_tokens > 0
 
 
-def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker, caplog):
+def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(episode, scripted_engine, caplog):
     async def body(*server):
         create = openai_client(*server).chat.completions.create
         for temperature in (0.25, 0.25, 0):
             await create(model="m", messages=[{"role": "user", "content": "?"}], temperature=temperature)
 
-    engine = speaker("a", "b", "c")
+    engine = scripted_engine("a", "b", "c")
     with caplog.at_level(logging.WARNING):
-        ask(episode, engine, body, gconfig={"temperature": 0.75})
+        run_client(episode, engine, body, gconfig={"temperature": 0.75})
     assert [(r.sampling.temperature, r.sampling.greedy) for r in engine.requests] == [
         (0.25, False),
         (0.25, False),
@@ -238,7 +241,7 @@ def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("request_options", "seen_text"),
     [
         ({"n": 2}, "n is 2, which is not available: send n requests"),
         ({"messages": []}, "messages is empty"),
@@ -258,22 +261,22 @@ def test_sampling_that_the_agent_sets_is_honoured_and_told_once(episode, speaker
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused_with_the_field_and_its_value(
-    episode, speaker, asked, said
+    episode, scripted_engine, request_options, seen_text
 ):
     async def body(*server):
         client = openai_client(*server)
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(
-                **{"model": "m", "messages": [{"role": "user", "content": "?"}]} | asked
+                **{"model": "m", "messages": [{"role": "user", "content": "?"}]} | request_options
             )
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
         return refused.value.body["message"]
 
-    refusal, _ = ask(episode, speaker("ok"), body)
-    assert said in refusal
+    refusal, _ = run_client(episode, scripted_engine("ok"), body)
+    assert seen_text in refusal
 
 
-def test_a_body_that_is_too_large_is_refused(episode, speaker):
+def test_a_body_that_is_too_large_is_refused(episode, scripted_engine):
     async def body(base_url, api_key, http_client):
         client = openai_client(base_url, api_key, http_client)
         with pytest.raises(openai.APIStatusError) as refused:
@@ -283,12 +286,12 @@ def test_a_body_that_is_too_large_is_refused(episode, speaker):
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         return refused.value
 
-    refused, _ = ask(episode, speaker("ok"), body, max_body_bytes=2000)
+    refused, _ = run_client(episode, scripted_engine("ok"), body, max_body_bytes=2000)
     assert refused.status_code == 413
     assert refused.body["message"] == "the request is larger than rollout.agent.max_body_bytes, 2000"
 
 
-def test_a_conversation_without_room_is_refused_as_such(episode, speaker):
+def test_a_conversation_that_fills_the_context_is_refused_as_such(episode, scripted_engine):
     async def body(*server):
         client = openai_client(*server)
         with pytest.raises(openai.BadRequestError) as refused:
@@ -296,12 +299,12 @@ def test_a_conversation_without_room_is_refused_as_such(episode, speaker):
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         return refused.value.code
 
-    code, _ = ask(episode, speaker("ok"), body, gconfig={"max_tokens": 50})
+    code, _ = run_client(episode, scripted_engine("ok"), body, gconfig={"max_tokens": 50})
     assert code == "context_length_exceeded"
 
 
-def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(episode, speaker):
-    engine = speaker(*["ok"] * 150)
+def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(episode, scripted_engine):
+    engine = scripted_engine(*["ok"] * 150)
 
     async def body(*server):
         create = openai_client(*server).chat.completions.create
@@ -309,6 +312,6 @@ def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(episode
         replies = await asyncio.gather(*(create(model="m", messages=messages) for _ in range(150)))
         return {reply.choices[0].message.content for reply in replies}
 
-    said, rows = ask(episode, engine, body)
-    assert said == {"ok"}
+    seen_text, rows = run_client(episode, engine, body)
+    assert seen_text == {"ok"}
     assert len(rows["rewards"]) == 150

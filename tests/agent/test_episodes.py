@@ -1,4 +1,4 @@
-"""Runs of agents as episodes: rewards, exports, sessions that cannot see each other, and every way to get it wrong."""
+"""Runs of agents as episodes: rewards, exports, isolated sessions, and errors."""
 
 import asyncio
 import time
@@ -23,16 +23,19 @@ from areal_core.errors import ConfigError
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 
 
-async def chat(extra, messages, **asked):
-    """One completion, by the client that the run was given."""
+async def chat(extra, messages, **request_options):
+    """Request one completion with the client that the run was given."""
     client = openai.AsyncOpenAI(
         base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"], max_retries=0
     )
-    return await client.chat.completions.create(model="m", messages=messages, **asked)
+    return await client.chat.completions.create(model="m", messages=messages, **request_options)
 
 
 class Asker:
-    """Asks `num_turns` times, hearing its own answers, and returns what `reward_of(completion_ids)` says."""
+    """Request `num_turns` completions, each with the answers before it in its messages.
+
+    Returns `reward_of(completion_ids)`.
+    """
 
     def __init__(self, reward_of=lambda ids: 1.0, num_turns: int = 2) -> None:
         self.reward_of, self.num_turns = reward_of, num_turns
@@ -58,8 +61,8 @@ def trained_text(tokenizer, rows) -> list[str]:
     return [tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
 
 
-def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, speaker, tokenizer):
-    rows = episode(Asker(), speaker("a", "b"), turn_discount=0.5)
+def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, scripted_engine, tokenizer):
+    rows = episode(Asker(), scripted_engine("a", "b"), turn_discount=0.5)
     assert text_rows(tokenizer, rows) == [
         "<|user|>0?<|end|><|assistant|>a<|end|>",
         "<|user|>0?<|end|><|assistant|>a<|end|><|user|>1?<|end|><|assistant|>b<|end|>",
@@ -68,18 +71,18 @@ def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, spe
     assert rows["rewards"].tolist() == [0.5, 1.0]
 
 
-def test_rewards_by_completion_id_are_each_turns_own(episode, speaker):
-    rows = episode(Asker(lambda ids: {ids[0]: 2, ids[1]: 1}), speaker("a", "b"), turn_discount=0.5)
+def test_rewards_by_completion_id_are_each_turns_own(episode, scripted_engine):
+    rows = episode(Asker(lambda ids: {ids[0]: 2, ids[1]: 1}), scripted_engine("a", "b"), turn_discount=0.5)
     assert rows["rewards"].tolist() == [2.5, 1.0]
 
 
 @pytest.mark.parametrize("chat_template_type", ["hf", "concat"])
 def test_concat_export_joins_the_turns_of_a_conversation_token_by_token(
-    episode, speaker, tokenizer, chat_template_type
+    episode, scripted_engine, tokenizer, chat_template_type
 ):
     rows = episode(
         Asker(),
-        speaker("aa", "b"),
+        scripted_engine("aa", "b"),
         export_style="concat",
         turn_discount=0.5,
         chat_template_type=chat_template_type,
@@ -91,22 +94,26 @@ def test_concat_export_joins_the_turns_of_a_conversation_token_by_token(
     mask = rows["loss_mask"][0].bool()
     assert rows["logprobs"][0][mask].tolist() == [-0.125, -0.25, -0.375, -0.125, -0.25]
     assert rows["versions"][0].tolist() == [3 if trained else -1 for trained in mask.tolist()]
-    assert rows["rewards"].tolist() == [0.5]  # the reward of the second turn, seen from the first
+    assert rows["rewards"].tolist() == [0.5]  # the reward of the second turn, discounted for the first
 
 
-def test_concat_export_falls_back_where_the_template_spells_a_turn_anew(episode, speaker, tokenizer):
-    """The reasoning is not rendered again, so the second prompt does not begin with what was sampled."""
+def test_concat_export_falls_back_where_the_template_renders_a_turn_differently(
+    episode, scripted_engine, tokenizer
+):
+    """The reasoning is not rendered again, so the second prompt does not begin with the sample."""
     lines = ("<think>hm</think>a", "b")
-    anew = episode(Asker(), speaker(*lines), export_style="concat", chat_template_type="hf")
-    assert trained_text(tokenizer, anew) == ["<think>hm</think>a<|end|>", "b<|end|>"]
-    exact = episode(Asker(), speaker(*lines), export_style="concat", chat_template_type="concat")
+    rendered_again = episode(Asker(), scripted_engine(*lines), export_style="concat", chat_template_type="hf")
+    assert trained_text(tokenizer, rendered_again) == ["<think>hm</think>a<|end|>", "b<|end|>"]
+    exact = episode(Asker(), scripted_engine(*lines), export_style="concat", chat_template_type="concat")
     assert text_rows(tokenizer, exact) == [
         "<|user|>0?<|end|><|assistant|><think>hm</think>a<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
     ]
 
 
-def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(episode, speaker, tokenizer):
-    rows = episode(Asker(), speaker("a...", "b"), export_style="concat", chat_template_type="concat")
+def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(
+    episode, scripted_engine, tokenizer
+):
+    rows = episode(Asker(), scripted_engine("a...", "b"), export_style="concat", chat_template_type="concat")
     assert text_rows(tokenizer, rows) == [
         "<|user|>0?<|end|><|assistant|>a...<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
     ]
@@ -114,21 +121,21 @@ def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(episo
 
 
 class Brancher:
-    """Asks one question, and goes on from its answer in two ways."""
+    """Request one completion, and continue from it in two ways."""
 
     async def run(self, data, **extra):
-        begun = [{"role": "user", "content": "?"}]
-        first = await chat(extra, begun)
-        begun.append(first.choices[0].message)
+        history = [{"role": "user", "content": "?"}]
+        first = await chat(extra, history)
+        history.append(first.choices[0].message)
         rewards = {}
         for way in ("x", "y"):
-            reply = await chat(extra, [*begun, {"role": "user", "content": way}])
+            reply = await chat(extra, [*history, {"role": "user", "content": way}])
             rewards[reply.id] = float(way == "y")
         return rewards
 
 
-def test_concat_export_has_a_row_for_each_branch(episode, speaker, tokenizer):
-    rows = episode(Brancher(), speaker("a", "b", "c"), export_style="concat", turn_discount=0.5)
+def test_concat_export_has_a_row_for_each_branch(episode, scripted_engine, tokenizer):
+    rows = episode(Brancher(), scripted_engine("a", "b", "c"), export_style="concat", turn_discount=0.5)
     assert [text[len("<|user|>?<|end|><|assistant|>a<|end|>") :] for text in text_rows(tokenizer, rows)] == [
         "<|user|>x<|end|><|assistant|>b<|end|>",
         "<|user|>y<|end|><|assistant|>c<|end|>",
@@ -137,7 +144,7 @@ def test_concat_export_has_a_row_for_each_branch(episode, speaker, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "error_text"),
     [
         ("good", r"returned 'good' \(str\); expected a number for the last completion"),
         (float("nan"), "returned nan, which is not finite"),
@@ -149,14 +156,16 @@ def test_concat_export_has_a_row_for_each_branch(episode, speaker, tokenizer):
         ({}, "returned an empty dict"),
     ],
 )
-def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(episode, speaker, returned, said):
-    with pytest.raises(WrongReward, match=f"test_episodes:Asker {said}"):
-        episode(Asker(lambda ids: returned), speaker("a", "b"))
+def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(
+    episode, scripted_engine, returned, error_text
+):
+    with pytest.raises(WrongReward, match=f"test_episodes:Asker {error_text}"):
+        episode(Asker(lambda ids: returned), scripted_engine("a", "b"))
 
 
 @pytest.mark.parametrize("returned", [1, True, torch.ones(1).item()])
-def test_any_real_number_is_a_reward(episode, speaker, returned):
-    assert episode(Asker(lambda ids: returned), speaker("a", "b"))["rewards"].tolist() == [1.0, 1.0]
+def test_any_real_number_is_a_reward(episode, scripted_engine, returned):
+    assert episode(Asker(lambda ids: returned), scripted_engine("a", "b"))["rewards"].tolist() == [1.0, 1.0]
 
 
 class Silent:
@@ -180,7 +189,7 @@ class NeedsName:
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "error_text"),
     [
         (Runless(), "Runless has no run: an agent has `async def run"),
         (Synchronous, "Synchronous.run is not async"),
@@ -194,14 +203,14 @@ class NeedsName:
         ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
     ],
 )
-def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent, said):
-    with pytest.raises(NotAnAgent, match=said):
+def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent, error_text):
+    with pytest.raises(NotAnAgent, match=error_text):
         make_workflow(agent)
 
 
-def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, speaker):
+def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, scripted_engine):
     with pytest.raises(NoCompletion, match="test_episodes:Silent ended without a call"):
-        episode(Silent(), speaker())
+        episode(Silent(), scripted_engine())
 
 
 class Unreachable:
@@ -210,12 +219,12 @@ class Unreachable:
             await chat(extra | {"base_url": "http://127.0.0.1:9", "http_client": http_client}, [])
 
 
-def test_an_agents_own_exception_comes_out_of_its_episode(episode, speaker):
+def test_an_agents_own_exception_comes_out_of_its_episode(episode, scripted_engine):
     with pytest.raises(openai.APIConnectionError):
-        episode(Unreachable(), speaker())
+        episode(Unreachable(), scripted_engine())
 
 
-class Deaf:
+class DeadEngine:
     """An engine whose servers are gone."""
 
     version = 0
@@ -225,19 +234,25 @@ class Deaf:
 
 
 @pytest.mark.parametrize(
-    ("engine", "error", "said"),
-    [(Deaf(), ServerDied, "no inference server is left"), (None, PromptTooLong, "leaves no room to sample")],
+    ("engine", "error", "error_text"),
+    [
+        (DeadEngine(), ServerDied, "no inference server is left"),
+        (None, PromptTooLong, "leaves no room to sample"),
+    ],
 )
 def test_the_engines_exception_comes_out_and_not_the_status_that_the_agent_saw(
-    episode, speaker, engine, error, said
+    episode, scripted_engine, engine, error, error_text
 ):
-    with pytest.raises(error, match=said) as raised:
-        episode(Asker(), engine or speaker(), gconfig={"max_tokens": 4})
+    with pytest.raises(error, match=error_text) as raised:
+        episode(Asker(), engine or scripted_engine(), gconfig={"max_tokens": 4})
     assert isinstance(raised.value.__cause__, openai.APIStatusError)
 
 
-class Meddler:
-    """Tries, with its own key, to reward and to read another session's completion, and to act as the owner."""
+class Intruder:
+    """Try, with its own key, to reward and read the completion of another session.
+
+    It also tries to act as the owner of the proxy.
+    """
 
     async def run(self, data, **extra):
         reply = await chat(extra, [{"role": "user", "content": "?"}])
@@ -264,8 +279,8 @@ class Meddler:
 
 
 @pytest.mark.parametrize("reward_other", [False, True])
-def test_one_session_can_neither_reward_nor_read_another(make_workflow, speaker, reward_other):
-    workflow, engine, others, seen = make_workflow(Meddler()), speaker("a", "b"), [], []
+def test_one_session_can_neither_reward_nor_read_another(make_workflow, scripted_engine, reward_other):
+    workflow, engine, others, seen = make_workflow(Intruder()), scripted_engine("a", "b"), [], []
     first = asyncio.run(workflow.arun_episode(engine, {"hand_over": others}))
     meddling = workflow.arun_episode(engine, {"others": others, "seen": seen, "reward_other": reward_other})
     if reward_other:
@@ -279,9 +294,9 @@ def test_one_session_can_neither_reward_nor_read_another(make_workflow, speaker,
     assert seen[-1][1].startswith("the session key is wrong, or its session has ended")
 
 
-def test_the_key_of_an_ended_session_opens_nothing(make_workflow, speaker):
-    workflow, kept = make_workflow(Meddler()), []
-    asyncio.run(workflow.arun_episode(speaker("a"), {"hand_over": kept}))
+def test_the_key_of_an_ended_session_opens_nothing(make_workflow, scripted_engine):
+    workflow, kept = make_workflow(Intruder()), []
+    asyncio.run(workflow.arun_episode(scripted_engine("a"), {"hand_over": kept}))
     (_, key), url = kept[0], f"{workflow.server.base_url}/v1/chat/completions"
     reply = httpx.post(url, headers={"authorization": f"Bearer {key}"}, json={"messages": []})
     assert reply.status_code == 401
@@ -297,8 +312,11 @@ class OwnReward:
         )
 
 
-def test_a_reward_set_over_http_stands_for_the_returned_one(episode, speaker):
-    assert episode(OwnReward(), speaker("x", "y"), turn_discount=0.0)["rewards"].tolist() == [0.0, 0.75]
+def test_a_reward_set_over_http_replaces_the_returned_one(episode, scripted_engine):
+    assert episode(OwnReward(), scripted_engine("x", "y"), turn_discount=0.0)["rewards"].tolist() == [
+        0.0,
+        0.75,
+    ]
 
 
 class Sleeper:
@@ -307,17 +325,17 @@ class Sleeper:
         await asyncio.sleep(60)
 
 
-def test_an_agent_that_stops_calling_is_ended_with_an_error(episode, speaker):
+def test_an_agent_that_stops_calling_is_ended_with_an_error(episode, scripted_engine):
     began = time.monotonic()
     with pytest.raises(
         AgentStalled, match=r"no call for 1 s .* after 1 answered calls, and has not returned"
     ):
-        episode(Sleeper(), speaker("a"), session_timeout_seconds=1)
+        episode(Sleeper(), scripted_engine("a"), session_timeout_seconds=1)
     assert time.monotonic() - began < 10
 
 
 class SyncClient:
-    """Blocks its event loop in every call; an agent on the engine's loop would wait for itself for ever."""
+    """Block the event loop in every call: on the loop of the engine this would deadlock."""
 
     async def run(self, data, **extra):
         with openai.OpenAI(base_url=extra["base_url"], api_key=extra["api_key"]) as client:
@@ -325,20 +343,20 @@ class SyncClient:
         return 1.0
 
 
-def test_an_agent_with_a_synchronous_client_does_not_deadlock(episode, speaker):
-    assert episode(SyncClient(), speaker("a"))["rewards"].tolist() == [1.0]
+def test_an_agent_with_a_synchronous_client_does_not_deadlock(episode, scripted_engine):
+    assert episode(SyncClient(), scripted_engine("a"))["rewards"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "said"),
+    ("host", "key", "error_text"),
     [
         ("0.0.0.0", "areal-admin-key", "would listen on 0.0.0.0, .*admin_api_key is the default"),
         ("10.1.2.3", "short", "only 5 characters long"),
         ("example.org", "x" * 15, "only 15 characters long"),
     ],
 )
-def test_a_proxy_that_others_can_reach_wants_a_key_of_its_own(host, key, said):
-    with pytest.raises(UnsafeProxy, match=said):
+def test_a_proxy_that_others_can_reach_wants_a_key_of_its_own(host, key, error_text):
+    with pytest.raises(UnsafeProxy, match=error_text):
         check_exposure(host, key)
     check_exposure(host, "k" * 16)
     for loopback in ("127.0.0.1", "::1", "localhost"):

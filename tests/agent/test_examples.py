@@ -1,4 +1,7 @@
-"""The examples of conversations, trained for real on a tiny model; the calculator, on a model that is told what to say."""
+"""The examples of conversations, trained on a tiny model.
+
+The calculator runs on an engine with scripted answers.
+"""
 
 import os
 import subprocess
@@ -53,11 +56,11 @@ def test_an_example_trains_and_records_rows_of_conversations(example, num_turns,
     assert [int((np.diff(mask, prepend=0) == 1).sum()) for mask in masks] == [num_turns] * 4
 
 
-def test_the_calculator_agent_calls_its_tool_and_is_rewarded(episode, speaker, tokenizer):
+def test_the_calculator_agent_calls_its_tool_and_is_rewarded(episode, scripted_engine, tokenizer):
     agent = load_agent(f"{EXAMPLES}/tool_agent.py:CalculatorAgent")
     data = {"messages": [{"role": "user", "content": "7 boxes of 6?"}], "answer": "7 x 6\n#### 42"}
     calls = '<tool_call>{"name": "calculate", "arguments": {"expression": "7 * 6"}}</tool_call>'
-    engine = speaker(calls, "It is 42.")
+    engine = scripted_engine(calls, "It is 42.")
     rows = episode(agent, engine, data, export_style="concat", chat_template_type="concat")
     assert rows["rewards"].tolist() == [1.0]
     assert tokenizer.decode(rows["input_ids"][0]) == (
@@ -78,6 +81,6 @@ def test_the_calculator_agent_calls_its_tool_and_is_rewarded(episode, speaker, t
         ('{"expression": "1 +"}', "error: invalid syntax"),
     ],
 )
-def test_the_calculator_computes_or_says_what_is_wrong(arguments, result):
+def test_the_calculator_computes_or_reports_what_is_wrong(arguments, result):
     module = sys.modules[type(load_agent(f"{EXAMPLES}/tool_agent.py:CalculatorAgent")).__module__]
     assert module.calculate(arguments).startswith(result)

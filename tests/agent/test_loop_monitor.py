@@ -1,4 +1,4 @@
-"""Loops that are blocked, busy or idle, and what the monitor says of each."""
+"""Blocked, busy and idle event loops, and the reports of the monitor."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ def test_a_callback_that_blocks_is_named_with_its_stack(loop):
 
 
 def test_many_short_blocks_in_one_turn_of_the_loop_are_one_stall(loop):
-    """No single callback is long, and the loop stands still all the same."""
+    """No single callback is long, and yet the loop is blocked."""
     report = watch(loop, block_often(0.06, 15))
     (stall,) = report.stalls
     assert stall.place.endswith(" in block")
@@ -72,7 +72,7 @@ def test_different_callbacks_in_a_row_are_busyness_and_no_stall():
     assert find_stalls(busy, 0.1, late_s=1.0) == []
 
 
-def test_a_stall_is_told_from_when_the_loop_was_last_heard_of():
+def test_the_length_of_a_stall_counts_from_the_last_beat_of_the_loop():
     (stall,) = find_stalls(
         [sample(5.0, 0.06, 7), sample(5.02, 0.08, 7), sample(5.04, 0.10, 7)], 0.1, late_s=0.1
     )
@@ -81,7 +81,7 @@ def test_a_stall_is_told_from_when_the_loop_was_last_heard_of():
 
 
 def test_lag_percentiles_are_over_time_and_not_over_beats():
-    """Ninety-nine good beats and one of a second: whoever asks at random waits half of the time."""
+    """Ninety-nine beats in time and one a second late: a random moment is late half of the time."""
     lags = sorted(lags_over_time([0.0] * 99 + [1.0]))
     assert percentile(lags, 0.75) == pytest.approx(0.5, abs=2 * BEAT_S)
     assert percentile(sorted([0.0] * 99 + [1.0]), 0.75) == 0.0

@@ -1,4 +1,4 @@
-"""Agents that do not run beside the trainer: in processes of their own, or with somebody who opens sessions over HTTP."""
+"""Agents outside the process of the trainer: in subprocesses, or in an external HTTP client."""
 
 import asyncio
 import os
@@ -13,9 +13,9 @@ AGENT = f"{Path(__file__).parent}/environment_agent.py:EnvironmentAgent"
 ADMIN = {"authorization": "Bearer areal-admin-key"}
 
 
-def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, speaker):
+def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, scripted_engine):
     workflow = make_workflow(AGENT, mode="subproc", subproc_max_workers=1, agent_kwargs={"scale": 0.5})
-    engine = speaker("a", "b", "c", "d")
+    engine = scripted_engine("a", "b", "c", "d")
 
     async def episodes():
         first = await workflow.arun_episode(engine, {"ask": "0"})
@@ -33,25 +33,25 @@ def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, 
     assert pid != next_pid  # the one that ended was replaced
 
 
-def test_an_agent_object_cannot_go_into_another_process(make_workflow, speaker):
+def test_an_agent_object_cannot_go_into_another_process(make_workflow, scripted_engine):
     class Local:
         async def run(self, data, **extra): ...
 
     workflow = make_workflow(Local(), mode="subproc")
     with pytest.raises(AgentError, match="give its class or its import path"):
-        asyncio.run(workflow.arun_episode(speaker(), {}))
+        asyncio.run(workflow.arun_episode(scripted_engine(), {}))
 
 
-def test_somebody_outside_runs_the_episodes_that_wait(make_workflow, speaker):
+def test_an_external_client_runs_the_waiting_episodes(make_workflow, scripted_engine):
     workflow = make_workflow(None, mode="online")
     url = workflow.server.base_url
 
     async def outside(client):
-        begun = await client.post(f"{url}/rl/start_session", headers=ADMIN)
-        while begun.status_code == 429:
+        started = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+        while started.status_code == 429:
             await asyncio.sleep(0.005)
-            begun = await client.post(f"{url}/rl/start_session", headers=ADMIN)
-        session = begun.json()
+            started = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+        session = started.json()
         key = {"authorization": f"Bearer {session['api_key']}"}
         body = {"messages": [{"role": "user", "content": session["data"]["ask"]}]}
         await client.post(f"{url}/v1/chat/completions", headers=key, json=body)
@@ -60,11 +60,13 @@ def test_somebody_outside_runs_the_episodes_that_wait(make_workflow, speaker):
             f"{url}/export_trajectories", headers=ADMIN, json={"session_id": session["session_id"]}
         )
         await client.post(f"{url}/rl/end_session", headers=key)
-        return begun, exported.json()
+        return started, exported.json()
 
     async def both():
         async with httpx.AsyncClient() as client:
-            return await asyncio.gather(workflow.arun_episode(speaker("a"), {"ask": "?"}), outside(client))
+            return await asyncio.gather(
+                workflow.arun_episode(scripted_engine("a"), {"ask": "?"}), outside(client)
+            )
 
     rows, (_, exported) = asyncio.run(both())
     assert rows["rewards"].tolist() == [0.25]
@@ -75,11 +77,11 @@ def test_somebody_outside_runs_the_episodes_that_wait(make_workflow, speaker):
     assert (idle.status_code, idle.json()["error"]["code"]) == (429, "no_capacity")
 
 
-def test_a_reward_that_is_no_finite_number_is_refused_over_http(make_workflow, speaker):
+def test_a_reward_that_is_no_finite_number_is_refused_over_http(make_workflow, scripted_engine):
     workflow = make_workflow(None, mode="online")
 
     async def offer_and_set():
-        episode = asyncio.ensure_future(workflow.arun_episode(speaker(), {}))
+        episode = asyncio.ensure_future(workflow.arun_episode(scripted_engine(), {}))
         while not workflow.server.proxy.offers:
             await asyncio.sleep(0)
         session, _ = workflow.server.proxy.offers[0]

@@ -1,4 +1,4 @@
-"""Attempts with feedback in one row: what is said, what is trained, and what it earns."""
+"""Attempts with feedback in one row: text, loss mask and reward."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ def attempts(tokenizer, engine, max_tokens: int = 512, **options):
 
 
 @pytest.mark.parametrize(
-    ("lines", "said", "trained", "reward"),
+    ("lines", "decoded", "trained", "reward"),
     [
         (["2"], "<|user|>1+1<|end|><|assistant|>2<|end|>", "2<|end|>", 1.0),
         (
@@ -38,11 +38,13 @@ def attempts(tokenizer, engine, max_tokens: int = 512, **options):
         ),
     ],
 )
-def test_attempts_go_on_until_one_is_right_or_none_is_left(tokenizer, speaker, lines, said, trained, reward):
-    engine = speaker(*lines)
+def test_attempts_continue_until_one_is_right_or_none_is_left(
+    tokenizer, scripted_engine, lines, decoded, trained, reward
+):
+    engine = scripted_engine(*lines)
     row = attempts(tokenizer, engine, max_turns=3)
     mask = row["loss_mask"][0].bool()
-    assert tokenizer.decode(row["input_ids"][0]) == said
+    assert tokenizer.decode(row["input_ids"][0]) == decoded
     assert tokenizer.decode(row["input_ids"][0][mask]) == trained
     assert row["rewards"].tolist() == [reward]
     assert engine.lines == []
@@ -50,11 +52,11 @@ def test_attempts_go_on_until_one_is_right_or_none_is_left(tokenizer, speaker, l
     assert row["versions"][0].tolist() == [3 if trained else -1 for trained in mask.tolist()]
 
 
-def test_a_row_without_room_for_another_attempt_ends(tokenizer, speaker):
-    row = attempts(tokenizer, speaker("3", "unused"), max_tokens=12, max_turns=5)
+def test_a_row_too_long_for_another_attempt_ends(tokenizer, scripted_engine):
+    row = attempts(tokenizer, scripted_engine("3", "unused"), max_tokens=12, max_turns=5)
     assert tokenizer.decode(row["input_ids"][0]) == "<|user|>1+1<|end|><|assistant|>3<|end|>"
 
 
-def test_no_attempt_at_all_is_refused(tokenizer, speaker):
+def test_no_attempt_at_all_is_refused(tokenizer, scripted_engine):
     with pytest.raises(ValueError, match="max_turns is 0; expected at least 1"):
-        attempts(tokenizer, speaker(), max_turns=0)
+        attempts(tokenizer, scripted_engine(), max_turns=0)

@@ -1,4 +1,4 @@
-"""What models write, and what clients are given of it."""
+"""Outputs of models, and the tool calls and reasoning that are parsed from them."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ def test_what_is_no_call_stays_in_the_content(parser, text):
         ("none", "<think>a</think>b", (None, "<think>a</think>b")),
     ],
 )
-def test_reasoning_is_parted_from_the_answer(parser, text, expected):
+def test_reasoning_is_separated_from_the_answer(parser, text, expected):
     assert split_reasoning(text, parser) == expected
 
 
@@ -108,25 +108,25 @@ RESPONSE_TEMPLATE = {
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "calls"),
+    ("output", "content", "calls"),
     [
         ('ok<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "ok", [("f", '{"x": 1}')]),
         ("no call", "no call", []),
         ('ok<tool_call>{"name": </tool_call>', 'ok<tool_call>{"name": </tool_call>', []),
     ],
 )
-def test_the_tokenizers_own_template_can_read_the_output(tokenizer, said, content, calls):
+def test_the_tokenizers_own_template_can_read_the_output(tokenizer, output, content, calls):
     reader = copy.copy(tokenizer)
     reader.response_template = RESPONSE_TEMPLATE
     sampling = Sampling(stop_token_ids=[tokenizer.eos_token_id])
     dialogue = Dialogue(tokenizer=reader, sampling=sampling, tool_call_parser="template")
     call = Call(messages=(Message("user", "?"),), tools=tuple(TOOLS))
-    message = read_message(response(tokenizer, f"{said}<|end|>"), call, dialogue)
+    message = read_message(response(tokenizer, f"{output}<|end|>"), call, dialogue)
     assert message.content == content
     assert [(c.name, c.arguments) for c in message.tool_calls] == calls
 
 
-def test_a_tokenizer_without_such_a_template_says_so(tokenizer):
+def test_a_tokenizer_without_such_a_template_is_reported(tokenizer):
     dialogue = Dialogue(tokenizer=tokenizer, sampling=Sampling(), tool_call_parser="template")
     with pytest.raises(BadRequest, match="the tokenizer has no response_template"):
         read_message(response(tokenizer, "ok"), Call(messages=(), tools=tuple(TOOLS)), dialogue)

@@ -1,4 +1,7 @@
-"""An agent against a real SGLang server on the CPU: what the client hears, and what is trained, is what the server sampled."""
+"""An agent on a real SGLang server on the CPU.
+
+The client gets, and the trainer trains on, the tokens that the server sampled.
+"""
 
 import json
 from pathlib import Path

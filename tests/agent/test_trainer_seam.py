@@ -1,4 +1,4 @@
-"""Agents as the trainer takes them: by class, object or path; and what is left of one whose episode is cancelled."""
+"""Agents given to the trainer by class, object or path; cancellation of an episode."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ def test_what_neither_runs_nor_runs_episodes_is_refused_with_both_forms(tokenize
 
 
 class Patient:
-    """Asks once, and notes when it has ended."""
+    """Request one completion, and note when the agent has ended."""
 
     ended = False
 
@@ -64,10 +64,10 @@ class Silent:
     """An engine that never answers."""
 
     def __init__(self) -> None:
-        self.asked, self.cancelled = asyncio.Event(), False
+        self.requested, self.cancelled = asyncio.Event(), False
 
     async def agenerate(self, req):
-        self.asked.set()
+        self.requested.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -79,7 +79,7 @@ def test_cancelling_an_episode_ends_agent_and_request_before_it_returns(make_wor
 
     async def cancel_in_the_middle():
         episode = asyncio.ensure_future(workflow.arun_episode(engine, {}))
-        await engine.asked.wait()
+        await engine.requested.wait()
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode

@@ -211,7 +211,7 @@ def test_an_archive_replaces_nothing_unless_requested_and_then_only_an_archive(s
 
 
 def text_like_record(folder: Path, num_tokens: int) -> None:
-    """Tokens of this repository's prose, one per word, half of them trained, with full logprobs."""
+    """Tokens of this repository's prose, one per word, half in the loss mask; full logprobs."""
     from recorder.testing import SCRIPTED_HEADER, send_step, write_header
     from recorder.writer import RecordWriter
 
@@ -263,7 +263,7 @@ def test_the_verbs_archive_list_and_extract(source, tmp_path):
     run("extract", tmp_path / "a.zip", "--to", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
     assert "exists already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)
-    (tmp_path / "back" / "steps").rename(tmp_path / "back" / "anchors")
+    (tmp_path / "back" / "record.json").write_text("{}")
     run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", "--force")
     assert_same_files(source, tmp_path / "back")
     assert "exists already" in run("archive", source, "--to", tmp_path / "a.zip", code=2)

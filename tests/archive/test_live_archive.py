@@ -24,7 +24,7 @@ URLS = itertools.count()
 
 
 def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=lambda step: None):
-    """Records scripted steps of several ranks, as the writers of a run do."""
+    """Record scripted steps of several ranks, as the writers of a run do."""
     archive = LiveArchive(staging, str(location))
     options = RecordingOptions(queue_steps=queue_steps)
     writers = [
@@ -77,7 +77,7 @@ def test_a_live_archive_packs_smaller_and_stays_the_same_record(tmp_path):
     assert all(filecmp.cmp(tmp_path / "a" / name, tmp_path / "b" / name, shallow=False) for name in files)
 
 
-def test_the_archive_can_be_read_while_the_run_goes_on(tmp_path):
+def test_the_archive_can_be_read_while_the_run_continues(tmp_path):
     seen = []
 
     def look(step):
@@ -126,7 +126,7 @@ def test_a_killed_run_leaves_every_committed_step_complete(seen, queue_steps, tm
     record, report = open_record(location), verify(location)
     assert (report.problems, record.uncommitted) == ((), ())
     assert record.steps == tuple(range(len(record.steps)))
-    # without a queue, a step that the training thread has left is in the archive
+    # without a queue, a step that the training thread has finished is in the archive
     assert len(record.steps) >= (int(line) + 1 if queue_steps == 0 else 0)
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_an_archive_of_a_run_is_refused(tmp_path):
         LiveArchive(tmp_path, str(tmp_path / "a.zarr"))
 
 
-def test_names_say_whether_an_archive_is_meant(tmp_path):
+def test_file_names_determine_whether_an_archive_is_meant(tmp_path):
     assert is_archive_name("runs/a.zarr")
     assert is_archive_name("s3://bucket/a")
     assert not is_archive_name("runs/record")

@@ -1,7 +1,7 @@
-"""A headless browser that a test drives: opens pages, runs expressions in them, presses keys, takes pictures.
+"""A headless browser driven by a test: pages, JavaScript expressions, keys, screenshots.
 
-Speaks Chromium's DevTools protocol over one WebSocket. Replies and events arrive on the same socket: while it waits for a
-reply it keeps what the page asked from the network and what went wrong in its scripts.
+Speaks Chromium's DevTools protocol over one WebSocket. Replies and events arrive on the same
+socket: while it waits for a reply it keeps the page's network requests and script errors.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 def installed_chromium() -> str:
-    """Path of a browser, installed if there is none; skips the test where it cannot be had."""
+    """Return the path of a browser, installed if needed; skip the test if that fails."""
     done = subprocess.run([str(INSTALL)], capture_output=True, text=True, timeout=300)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
@@ -33,7 +33,7 @@ def installed_chromium() -> str:
 
 
 class Page:
-    """One tab. `requests` are the addresses it asked for, `errors` what its scripts threw."""
+    """One tab. `requests` are the addresses that it requested, `errors` its script errors."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.requests: list[str] = []
@@ -43,11 +43,11 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol and its result."""
+        """Send a command of the protocol and return its result."""
         return self._loop.run_until_complete(asyncio.wait_for(self._call(method, params), TIMEOUT_S))
 
     def open(self, url: str, *, width: int = 1280, height: int = 860, dark: bool = False) -> None:
-        """Goes to a page and waits until it has loaded."""
+        """Open a page and wait until it has loaded."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -58,26 +58,29 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression, awaited if it is a promise."""
         reply = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Waits until a JavaScript condition holds, asked once a frame by the page itself."""
+        """Wait until a JavaScript condition is true, evaluated once a frame by the page itself."""
         self.evaluate(
             f"new Promise(done => {{ const ask = () => ({condition}) ? done(true) : setTimeout(ask, 16); ask(); }})"
         )
 
     def press(self, key: str, code: int = 0, modifiers: int = 0) -> None:
-        """One key, down and up; `code` is its virtual key code where a handler of the browser's own needs it."""
+        """Press and release a key.
+
+        `code` is its virtual key code, for keys that the browser itself handles.
+        """
         text = {"text": key} if len(key) == 1 else {}
         event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def hover(self, selector: str) -> None:
-        """Moves the mouse onto the middle of the first element that matches."""
+        """Move the mouse to the middle of the first element that matches."""
         box = self.evaluate(
             f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
             f"(document.querySelector({selector!r}).getBoundingClientRect())"
@@ -85,7 +88,7 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def screenshot(self, path: Path) -> None:
-        """What is on the screen now, as PNG."""
+        """Return the screen as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     async def _call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
-    """A page of a browser of its own, which is ended at the end."""
+    """A page of a separate browser, which is ended at teardown."""
     command = [installed_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         loop = asyncio.new_event_loop()
@@ -125,7 +128,7 @@ def browser_page(profile: Path) -> Iterator[Page]:
 
 
 async def connect(address: str) -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
-    """A connection to the browser's first page."""
+    """Connect to the first page of the browser."""
     session = aiohttp.ClientSession()
     async with session.get(f"http://{address}/json") as reply:
         targets = await reply.json()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A headless browser for tests, from Debian's packages; does nothing when there is one. Prints its path. Exit 77 where it
-# cannot be had, with the reason.
+# Install a headless browser for tests from Debian's packages, if there is none, and print its path.
+# Exit 77 with the reason where that is impossible.
 set -euo pipefail
 
 refuse() { echo "no chromium: $1" >&2; exit 77; }

@@ -55,7 +55,7 @@ def serving_rows(sequences: Sequences) -> Iterator[str]:
 
 @contextmanager
 def hosting(served: web.Application) -> Iterator[str]:
-    """Yield the address of a server of the application, on an event loop of its own."""
+    """Yield the address of a server of the application, on a separate event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="faulty-engine", daemon=True)
     thread.start()
@@ -104,7 +104,7 @@ def application(routes: dict[str, Any | Answer]) -> web.Application:
 
 
 class OneModel:
-    """Samples and scores single rows; each request has its own seed, so that noise is fresh."""
+    """Sample and score single rows; each request has its own seed, so that noise is fresh."""
 
     def __init__(self, engine: FaultyEngine, scoring: FaultyEngine) -> None:
         self.engine = engine

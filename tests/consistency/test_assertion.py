@@ -25,8 +25,8 @@ def test_failure_names_cause_gate_and_command(model, tmp_path):
     record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     with pytest.raises(AssertionError) as failed:
         assert_consistent(record, str(model), gate="mean_abs=0.02")
-    said = str(failed.value)
-    assert said.startswith("mismatch: temperature differs (R01), mean |D| ")
-    assert "the engine's logprobs are of temperature 0.7" in said
-    assert "gate mean_abs <= 0.02 does not hold" in said
-    assert said.endswith(f"for the full report run: areal-debug consistency {record}")
+    message = str(failed.value)
+    assert message.startswith("mismatch: temperature differs (R01), mean |D| ")
+    assert "the engine's logprobs are of temperature 0.7" in message
+    assert "gate mean_abs <= 0.02 does not hold" in message
+    assert message.endswith(f"for the full report run: areal-debug consistency {record}")

@@ -45,9 +45,9 @@ def generating(meta):
 
 
 def test_server_without_logprobs(model, prompts):
-    said = complaint_about(generating({"weight_version": "default", "cached_tokens": 0}), model, prompts)
-    assert "/generate returned no logprobs" in said
-    assert "it must support return_logprob" in said
+    printed = complaint_about(generating({"weight_version": "default", "cached_tokens": 0}), model, prompts)
+    assert "/generate returned no logprobs" in printed
+    assert "it must support return_logprob" in printed
 
 
 def test_server_that_is_not_an_inference_server(model, prompts):
@@ -57,8 +57,8 @@ def test_server_that_is_not_an_inference_server(model, prompts):
 
 
 def test_server_too_old_for_its_identity(model, prompts):
-    said = complaint_about({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
-    assert "use SGLang 0.5.6 or newer" in said
+    printed = complaint_about({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
+    assert "use SGLang 0.5.6 or newer" in printed
 
 
 def test_refusal_of_a_prompt_beyond_the_context_is_reported(model, prompts):
@@ -76,8 +76,8 @@ def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, promp
         np.array([*PROMPT, 4000, 9]), np.array([0, 5]), np.array([0, 0, 0, 1, 1], bool), np.full(5, -1.0)
     )
     with serving_rows(row) as address:
-        said = complaint("--engine", address, "--model", model, "--prompts", prompts)
-    assert "token 4000 was sampled and the model has a vocabulary of 105: the tokenizers differ" in said
+        printed = complaint("--engine", address, "--model", model, "--prompts", prompts)
+    assert "token 4000 was sampled and the model has a vocabulary of 105: the tokenizers differ" in printed
 
 
 def test_text_that_is_not_a_token_means_another_tokenizer(model, prompts):
@@ -95,8 +95,8 @@ def test_image_text_model_without_its_processor(model, tmp_path):
     record = write_record(tmp_path / "record", model)
     folder = tmp_path / "vision"
     Gemma3Config().save_pretrained(folder)
-    said = complaint(record, "--model", folder)
-    assert "is an image-text model without its processor (none of preprocessor_config.json" in said
+    printed = complaint(record, "--model", folder)
+    assert "is an image-text model without its processor (none of preprocessor_config.json" in printed
 
 
 def test_unusable_logprobs_are_counted_and_not_averaged(model, prompts):

@@ -110,28 +110,28 @@ def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, 
 
 
 def test_address_without_a_server_is_one_sentence(model, prompts):
-    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", prompts)
+    code, printed = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", prompts)
     assert code == 2
-    assert "no answer from http://127.0.0.1:1/server_info" in said
+    assert "no answer from http://127.0.0.1:1/server_info" in printed
 
 
-def test_engine_without_prompts_asks_for_them(model):
-    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model)
+def test_engine_without_prompts_is_misuse(model):
+    code, printed = judged("--engine", "http://127.0.0.1:1", "--model", model)
     assert code == 2
-    assert "--engine needs --model PATH" in said
+    assert "--engine needs --model PATH" in printed
 
 
 def test_neither_record_nor_engine_is_misuse(model):
-    code, said = judged("--model", model)
-    assert (code, "give either RECORD, or --engine URL" in said) == (2, True)
+    code, printed = judged("--model", model)
+    assert (code, "give either RECORD, or --engine URL" in printed) == (2, True)
 
 
 def test_row_without_a_prompt_is_named_with_its_number(model, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"input_ids": [5, 6]}\n{"solution": "x"}\n')
-    code, said = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
+    code, printed = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
     assert code == 2
-    assert "row 1 has solution; expected messages, question or prompt" in said
+    assert "row 1 has solution; expected messages, question or prompt" in printed
 
 
 def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):

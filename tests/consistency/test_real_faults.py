@@ -42,7 +42,7 @@ def server(model, tmp_path_factory):
 
 @pytest.fixture
 def holding(server, model):
-    """Make the server hold a checkpoint; afterwards it holds `model` again."""
+    """Load a checkpoint into the server; restore `model` afterwards."""
 
     def load(folder, **options):
         call(server, "POST", "/update_weights_from_disk", {"model_path": str(folder)} | options, 300.0)

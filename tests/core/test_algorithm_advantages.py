@@ -36,7 +36,7 @@ def test_row_without_trainable_tokens_has_no_reward():
     ]
 
 
-def test_gae_by_hand():
+def test_gae_matches_literal_numbers():
     # discount 0.5, lambda 0.5, V = 1, 2, terminal reward 4:
     # A_1 = 4 + 0.5 * 0 - 2 = 2;  A_0 = 0 + 0.5 * 2 - 1 + 0.25 * 2 = 0.5
     rewards, values = torch.tensor([[0.0, 4.0]]), torch.tensor([[1.0, 2.0]])
@@ -51,16 +51,16 @@ def test_masked_tokens_between_are_no_steps_of_the_policy():
     assert got.tolist() == [[0.5, 0.0, 0.0, 2.0]]
 
 
-def test_truncated_row_has_its_reward_or_goes_on_with_the_value_after_its_last_token():
+def test_truncated_row_has_its_reward_or_bootstraps_from_the_value_after_its_last_token():
     values = torch.tensor([[1.0, 2.0, 8.0, 0.0]])
     attention = torch.tensor([[1, 1, 1, 0]], dtype=torch.bool)
     options = {"values": values, "attention_mask": attention, "discount": 0.5}
     stopped = advantages_of([4.0], [[1, 1, 0, 0]], **options)
     cut_off = advantages_of([4.0], [[1, 1, 0, 0]], LENGTH, **options)
-    goes_on = advantages_of([4.0], [[1, 1, 0, 0]], LENGTH, mask_no_eos_with_zero=True, **options)
+    bootstrapped = advantages_of([4.0], [[1, 1, 0, 0]], LENGTH, mask_no_eos_with_zero=True, **options)
     assert stopped.advantages[0, 1] == cut_off.advantages[0, 1] == 4 - 2
-    assert goes_on.advantages[0, 1] == 0.5 * 8 - 2
-    assert goes_on.returns[0, 1] == 0.5 * 8
+    assert bootstrapped.advantages[0, 1] == 0.5 * 8 - 2
+    assert bootstrapped.returns[0, 1] == 0.5 * 8
 
 
 def test_only_truncated_rows_lose_their_reward_and_the_longest_row_does_not():

@@ -1,4 +1,4 @@
-"""Explained variance, and the pull towards a teacher: by hand, by numpy, and for its gradient by the KL itself."""
+"""Explained variance and distillation from a teacher, against literal numbers, numpy and the KL."""
 
 import math
 
@@ -11,8 +11,9 @@ from areal_core.algorithm.losses import distillation_loss, explained_variance
 ONES = torch.ones(4)
 
 
-def test_explained_variance_by_hand():
-    # Returns 1, 3, 1, 3 have variance 1; values 1, 2, 1, 2 leave 0, 1, 0, 1, of variance 1/4, however far off their mean is.
+def test_explained_variance_matches_literal_numbers():
+    # Returns 1, 3, 1, 3 have variance 1; values 1, 2, 1, 2 leave the residuals 0, 1, 0, 1 of
+    # variance 1/4, whatever their mean is.
     returns = torch.tensor([1.0, 3.0, 1.0, 3.0])
     assert explained_variance(torch.tensor([1.0, 2.0, 1.0, 2.0]), returns, ONES) == 0.75
     assert explained_variance(torch.tensor([8.0, 9.0, 8.0, 9.0]), returns, ONES) == 0.75
@@ -21,10 +22,10 @@ def test_explained_variance_by_hand():
     assert explained_variance(-returns, returns, ONES) == -3.0
 
 
-def test_explained_variance_of_equal_returns_is_not_told():
-    third = torch.full((4,), 1 / 3)
-    assert math.isnan(explained_variance(torch.tensor([1.0, 2.0, 3.0, 4.0]), third, ONES))
-    assert math.isnan(explained_variance(third, third, torch.zeros(4)))
+def test_explained_variance_of_equal_returns_is_nan():
+    a_third = torch.full((4,), 1 / 3)
+    assert math.isnan(explained_variance(torch.tensor([1.0, 2.0, 3.0, 4.0]), a_third, ONES))
+    assert math.isnan(explained_variance(a_third, a_third, torch.zeros(4)))
 
 
 def test_explained_variance_equals_numpy_over_ranks():
@@ -42,7 +43,7 @@ def test_explained_variance_equals_numpy_over_ranks():
     ) == pytest.approx(expected, rel=1e-6)
 
 
-def test_distillation_by_hand():
+def test_distillation_matches_literal_numbers():
     # pi 0.5 sampled at 0.25 with a teacher of 0.125: 2 * log 4; at 0.5 with a teacher of 1: -log 2
     logprobs = torch.tensor([0.5, 0.5, 0.5]).log().requires_grad_()
     teacher = torch.tensor([0.125, 1.0, 0.0]).log()
@@ -64,7 +65,7 @@ def test_distillation_equals_numpy():
 
 
 def test_the_mean_of_distillation_and_its_gradient_are_those_of_the_reverse_kl():
-    """Summed over a whole vocabulary, each token weighted by how often the behaviour policy samples it."""
+    """Sum over a vocabulary, each token weighted by its probability under the behaviour policy."""
     random = torch.Generator().manual_seed(5)
     logits, teacher_logits, old_logits = torch.randn(3, 7, generator=random, dtype=torch.float64)
     logits.requires_grad_()

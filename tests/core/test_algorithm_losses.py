@@ -1,4 +1,4 @@
-"""Losses on packed tokens: numbers worked by hand, and gradients. Random data: `test_formulas.py`."""
+"""Losses on packed tokens: literal numbers and gradients. Random data: `test_formulas.py`."""
 
 import math
 import threading
@@ -32,8 +32,9 @@ def log(*ratios: float) -> torch.Tensor:
     return torch.tensor(ratios).log()
 
 
-def test_clip_bites_only_on_the_side_that_would_gain():
-    # A = 1: ratio 1.5 gains at most 1.2, ratio 0.5 counts as it is; A = -1: 1.5 counts in full, 0.5 at least 0.8.
+def test_clip_limits_only_the_side_that_would_gain():
+    # A = 1: ratio 1.5 gains at most 1.2, ratio 0.5 is unchanged; A = -1: 1.5 is unchanged, 0.5
+    # becomes 0.8.
     loss, stats = policy_loss(
         log(1.5, 0.5, 1.5, 0.5),
         torch.zeros(4),
@@ -207,7 +208,8 @@ def test_non_finite_logprobs_count_as_equal_policies():
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_not():
-    # V 3 from 0, clipped to 0.5, return 1: 0.5 * 4 = 2 against 0.5 * 0.25; V 3, return 4: 0.5 against 0.5 * 12.25
+    # V 3 from 0, clipped to 0.5, return 1: 0.5 * 4 = 2 against 0.5 * 0.25; V 3, return 4: 0.5
+    # against 0.5 * 12.25.
     loss, stats = value_loss(
         torch.tensor([3.0, 3.0, 9.0]),
         torch.zeros(3),
@@ -244,7 +246,7 @@ def test_entropy_bonus_lowers_the_loss_by_the_entropy_of_trained_tokens():
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.1, -0.1, 0.0]))
 
 
-def test_sapo_gate_by_hand_and_its_gradient_at_the_start():
+def test_sapo_gate_matches_literal_numbers_and_its_gradient_at_the_start():
     # r = 1: sigmoid(0) * 4 / tau = 2 / tau
     logprobs = torch.zeros(2, requires_grad=True)
     loss, stats = sapo_loss(
@@ -269,7 +271,7 @@ def test_m2po_drops_the_largest_until_the_mean_is_small():
     assert second_moment_mask(prox, zeros, zeros, 0.04).tolist() == [False] * 5
 
 
-def test_m2po_equals_numpy_however_the_tokens_are_held_by_ranks():
+def test_m2po_equals_numpy_for_any_distribution_of_tokens_over_ranks():
     prox, behaviour, _, mask, _ = packed(5, [40, 60])
     prox, behaviour = prox.astype(np.float32), behaviour.astype(np.float32)
     squares = np.where(mask, (prox - behaviour) ** 2, np.inf).astype(np.float64)
@@ -284,7 +286,7 @@ def test_m2po_equals_numpy_however_the_tokens_are_held_by_ranks():
 
 
 def masks_of_two_ranks(arguments: list[torch.Tensor], threshold: float, split: int) -> list[bool]:
-    """Two threads as ranks, which meet in each sum."""
+    """Masks of two ranks, which are threads that meet in each sum."""
     barrier, sums = threading.Barrier(2), [torch.zeros(2), torch.zeros(2)]
 
     def on_rank(rank: int) -> list[bool]:
@@ -296,16 +298,17 @@ def masks_of_two_ranks(arguments: list[torch.Tensor], threshold: float, split: i
             return total
 
         part = slice(0, split) if rank == 0 else slice(split, None)
-        held = [tensor[part] for tensor in arguments]
-        return second_moment_mask(*held, threshold, sum_over_ranks=sum_over_ranks).tolist()
+        of_rank = [tensor[part] for tensor in arguments]
+        return second_moment_mask(*of_rank, threshold, sum_over_ranks=sum_over_ranks).tolist()
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(on_rank, range(2))
     return first + second
 
 
-def test_loglinear_proximal_lies_between_by_age():
-    # current version 5, proximal 4: sampled at 3 -> half way, at 1 -> 3/4, at 4 -> behaviour, prompt -> behaviour
+def test_loglinear_proximal_interpolates_by_staleness():
+    # Current version 5, proximal 4: sampled at 3 -> half way, at 1 -> 3/4, at 4 -> behaviour,
+    # prompt -> behaviour.
     got = loglinear_share(torch.tensor([3, 1, 4, -1]), 5)
     torch.testing.assert_close(got, torch.tensor([0.5, 0.75, 0.0, 0.0]))
     torch.testing.assert_close(loglinear_share(torch.tensor([5, 6, 0]), 5), torch.tensor([0.0, 0.0, 0.8]))
@@ -313,7 +316,7 @@ def test_loglinear_proximal_lies_between_by_age():
     torch.testing.assert_close(between, torch.tensor([-1.5, -1.75, -1.0, -1.0]))
 
 
-def test_dpo_by_hand():
+def test_dpo_matches_literal_numbers():
     # chosen +1, rejected -1 against the reference: z = 2, beta 0.5 -> -log sigmoid(1)
     logprobs, reference = torch.tensor([-1.0, -1.0, -3.0, -2.0]), torch.tensor([-1.5, -1.5, -2.0, -2.0])
     loss, stats = dpo_loss(logprobs, reference, torch.ones(4), TWO, beta=0.5)

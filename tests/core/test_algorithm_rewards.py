@@ -1,4 +1,4 @@
-"""Alignment, reward shaping, KL and normalisation, against numbers worked by hand and against numpy in float64."""
+"""Alignment, reward shaping, KL and normalisation, against literal numbers and float64 numpy."""
 
 import threading
 
@@ -83,8 +83,9 @@ def test_kl_estimators_equal_numpy(estimator):
     np.testing.assert_allclose(kl_estimate(p, q, estimator).numpy(), np.clip(expected, -10, 10), rtol=1e-12)
 
 
-def test_group_normalisation_by_hand():
-    # group 7: mean 1/4, deviations 3/4 -1/4 -1/4 -1/4, sum of squares 3/4, unbiased std sqrt(1/4) = 0.5
+def test_group_normalisation_matches_literal_numbers():
+    # group 7: mean 1/4, deviations 3/4 -1/4 -1/4 -1/4, sum of squares 3/4, unbiased std sqrt(1/4) =
+    # 0.5
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([7, 7, 7, 7])
     got = normalize_groups(rewards, groups, eps=0.0)
     torch.testing.assert_close(got, torch.tensor([1.5, -0.5, -0.5, -0.5]))
@@ -188,7 +189,10 @@ def test_token_normalisation_by_group_equals_numpy():
 
 
 class ThreadRanks:
-    """`sum_over_ranks` for threads that play ranks: each call waits for the other ranks, as a collective does."""
+    """`sum_over_ranks` for threads that act as ranks.
+
+    Like a collective, each call waits for the other ranks.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=10)

@@ -1,4 +1,4 @@
-"""Every spelling of an allocation, and what is said about the wrong ones."""
+"""Every spelling of an allocation, and the errors of invalid ones."""
 
 import contextlib
 
@@ -34,7 +34,7 @@ def decoupled(servers: int, ranks: int) -> Allocation:
         ("sglang:d4+cpu", Allocation(Parallel(4), None, "sglang", None, "eval")),
         ("embedded|fsdp:d2", Allocation(Parallel(2), Parallel(2), "embedded", "fsdp", "colocated")),
         ("fsdp:d2s2t1", Allocation(None, Parallel(2, context=2), None, "fsdp", "train_only")),
-        # The engine sits in one of the ranks that hold the same rows, with a whole model.
+        # The engine is in one of the ranks with the same rows, with a complete model.
         (
             "embedded|fsdp:d2c2t2",
             Allocation(Parallel(2), Parallel(2, 2, context=2), "embedded", "fsdp", "colocated"),
@@ -59,7 +59,7 @@ def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("", "found the end at character 1"),
         ("fsdp:d1c2s2", "each letter once, and 's' was given before"),
@@ -75,10 +75,10 @@ def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
         ("sglang:d2+megatron:d2", "megatron at character 11: there is no Megatron engine; use fsdp"),
     ],
 )
-def test_wrong_allocation_is_refused_with_its_position(text, said):
+def test_wrong_allocation_is_refused_with_its_position(text, sentence):
     with pytest.raises(AllocationError) as error:
         parse_allocation(text)
-    assert said in str(error.value)
+    assert sentence in str(error.value)
 
 
 @given(st.text(alphabet="sglangfdptce:.+|[]0123456789 ", max_size=24))
@@ -109,7 +109,7 @@ def test_two_spellings_that_disagree_are_refused():
         _ = config.allocation
 
 
-def test_backends_beside_an_allocation_that_agree_pass():
+def test_backends_next_to_an_allocation_that_agree_pass():
     config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
     for engine, trainer in (
         ("sglang:d1", ""),

@@ -7,7 +7,7 @@ from areal_core import batch as B
 
 
 def rows(*lengths, prompt_ids=None):
-    """A batch whose row i holds the tokens 10*i+1, 10*i+2, ..."""
+    """Build a batch whose row i has the tokens 10*i+1, 10*i+2, ..."""
     width = max(lengths)
     tokens = [[10 * i + t + 1 if t < n else 0 for t in range(width)] for i, n in enumerate(lengths)]
     return {
@@ -71,9 +71,9 @@ def test_selected_rows_are_trimmed_to_their_longest():
     assert B.select_rows(rows(1, 4, 2), [2, 0])["input_ids"].tolist() == [[21, 22], [1, 0]]
 
 
-def test_first_fit_decreasing_by_hand():
-    # 6, 5 and 4 open a group each, as no two of them fit into 8. 2 fits each, all have one member: 4 is the
-    # smallest sum. 1 goes to 5, the smaller of the two groups that still have one member.
+def test_first_fit_decreasing_matches_a_literal_result():
+    # 6, 5 and 4 open a group each, as no two of them fit into 8. 2 fits each, all have one member:
+    # 4 is the smallest sum. 1 joins 5, the smaller of the two groups that still have one member.
     assert B.first_fit_decreasing([6, 5, 4, 2, 1], capacity=8) == [[0], [1, 4], [2, 3]]
 
 

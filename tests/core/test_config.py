@@ -1,4 +1,4 @@
-"""A file and overrides become one typed object, or one clear sentence."""
+"""A file and overrides become one typed object, or one error message."""
 
 import json
 import subprocess
@@ -167,7 +167,7 @@ def test_override_takes_part_in_interpolation(write):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "error_text"),
     [
         ("actor.eps_clp=0.3", "unknown option 'actor.eps_clp'; did you mean 'actor.eps_clip'?"),
         ("actr.eps_clip=0.3", "unknown option 'actr'; did you mean 'actor'?"),
@@ -179,10 +179,10 @@ def test_override_takes_part_in_interpolation(write):
         ("debug.dump_rollout=true", "did you mean 'debug.dump_rollout_data'?"),
     ],
 )
-def test_unknown_option_is_named_with_the_nearest_one(write, override, said):
+def test_unknown_option_is_named_with_the_nearest_one(write, override, error_text):
     message = refused(["--config", write(GRPO_0_5_1), override])
     assert message.startswith(f"override {override!r}: ")
-    assert message.endswith(said)
+    assert message.endswith(error_text)
 
 
 def test_unknown_key_in_a_file_names_the_file(write):
@@ -194,7 +194,7 @@ def test_unknown_key_in_a_file_names_the_file(write):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error_text"),
     [
         (("seed: 7", "seed: soon"), ["seed", "soon"]),
         (("lr: 2e-6", "lr: [1]"), ["actor.optimizer.lr"]),
@@ -208,12 +208,12 @@ def test_unknown_key_in_a_file_names_the_file(write):
         (("seed: 7", "seed: [7"), ["is not valid YAML"]),
     ],
 )  # fmt: skip
-def test_damaged_file_gives_one_sentence(write, change, said):
+def test_damaged_file_gives_one_sentence(write, change, error_text):
     path = write(GRPO_0_5_1.replace(*change, 1))
     message = refused(["--config", path])
     assert message.startswith(path)
     assert "\n" not in message
-    for part in said:
+    for part in error_text:
         assert part in message
 
 
@@ -230,7 +230,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error_text"),
     [
         (["seed=1"], "no configuration given; add --config FILE.yaml"),
         (["train.py"], "no configuration given"),
@@ -238,12 +238,12 @@ def test_file_that_cannot_be_read_is_named(tmp_path):
         (["--confg", "x.yaml"], "unknown argument '--confg'"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, said):
-    assert said in refused(arguments)
+def test_wrong_arguments_are_refused(arguments, error_text):
+    assert error_text in refused(arguments)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "error_text"),
     [
         ("seed", "expected option=value"),
         ("=3", "expected option=value"),
@@ -251,10 +251,10 @@ def test_wrong_arguments_are_refused(arguments, said):
         ("seed=[1", "not valid YAML"),
     ],
 )
-def test_wrong_override_is_refused(write, override, said):
+def test_wrong_override_is_refused(write, override, error_text):
     message = refused(["--config", write(GRPO_0_5_1), override])
     assert repr(override) in message
-    assert said in message
+    assert error_text in message
 
 
 def test_dict_round_trip_is_exact(write):
@@ -272,7 +272,7 @@ def test_dict_from_elsewhere_is_checked_like_a_file():
 
 @dataclass
 class OwnConfig(PPOConfig):
-    """What a user's script may add."""
+    """A config with fields that a user script adds."""
 
     max_turns: int = 3
     prompt_style: str = "???"
@@ -287,7 +287,7 @@ def test_subclass_with_plain_fields_is_a_config_too(write):
     assert "prompt_style must be given" in refused(["--config", path, "~prompt_style"], OwnConfig)
 
 
-def test_every_option_says_what_it_is():
+def test_every_option_is_documented():
     for cls in (PPOConfig, SFTConfig):
         assert [name for name in all_options(cls) if not help_of(cls, name)] == []
 

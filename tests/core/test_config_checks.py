@@ -1,4 +1,4 @@
-"""Options that must agree: each disagreement is one sentence with both names and both values."""
+"""Options that must agree: each conflict is one sentence with both names and both values."""
 
 import fnmatch
 
@@ -137,14 +137,14 @@ def test_options_that_agree_pass(changes):
     check_config(changed(sound_config(), changes))
 
 
-def test_all_disagreements_are_told_at_once():
+def test_all_disagreements_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         check_config(changed(sound_config(), {"actor.kl_ctl": 0.1, "rollout.consumer_batch_size": 4}))
     assert len(str(error.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "error_text"),
     [
         ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
         (
@@ -161,10 +161,10 @@ def test_all_disagreements_are_told_at_once():
         ({"rollout.return_routed_experts": True}, "rollout.return_routed_experts is True"),
     ],
 )
-def test_option_without_its_feature_is_refused_by_name(changes, said):
+def test_option_without_its_feature_is_refused_by_name(changes, error_text):
     with pytest.raises(ConfigError) as error:
         check_config(changed(sound_config(), changes))
-    assert said in str(error.value)
+    assert error_text in str(error.value)
 
 
 def test_option_that_cannot_change_training_is_only_noted():

@@ -1,4 +1,4 @@
-"""Rows from files and generators, supervised rows as tokens, and the order of prompts over ranks."""
+"""Rows from files and generators, supervised rows as tokens, the order of prompts over ranks."""
 
 import json
 
@@ -81,20 +81,20 @@ def test_hugging_face_folder_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "sentence"),
     [
         ('{"question": "a", "answer": "b"}\n{"question": \n', "line 2 is not JSON"),
         ("[1]\n", "line 1 is list"),
         ('{"text": "a", "label": 1}\n', "row 0 has text, label; expected messages, question or prompt"),
     ],
 )
-def test_damaged_file_is_reported_with_its_line(tmp_path, content, said):
+def test_damaged_file_is_reported_with_its_line(tmp_path, content, sentence):
     file = tmp_path / "bad.jsonl"
     file.write_text(content)
     with pytest.raises(DatasetError) as error:
         get_dataset(DatasetConfig(path=str(file), type="rl"))
     assert str(file) in str(error.value)
-    assert said in str(error.value)
+    assert sentence in str(error.value)
 
 
 def test_path_without_data_is_refused(tmp_path):

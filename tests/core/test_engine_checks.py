@@ -33,7 +33,7 @@ def test_attention_that_is_not_known_is_refused():
         check_config(sft(attn_impl="eager"))
 
 
-def test_moving_to_host_memory_where_there_is_no_other_is_only_noted():
+def test_moving_to_host_memory_where_there_is_no_device_memory_is_only_noted():
     config = sft(offload=True, fsdp=FSDPEngineConfig(offload_params=True, per_layer_optim_step=True))
     config.actor.optimizer.offload = True
     assert check_config(config) == []

@@ -1,4 +1,7 @@
-"""Every formula against float64 numpy written from its paper: several shapes, holes in the mask, empty rows, lost samples."""
+"""Formulas against float64 numpy written from their papers.
+
+Several shapes, holes in the mask, empty rows, lost samples.
+"""
 
 import itertools
 import math
@@ -24,13 +27,16 @@ from areal_core.algorithm.losses import (
 )
 from areal_core.algorithm.off_policy import behaviour_weights, loglinear_proximal_logprobs, loglinear_share
 
-# Lengths of packed sequences; a mask of zeros makes the sequence at EMPTY one without trained tokens.
+# Lengths of packed sequences; the sequence at EMPTY has no tokens in the loss mask.
 SHAPES = ([5, 1, 9, 3], [1, 1], [40, 2, 17, 8, 23, 1])
 EMPTY = 1
 
 
 def packed(lengths, spread=0.4):
-    """(logprobs, proximal, behaviour, advantages, mask, cu_seqlens): float64, bool, int64; holes and an empty sequence."""
+    """Return (logprobs, proximal, behaviour, advantages, mask, cu_seqlens).
+
+    float64, bool and int64; with holes in the mask and an empty sequence.
+    """
     random = np.random.default_rng(sum(lengths))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     columns = random.normal(-1, spread, (3, sum(lengths)))
@@ -44,7 +50,7 @@ def tensors(*arrays):
 
 
 def trained(mask, cu_seqlens):
-    """Positions of each sequence's trained tokens."""
+    """Return the positions of the tokens in the loss mask of each sequence."""
     return [start + np.flatnonzero(mask[start:end]) for start, end in itertools.pairwise(cu_seqlens)]
 
 
@@ -91,7 +97,7 @@ JOINED = {"mean": np.mean, "sum": np.sum, "max": np.max}
 
 
 def rejected_by_numpy(prox, behaviour, mask, cu_seqlens, level, action, metric, agg, lower, upper):
-    """(kept, weights, filtered) as `behaviour_weights` names them."""
+    """Return (kept, weights, filtered) as `behaviour_weights` names them."""
     kept, filtered = np.zeros((2, len(mask)), dtype=bool)
     weights = np.zeros(len(mask))
     for tokens in trained(mask, cu_seqlens):
@@ -237,7 +243,7 @@ def test_alignment():
 
 
 def advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, cut_off, options):
-    """(advantages, returns): each row as the list of its trained tokens."""
+    """Return (advantages, returns), each row as the list of its tokens in the loss mask."""
     advantages, returns = np.zeros((2, *mask.shape))
     for row in range(len(mask)):
         steps = np.flatnonzero(mask[row])
@@ -246,9 +252,9 @@ def advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, c
         d = logprobs[row, steps] - reference[row, steps]
         kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[options["kl_estimator"]]
         r = -options["kl_ctl"] * np.clip(kl, -10, 10)
-        goes_on = cut_off[row] and options["mask_no_eos_with_zero"]
-        r[-1] += 0.0 if goes_on else rewards[row]
-        after = values[row, attention[row].sum() - 1] if goes_on else 0.0
+        is_bootstrapped = cut_off[row] and options["mask_no_eos_with_zero"]
+        r[-1] += 0.0 if is_bootstrapped else rewards[row]
+        after = values[row, attention[row].sum() - 1] if is_bootstrapped else 0.0
         v = np.append(values[row, steps], after)
         delta = r + options["discount"] * v[1:] - v[:-1]
         decay = options["discount"] * options["gae_lambda"]

@@ -1,4 +1,7 @@
-"""Losses and their gradients against TRL's own: its trainers' loss functions are called with given logprobs, without a model."""
+"""Losses and their gradients against TRL's loss functions.
+
+The functions of its trainers are called with given logprobs, without a model.
+"""
 
 import warnings
 from collections import defaultdict
@@ -25,7 +28,10 @@ def trl():
 
 
 class Rows:
-    """Completions of several lengths with holes in the mask, padded as TRL wants them and packed as we do; all float64."""
+    """Completions of several lengths with holes in the mask; all float64.
+
+    Padded as TRL expects them, and packed as ours.
+    """
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +64,7 @@ def accelerator() -> SimpleNamespace:
 
 
 def loss_of_trl(compute, rows: Rows, **options):
-    """(loss times the number of trained tokens, its gradient by logprobs) of TRL's policy loss."""
+    """Return the sum of TRL's policy loss over the loss mask and its gradient by logprobs."""
     logprobs = rows.logprobs.clone().requires_grad_()
     arguments = SimpleNamespace(
         delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1,
@@ -159,7 +165,7 @@ def test_sapo_is_that_of_trl(trl):
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_dpo_is_that_of_trl(trl, loss_type):
     rows = Rows(7)
-    chosen_first = torch.cat([torch.arange(0, ROWS, 2), torch.arange(1, ROWS, 2)])  # we pack them in turns
+    chosen_first = torch.cat([torch.arange(0, ROWS, 2), torch.arange(1, ROWS, 2)])  # ours are packed in turns
     logprobs = rows.logprobs.clone().requires_grad_()
 
     def outputs(column: torch.Tensor) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Options of adapters that must agree: one sentence each, with both names and what to set."""
+"""Options of adapters that must agree: one sentence each, with both names and the fix."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ SERVED = {
 
 
 def served(**changes: dict) -> PPOConfig:
-    """A sound run that sends adapters, with some sections' options changed."""
+    """A valid config of a run that sends adapters, with the options of some sections changed."""
     tree = {name: value | changes[name] if name in changes else value for name, value in SERVED.items()}
     return config_from_dict(
         tree | {name: value for name, value in changes.items() if name not in tree}, PPOConfig
@@ -41,20 +41,20 @@ def test_a_run_that_sends_adapters_to_its_servers_is_sound():
     assert serves_adapters(served())
 
 
-def test_servers_get_merged_weights_unless_adapters_are_asked_for():
+def test_servers_get_merged_weights_unless_adapters_are_requested():
     merged = served(
         rollout={"use_lora": False}, sglang={"enable_lora": None}, actor={"weight_update_mode": "xccl"}
     )
     assert check_config(merged) == []
     assert not serves_adapters(merged)
-    asked_by_the_server_alone = served(rollout={"use_lora": False})
-    assert serves_adapters(asked_by_the_server_alone)
+    requested_by_the_server_alone = served(rollout={"use_lora": False})
+    assert serves_adapters(requested_by_the_server_alone)
     embedded = dataclasses.replace(served(), allocation_mode="embedded|fsdp:d1")
     assert not serves_adapters(embedded)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "error_text"),
     [
         ({"actor": {"lora_rank": 0}}, "actor.lora_rank is 0 and actor.lora_alpha is 16; expected 1 or more"),
         ({"actor": {"use_lora": False}}, "rollout.use_lora is True and actor.use_lora is False"),
@@ -82,10 +82,10 @@ def test_servers_get_merged_weights_unless_adapters_are_asked_for():
         ({"actor": {"peft_type": "ia3"}}, "actor.peft_type is 'ia3'; expected one of 'lora'"),
     ],
 )
-def test_what_does_not_agree_is_told_in_one_sentence(changes, said):
+def test_options_that_disagree_are_reported_in_one_sentence(changes, error_text):
     with pytest.raises(ConfigError) as error:
         check_config(served(**changes))
-    assert said in str(error.value)
+    assert error_text in str(error.value)
 
 
 def test_a_reference_of_pairs_has_no_adapter_either():

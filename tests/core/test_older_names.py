@@ -1,4 +1,4 @@
-"""Names of upstream's versions 0.3 to 1.0 become today's, and each translation is told."""
+"""Translation of option names of upstream's versions 0.3 to 1.0, each one reported."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from areal_core.errors import ConfigError
 
 def actor_of(**options):
     tree = {"actor": options}
-    told = translate_older_names(tree, GRPOConfig)
-    return tree["actor"], told
+    notes = translate_older_names(tree, GRPOConfig)
+    return tree["actor"], notes
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def actor_of(**options):
     ],
 )
 def test_cap_and_mode_become_rejection_sampling(mode, level, action):
-    actor, told = actor_of(behave_imp_weight_cap=3.0, behave_imp_weight_mode=mode)
+    actor, notes = actor_of(behave_imp_weight_cap=3.0, behave_imp_weight_mode=mode)
     expected = {"level": level, "action": action, "metric": "ratio", "upper": 3.0}
     assert actor == {"rejection_sampling": expected}
-    assert "became actor.rejection_sampling" in told[0]
+    assert "became actor.rejection_sampling" in notes[0]
 
 
 def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had():
@@ -35,10 +35,10 @@ def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had(
     assert actor_of(behave_imp_weight_mode="token_truncate")[0]["rejection_sampling"]["upper"] == 5.0
 
 
-def test_switched_off_correction_is_told_to_stay_on():
-    actor, told = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
+def test_switched_off_correction_is_reported_to_stay_on():
+    actor, notes = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
     assert actor == {}
-    assert "behaviour policy, unbounded" in told[0]
+    assert "behaviour policy, unbounded" in notes[0]
 
 
 GROUP = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
@@ -85,25 +85,25 @@ def test_a_file_of_supervised_fine_tuning_from_0_3_loads(tmp_path):
     ]
 
 
-def test_what_is_gone_and_asked_for_nothing_is_left_out_and_rows_are_those_of_the_method():
+def test_removed_options_without_effect_are_dropped_and_rows_are_those_of_the_method():
     tree = {"server_only": False, "actor": {"fsdp": {"ulysses_sp_size": 1}}, "train_dataset": {"path": "x"}}
-    told = translate_older_names(tree, GRPOConfig)
+    notes = translate_older_names(tree, GRPOConfig)
     assert tree == {"actor": {"fsdp": {}}, "train_dataset": {"path": "x", "type": "rl"}}
-    assert told == ["train_dataset.type is assumed to be rl, the rows of this method"]
+    assert notes == ["train_dataset.type is assumed to be rl, the rows of this method"]
     tree = {"server_only": True}
     translate_older_names(tree, GRPOConfig)
-    assert tree == {"server_only": True}  # which is then refused, with where it went
+    assert tree == {"server_only": True}  # which is then refused, with its replacement
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "sentence"),
     [
         ({"rollout": {"openai": {}, "agent": {}}}, "rollout.openai is an older name of rollout.agent, and both"),
         ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep only the latter"),
         ({"actor": {"behave_imp_weight_mode": "rows"}}, "actor.behave_imp_weight_mode is 'rows'; expected one of"),
     ],
 )  # fmt: skip
-def test_what_was_never_spelled_so_is_refused(tree, said):
+def test_values_that_never_existed_are_refused(tree, sentence):
     with pytest.raises(ConfigError) as error:
         translate_older_names(tree, GRPOConfig)
-    assert said in str(error.value)
+    assert sentence in str(error.value)

@@ -11,9 +11,9 @@ def sums(lengths, groups):
     return sorted(sum(lengths[i] for i in group) for group in groups)
 
 
-def test_karmarkar_karp_by_hand():
-    # 8 against 7 and 6 against 5 differ by 1, 4 stands against nothing: that meets the first, 8 against 7 + 4,
-    # and their difference of 3 the second: 8 + 6 against 7 + 4 + 5.
+def test_karmarkar_karp_matches_a_literal_result():
+    # 8 against 7 and 6 against 5 differ by 1, 4 is alone: it joins the first, 8 against 7 + 4,
+    # whose difference of 3 joins the second: 8 + 6 against 7 + 4 + 5.
     assert karmarkar_karp([8, 7, 6, 5, 4], capacity=30, min_groups=2) == [[0, 2], [1, 3, 4]]
 
 
@@ -42,5 +42,7 @@ def test_a_row_that_fits_nowhere_is_refused_by_either():
 def test_the_number_of_micro_batches_is_a_multiple_on_every_rank(packing, others, count):
     groups = split_rows([5] * 6, 10, agree_on_max=lambda own: max(own, others), packing=packing, divisor=2)
     assert len(groups) == count
-    assert all(groups[:4])  # three would do: rows are dealt to four, so that none of these is empty
+    assert all(
+        groups[:4]
+    )  # three would suffice: rows are distributed over four, so that none of these is empty
     assert sorted(row for group in groups for row in group) == list(range(6))

@@ -19,7 +19,7 @@ def tokenizer():
 
 @pytest.fixture
 def rows_of(tmp_path, tokenizer):
-    """Rows of a file as the trainer receives them: `rows_of([{...}], max_length=8)`."""
+    """Read the rows of a file as the trainer does: `rows_of([{...}], max_length=8)`."""
 
     def read(rows: list[dict], **options) -> list[dict]:
         file = tmp_path / "pairs.jsonl"
@@ -93,14 +93,14 @@ def test_ties_and_pairs_with_one_long_side_are_left_out(rows_of):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "sentence"),
     [
         ({"prompt": "a", "chosen": "b"}, "row 0 has prompt, chosen; expected chosen and rejected"),
         ({"chosen": "b", "rejected": [assistant("b")]}, "both texts or both lists"),
         ({"prompt": "a", "chosen": [], "rejected": []}, "row 0 has no text and no messages"),
     ],
 )
-def test_row_that_is_no_pair_is_refused_with_its_number(rows_of, row, said):
+def test_row_that_is_no_pair_is_refused_with_its_number(rows_of, row, sentence):
     with pytest.raises(DatasetError) as error:
         rows_of([row])
-    assert said in str(error.value)
+    assert sentence in str(error.value)

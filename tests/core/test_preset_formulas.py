@@ -1,4 +1,7 @@
-"""Each preset's advantages against numpy written from its paper, on groups that are interleaved and have lost samples."""
+"""Advantages of each preset against numpy written from its paper.
+
+Groups are interleaved and have lost samples.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +29,7 @@ def group_std(r, groups):
 
 
 def others_mean(r, groups):
-    """Of the other samples of its prompt; a sample that is alone has only itself to compare with."""
+    """Mean of the other samples of the prompt; of the sample itself if it is the only one."""
     means = []
     for i, group in enumerate(groups):
         others = np.delete(r, i)[np.delete(groups, i) == group]
@@ -51,7 +54,10 @@ WITH_OTHER_MODELS = {"ppo", "distill"}
 
 
 def sampled(seed):
-    """Seven prompts of up to four samples, rows interleaved; one group of one, one row without a trained token."""
+    """Seven prompts of up to four samples, rows interleaved.
+
+    One group has one sample, and one row no token in the loss mask.
+    """
     random = np.random.default_rng(seed)
     groups = random.permutation(np.repeat([3, 8, 1, 90, 7, 5, 2], [4, 4, 3, 4, 2, 1, 4]))
     lengths = random.integers(4, WIDTH + 1, len(groups))
@@ -96,7 +102,7 @@ def test_advantages_of_a_preset(name):
         kl = np.where(aligned, PENALTIES[name](difference), 0.0)
     to_come = kl[:, ::-1].cumsum(1)[
         :, ::-1
-    ]  # without a discount, a token is charged for what comes after it, too
+    ]  # without a discount, the penalty of later tokens counts for a token, too
     tokens = np.where(aligned, r[:, None] - to_come, 0.0)
     chosen = tokens[aligned]
     expected = np.where(aligned, (tokens - chosen.mean()) / (chosen.std(ddof=1) + EPS), 0.0)

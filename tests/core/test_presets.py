@@ -1,4 +1,4 @@
-"""A preset is some plain options: it sets these and no others, gives way to the user's own, and says so."""
+"""A preset sets its options and no others, yields to explicit options, and prints what it sets."""
 
 import re
 from dataclasses import replace
@@ -20,19 +20,19 @@ def load(*overrides, file=EXAMPLE):
 
 
 def plain_values(config):
-    """Options that are no sections."""
+    """Return the options that are no sections."""
     return {name: value for name, value in flat_values(config).items() if not hasattr(value, "__dict__")}
 
 
 def resolved(option, value, config):
-    """What a preset's value means in a config."""
+    """Resolve the value of a preset in a config."""
     referred = re.fullmatch(r"\$\{(.*)\}", value) if isinstance(value, str) else None
     return flat_values(config)[referred[1]] if referred else value
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_sets_exactly_its_options(name):
-    own = ["teacher.path=teacher"] * (name == "distill")  # the one thing that no preset can know
+    own = ["teacher.path=teacher"] * (name == "distill")  # which no preset can know
     before, config = plain_values(load()), load(f"algorithm={name}", *own)
     after = flat_values(config)
     for option, value in PRESETS[name].items():
@@ -42,12 +42,12 @@ def test_preset_sets_exactly_its_options(name):
         option
         for option in changed
         if not any(f"{option}.".startswith(f"{preset}.") for preset in PRESETS[name])
-        and option.partition(".")[0] not in MODELS  # a section that was not there before brings its defaults
+        and option.partition(".")[0] not in MODELS  # a new section has its defaults
     }
     assert strange == set()
 
 
-def test_presets_by_hand():
+def test_presets_set_literal_values():
     assert load("algorithm=rloo").actor.reward_norm == NormConfig(
         "group", mean_leave1out=True, std_level=None, group_size=4
     )
@@ -68,7 +68,7 @@ def test_presets_by_hand():
     assert (distilled.teacher.path, distilled.teacher.rl_loss_weight) == ("large", 0.0)
 
 
-def test_other_overrides_win_and_it_is_told(caplog):
+def test_other_overrides_win_and_are_reported(caplog):
     config = load("algorithm=dapo", "actor.eps_clip_higher=0.3", "~actor.kl_ctl", "actor.kl_ctl=0.0")
     assert config.actor.eps_clip_higher == 0.3
     assert config.actor.eps_clip == 0.2
@@ -95,7 +95,7 @@ def test_in_a_file_the_options_of_the_file_win(tmp_path, caplog):
     assert config.actor.eps_clip == 0.4  # of the file
     assert config.actor.eps_clip_higher == 0.28  # of the preset
     assert "your own actor.reward_norm.mean_level, " in caplog.text
-    gspo = load("algorithm=gspo", file=file)  # the command line goes before the file
+    gspo = load("algorithm=gspo", file=file)  # the command line overrides the file
     assert gspo.actor.importance_sampling_level == "sequence"
     assert gspo.actor.eps_clip_higher is None
     assert load("~algorithm", file=file).actor.eps_clip_higher is None
@@ -124,7 +124,7 @@ def test_a_critic_stays_with_the_algorithm_that_has_one(tmp_path, caplog):
     assert (with_teacher.critic, with_teacher.teacher.distill_loss_weight) == (None, 0.005)
 
 
-def test_a_reference_that_is_there_is_not_touched(tmp_path):
+def test_an_existing_reference_is_not_changed(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(EXAMPLE.read_text() + "\nref: {path: other/model, dtype: float32}\n")
     config = load("algorithm=reinforce_pp", file=file)

@@ -1,4 +1,4 @@
-"""What the sections of a critic and a teacher must agree with, and what upstream's own files say."""
+"""Constraints on the sections of a critic and a teacher, and files of upstream."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from areal_core.errors import ConfigError
 
 
 def make_config(**sections) -> PPOConfig:
-    """Four prompts of two samples on one rank, sound."""
+    """Build a valid config: four prompts of two samples on one rank."""
     config = PPOConfig(experiment_name="a", trial_name="b", allocation_mode="embedded|fsdp:d1", **sections)
     config.actor = PPOActorConfig(path="m", optimizer=OptimizerConfig(), kl_ctl=0.0)
     config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "data", "rl", 4
@@ -43,7 +43,7 @@ def test_a_critic_and_a_teacher_pass():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
         ({"path": ""}, "critic.path is empty"),
         ({"optimizer": None}, "critic.optimizer is empty, so values would never be learned"),
@@ -53,8 +53,8 @@ def test_a_critic_and_a_teacher_pass():
         ({"mask_no_eos_with_zero": True}, "critic.mask_no_eos_with_zero is True and actor.mask_no_eos_with_zero is False"),
     ],
 )  # fmt: skip
-def test_a_critic_that_could_not_learn_is_refused(options, told):
-    assert told in refusal(make_config(critic=critic(**options)))
+def test_a_critic_that_could_not_learn_is_refused(options, sentence):
+    assert sentence in refusal(make_config(critic=critic(**options)))
 
 
 def test_rewards_relative_to_their_group_leave_a_critic_nothing():
@@ -69,13 +69,13 @@ def test_sequences_fit_into_the_micro_batches_of_every_model():
     config = make_config(critic=critic(), teacher=teacher())
     config.gconfig.max_new_tokens, config.train_dataset.max_length = 64, 32
     config.critic.mb_spec.max_tokens_per_mb = config.teacher.mb_spec.max_tokens_per_mb = 95
-    told = refusal(config)
-    assert "critic.mb_spec.max_tokens_per_mb is 95" in told
-    assert "teacher.mb_spec.max_tokens_per_mb is 95" in told
+    sentence = refusal(config)
+    assert "critic.mb_spec.max_tokens_per_mb is 95" in sentence
+    assert "teacher.mb_spec.max_tokens_per_mb is 95" in sentence
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
         ({"path": ""}, "teacher.path is empty"),
         ({"temperature": 0.7}, "teacher.temperature is 0.7 and actor.temperature is 1.0"),
@@ -83,8 +83,8 @@ def test_sequences_fit_into_the_micro_batches_of_every_model():
         ({"distill_loss_weight": 0.0}, "teacher.distill_loss_weight is 0.0; expected above 0"),
     ],
 )
-def test_a_teacher_that_could_not_teach_is_refused(options, told):
-    assert told in refusal(make_config(teacher=teacher(**options)))
+def test_a_teacher_that_could_not_teach_is_refused(options, sentence):
+    assert sentence in refusal(make_config(teacher=teacher(**options)))
 
 
 @pytest.mark.parametrize(("name", "value"), [("discount", 1.5), ("gae_lambda", -0.1)])

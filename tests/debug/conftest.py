@@ -1,4 +1,4 @@
-"""Real recordings of a tiny run, and the command as a user calls it."""
+"""Real recordings of a tiny run, and the command line in a subprocess."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
 
 @pytest.fixture(scope="session")
 def areal_debug():
-    """Call the command: `areal_debug("replay", record)` gives the finished process, its output as text."""
+    """Run the command and return the finished process: `areal_debug("replay", record)`."""
 
     def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]
@@ -38,7 +38,7 @@ def train(areal_debug, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def recorded(train, tmp_path_factory) -> Path:
-    """Three recorded steps of one rank. Not to be changed: copy it."""
+    """Three recorded steps of one rank. Read-only: tests copy it before they change it."""
     folder = tmp_path_factory.mktemp("record") / "one"
     done = train("--dump-rollout", folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,5 +47,5 @@ def recorded(train, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(recorded, tmp_path) -> Path:
-    """The same record, to be damaged."""
+    """A copy of the record, to be damaged."""
     return Path(shutil.copytree(recorded, tmp_path / "record"))

@@ -1,6 +1,6 @@
-"""A reward in a file of its own: the processes that compute it import nothing heavy."""
+"""A reward in a separate file: the processes that compute it import nothing heavy."""
 
 
 def even_share(prompt: str, completions: str, prompt_ids: list, completion_ids: list, **row: object) -> float:
-    """The share of even token ids: a random model gets about half, with a spread."""
+    """Return the share of even token ids: about half for a random model, with a spread."""
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)

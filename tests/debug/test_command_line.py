@@ -1,4 +1,4 @@
-"""The command line as one interface: the same option names, help, verbosity and errors in every verb."""
+"""Option names, help, verbosity and errors: the same in every verb of the command line."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NEVER_REPLACES = {"hang watch": "every hang gets a folder of its own, named by t
 
 
 def walk(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
-    """Every command below a group by its words; groups as well."""
+    """Return every command below a group by its words, groups included."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -40,7 +40,7 @@ RUNNABLE = {
 
 
 def spellings(command: click.Command) -> dict[str, click.Option]:
-    """The options of a command by each of their names, hidden ones left out."""
+    """Return the options of a command by each of their names, without hidden ones."""
     options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
     return {name: option for option in options for name in option.opts}
 
@@ -262,7 +262,7 @@ def test_labels_of_hangs_as_json():
     assert explained["explanation"].startswith(f"{labels[0]}\n\n")
 
 
-def test_a_record_and_overrides_of_preflight_are_told_apart_by_their_form(tmp_path):
+def test_a_record_and_overrides_of_preflight_are_distinguished_by_their_form(tmp_path):
     code, _, err = run("preflight", "--config", tmp_path / "c.yaml", "runs/A", "runs/B", "seed=1")
     assert code == 2
     assert "expected one RECORD and overrides OPTION=VALUE, got runs/A runs/B" in err

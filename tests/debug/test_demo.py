@@ -1,4 +1,4 @@
-"""The two journeys: the demo on a tiny model, and the one on a real model with a real server."""
+"""The two demos: on a tiny model, and on a real model with a real server."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from recorder import open_record
 ROOT = Path(__file__).parents[2]
 
 
-def test_demo_teaches_records_and_replays_to_the_same_bits(areal_debug, tmp_path):
+def test_demo_trains_records_and_replays_to_the_same_bits(areal_debug, tmp_path):
     done = areal_debug("demo", "--output", tmp_path / "demo", "--steps", 12)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Bit-identical: 12 of 12 steps" in done.stdout
@@ -22,7 +22,7 @@ def test_demo_teaches_records_and_replays_to_the_same_bits(areal_debug, tmp_path
     assert open_record(tmp_path / "demo" / "record").steps == tuple(range(12))
     (stats,) = (tmp_path / "demo").glob("runs/logs/*/demo/grpo/stats.jsonl")
     rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(stats)]
-    # It begins where it is right sometimes, and learns from there.
+    # SFT leaves it right sometimes, and GRPO improves on that.
     assert 0.1 < sum(rewards[:3]) / 3 < sum(rewards[-3:]) / 3
 
 
@@ -55,8 +55,8 @@ def test_the_real_model_trains_with_its_server_and_replays_without_it(tmp_path):
     for step in record.steps:
         batches = [record.step(step).batch(rank) for rank in range(2)]
         assert sum(len(batch["rewards"]) for batch in batches) == 8 * 4
-        # Every token was sampled by the weights that were pushed after the step before.
+        # Every token was sampled by the weights of the update after the previous step.
         assert {v for batch in batches for v in batch["versions"][batch["loss_mask"] == 1].tolist()} == {step}
-    # bfloat16 on both sides: engine and trainer differ, as little as that format does.
+    # bfloat16 on both sides: engine and trainer differ by the rounding of that format.
     stats = record.step(0).outcome(0).stats
     assert abs(stats["ppo_actor/update/behave_approx_kl/avg"]) < 0.02

@@ -1,4 +1,4 @@
-"""`goto`, `preflight`, `bisect` and the what-ifs of `replay` as a user calls them, on real ranks."""
+"""`goto`, `preflight`, `bisect` and the what-ifs of `replay` on the command line, on real ranks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ COMMAND = str(Path(sys.executable).parent / "areal-debug")
 
 
 def call(*arguments, typed="", timeout_s=420):
-    """The finished command, with `typed` on its standard input."""
+    """Run the command with `typed` on its standard input; return the finished process."""
     return subprocess.run(
         [COMMAND, *map(str, arguments)],
         input=typed,
@@ -27,7 +27,7 @@ def call(*arguments, typed="", timeout_s=420):
 
 @pytest.fixture(scope="module")
 def anchored(train, tmp_path_factory) -> Path:
-    """Five steps of two ranks, with an anchor before steps 2 and 4."""
+    """Record five steps of two ranks, with an anchor before steps 2 and 4."""
     folder = tmp_path_factory.mktemp("record") / "anchored"
     options = ("total_train_steps=5", "debug.anchor_every_steps=2", "allocation_mode=embedded|fsdp:d2")
     done = train("--dump-rollout", folder, *options)
@@ -35,7 +35,7 @@ def anchored(train, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_shell_at_a_step_has_everything_in_hand(recorded):
+def test_a_shell_at_a_step_has_the_complete_state(recorded):
     typed = "print('rows', len(batch['rewards']), 'of step', step)\nprint(float(loss) == outcome.micro_batches[0].loss)\n"
     done = call("goto", recorded, "--step", 2, "--shell", "--at", "loss", typed=typed)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def test_a_shell_at_a_step_has_everything_in_hand(recorded):
     assert (
         "At step 2 (loss): from the run's first weights, 2 steps replayed, all bit-identical" in done.stdout
     )
-    assert "model" in done.stderr  # the banner names what is there
+    assert "model" in done.stderr  # the banner lists the available names
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_shell_runs_each_line_on_both_ranks(anchored):
 
 
 @pytest.mark.long
-def test_the_debugger_stands_in_the_trainer(anchored):
+def test_the_debugger_opens_in_the_trainer(anchored):
     typed = "p total_weight\np outcome.step, len(plan.details['minibatches'])\nn\nc\n"
     done = call("goto", anchored, "--step", 2, "--pdb", "--at", "backward", typed=typed)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +95,7 @@ def test_the_debugger_stands_in_the_trainer(anchored):
 
 
 @pytest.mark.long
-def test_weights_of_a_step_can_be_taken_along(anchored, tmp_path):
+def test_weights_of_a_step_can_be_saved(anchored, tmp_path):
     done = call("goto", anchored, "--step", 4, "-o", tmp_path / "model", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["faithful"] is True
@@ -104,7 +104,7 @@ def test_weights_of_a_step_can_be_taken_along(anchored, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_another_number_of_ranks_says_what_it_promises_and_keeps_it(train, tmp_path, num_ranks):
+def test_another_number_of_ranks_states_its_guarantee_and_meets_it(train, tmp_path, num_ranks):
     options = ("allocation_mode=embedded|fsdp:d2", "actor.ppo_n_minibatches=1", "debug.anchor_every_steps=1")
     done = train("--dump-rollout", tmp_path / "record", *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +118,7 @@ def test_another_number_of_ranks_says_what_it_promises_and_keeps_it(train, tmp_p
 
 
 @pytest.mark.long
-def test_several_minibatches_on_other_ranks_are_told_apart_statistically(anchored):
+def test_several_minibatches_on_other_ranks_are_compared_statistically(anchored):
     done = call("replay", anchored, "--nproc", 1)
     assert done.returncode in (0, 2), done.stdout + done.stderr
     assert "Expect agreement over many steps, not of single steps" in done.stdout
@@ -126,7 +126,7 @@ def test_several_minibatches_on_other_ranks_are_told_apart_statistically(anchore
 
 
 @pytest.mark.long
-def test_a_what_if_on_two_ranks_is_recorded_beside_the_record(anchored, tmp_path):
+def test_a_what_if_on_two_ranks_is_recorded_next_to_the_record(anchored, tmp_path):
     before = {path: path.read_bytes() for path in sorted(anchored.rglob("*")) if path.is_file()}
     options = ("actor.eps_clip=0.0001", "--filter", "reward > 0.4", "--output", tmp_path / "new")
     done = call("replay", anchored, *options)
@@ -153,7 +153,7 @@ def test_samples_of_all_ranks_are_explained(anchored):
 
 
 @pytest.mark.long
-def test_preflight_says_whether_two_ranks_come_out_the_same_twice(tiny_model, tmp_path):
+def test_preflight_reports_whether_two_ranks_are_deterministic(tiny_model, tmp_path):
     options = ("--config", ROOT / "tests/debug/tiny.yaml", "--nproc", 2, f"cluster.fileroot={tmp_path}")
     done = call("preflight", *options, f"actor.path={tiny_model}", "deterministic=true", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""The light install, without SGLang and with the oldest torch that is supported: a fresh clone, and the README's first command."""
+"""The light install, without SGLang and with the oldest supported torch.
+
+Runs the README's first command in a fresh clone.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Options of recording on real tiny runs: what they leave on the disk, and that a failing disk does to the run what they say."""
+"""Recording options on real tiny runs: their files, and the effect of a failing disk."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_limits_and_sampling_hold_in_a_real_run(tmp_path, tiny_model):
         assert verify(tmp_path / name / "record").intact
 
 
-def test_the_full_scope_holds_what_the_trainer_learned_from(tmp_path, tiny_model):
+def test_the_full_scope_contains_what_was_trained_on(tmp_path, tiny_model):
     tree = make_config(tmp_path, tiny_model, dump_scope="full")
     tree["ref"] = {"path": str(tiny_model), "dtype": "float32"}
     tree["actor"] |= {"kl_ctl": 0.1}
@@ -59,7 +59,7 @@ def test_the_full_scope_holds_what_the_trainer_learned_from(tmp_path, tiny_model
     learning, batch, outcome = step.learning(0), step.batch(0), step.outcome(0)
     assert {"prox_logp", "ref_logp", "advantages", "returns"} <= set(learning)
     trained = batch["loss_mask"].astype(bool)
-    # on policy: the trainer's own logprobs are the engine's, a position earlier
+    # on policy: the trainer's logprobs are the engine's, a position earlier
     proximal = learning["prox_logp"][:-1][trained[1:]]
     assert abs(proximal - batch["logprobs"][trained]).max() < 1e-4
     # one step has moved the weights away from the reference
@@ -82,7 +82,7 @@ def fail_in_step(monkeypatch, step):
 
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
-def test_a_full_disk_stops_the_run_or_the_recording_as_asked(
+def test_a_full_disk_stops_the_run_or_the_recording_as_configured(
     tmp_path, tiny_model, monkeypatch, capfd, queue_steps
 ):
     fail_in_step(monkeypatch, 1)
@@ -94,13 +94,13 @@ def test_a_full_disk_stops_the_run_or_the_recording_as_asked(
         tmp_path / "on", tiny_model, dump_queue_steps=queue_steps, dump_when_failing="continue"
     )
     assert train(tree).steps == (0,)
-    said = capfd.readouterr().err
-    assert "the run continues without recording" in said
-    assert "the record is not complete" in said
+    stderr = capfd.readouterr().err
+    assert "the run continues without recording" in stderr
+    assert "the record is not complete" in stderr
     assert len((next((tmp_path / "on/files").rglob("stats.jsonl"))).read_text().splitlines()) == 4
 
 
-def test_a_run_that_continues_goes_on_with_its_record(tmp_path, tiny_model):
+def test_a_continued_run_continues_its_record(tmp_path, tiny_model):
     tree = make_config(tmp_path, tiny_model)
     tree["recover"] = {"mode": "auto", "freq_steps": 1}
     assert train(tree, stop_after=1).steps == (0, 1)

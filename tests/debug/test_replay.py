@@ -1,4 +1,4 @@
-"""A record and its replay, through the command, on real ranks."""
+"""A record and its replay, on the command line, on real ranks."""
 
 import json
 import re
@@ -21,10 +21,10 @@ def checksums(record):
 
 
 def assert_one_sentence(done, code, *words):
-    """The command ended with `code` and said one thing, without a traceback."""
+    """Assert that the command ended with `code` and one sentence, without a traceback."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    # What a rank says comes through the pipe that its output goes to.
+    # A rank's output comes through the pipe of its launcher.
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1, done.stdout + done.stderr
     for word in words:
@@ -38,7 +38,7 @@ def test_replay_gives_the_recorded_bits(areal_debug, recorded):
     assert report["identical"] is True
     assert [step["step"] for step in report["steps"]] == [0, 1, 2]
     assert all(step["num_parameters"] == 20 for step in report["steps"])
-    # The run learned something, so that equal numbers mean something.
+    # The run changed its weights, so that equality is meaningful.
     assert all(step["grad_norm"] > 0.01 for step in report["steps"])
     weights = checksums(open_record(recorded))
     assert weights[0] != weights[1] != weights[2]
@@ -70,7 +70,7 @@ def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(area
     assert not re.search(r"step +0", done.stdout)
 
 
-def test_a_changed_learning_rate_is_told_before_the_numbers_that_follow(train, recorded):
+def test_a_changed_learning_rate_is_reported_before_the_numbers_that_follow(train, recorded):
     done = train("--replay-rollout", recorded, "actor.optimizer.lr=2e-3")
     assert done.returncode == 1, done.stdout + done.stderr
     out = done.stdout
@@ -80,17 +80,17 @@ def test_a_changed_learning_rate_is_told_before_the_numbers_that_follow(train, r
     assert "parameter model." in out
 
 
-def test_a_changed_clip_is_told_and_found_where_it_bites(train, recorded):
+def test_a_changed_clip_is_reported_and_found_where_it_takes_effect(train, recorded):
     done = train("--replay-rollout", recorded, "actor.eps_clip=0.0001")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"actor\.eps_clip +0\.2 +0\.0001", done.stdout)
-    # The first minibatch is on policy, so that no clip can bite; the second is not.
+    # The first minibatch is on policy, so that no clip takes effect; the second is not.
     first = re.search(r"step +0 +differs.*?\n((?: {11}.*\n)+)", done.stdout).group(1)
     assert "minibatch 1, " in first
     assert "minibatch 0, " not in first
 
 
-def test_another_library_version_is_told(areal_debug, copied):
+def test_another_library_version_is_reported(areal_debug, copied):
     file = copied / "record.json"
     header = parse_checksummed(file.read_bytes(), "record.json")
     header["environment"]["libraries"]["transformers"] = "4.0.0"
@@ -117,7 +117,7 @@ def test_a_killed_run_replays_up_to_the_step_that_was_cut_off(areal_debug, train
     assert "Bit-identical: 2 of 2 steps" in done.stdout
 
 
-def test_recording_over_a_record_is_refused_unless_asked(train, copied):
+def test_recording_over_a_record_is_refused_unless_requested(train, copied):
     assert_one_sentence(train("--dump-rollout", copied), 2, "already holds a record")
     done = train("--dump-rollout", copied, "debug.overwrite=true", "total_train_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,7 +125,7 @@ def test_recording_over_a_record_is_refused_unless_asked(train, copied):
 
 
 @pytest.mark.long
-def test_anchor_zero_stands_in_for_weights_that_are_gone(areal_debug, train, tmp_path, tiny_model):
+def test_anchor_zero_replaces_missing_weights(areal_debug, train, tmp_path, tiny_model):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     done = train(
         *("--dump-rollout", tmp_path / "record", f"actor.path={model}"),
@@ -170,7 +170,7 @@ def test_an_unknown_script_names_the_examples(areal_debug):
     assert_one_sentence(areal_debug("train", "gsm8k_grop"), 2, "gsm8k_grop", "gsm8k_grpo")
 
 
-def test_a_watched_run_beats_once_a_step_and_says_that_it_is_done(areal_debug, tiny_model, tmp_path):
+def test_a_watched_run_writes_a_heartbeat_once_a_step_and_reports_its_end(areal_debug, tiny_model, tmp_path):
     options = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "total_train_steps=2")
     done = areal_debug("train", SCRIPT, "--config", CONFIG, "--watch", *options)
     assert done.returncode == 0, done.stdout + done.stderr

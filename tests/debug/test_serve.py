@@ -1,4 +1,4 @@
-"""A server that outlives its shell: started, found, joined to a run, stopped, and told of when it died or could not start."""
+"""`areal-debug serve`: start, list, join a run, stop, and reports of dead or failed servers."""
 
 import json
 import os
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def serve(areal_debug, tmp_path):
-    """The verb with a state folder of its own; whatever it started is stopped at the end."""
+    """The verb with a separate state folder; its servers are stopped at teardown."""
 
     def call(*arguments):
         return areal_debug("serve", *arguments, XDG_STATE_HOME=str(tmp_path / "state"))
@@ -51,7 +51,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert (status.returncode, server["now"], server["run"]) == (0, "ready", "exp/trial")
     assert (
         os.getsid(server["keeper_pid"]) == server["keeper_pid"]
-    )  # a session of its own: no shell takes it along
+    )  # a separate session: it outlives the shell
     taken = serve("--model", tiny_model, "--backend", "embedded", "--port", address.partition(":")[2])
     assert taken.returncode == 2
     assert "by our own server of" in taken.stderr
@@ -64,9 +64,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
 
 
 @pytest.mark.long
-def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_start_at_once(
-    serve, tiny_model
-):
+def test_a_server_that_died_is_reported_with_its_last_lines_and_a_failed_start_at_once(serve, tiny_model):
     serve("--model", tiny_model, "--backend", "embedded", "--background")
     (state,) = json.loads(serve("--status", "--json").stdout)["servers"]
     keeper = psutil.Process(state["keeper_pid"])
@@ -83,7 +81,7 @@ def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         ([], "--model is missing"),
         (["--model", "/nowhere"], "there is no model at /nowhere"),
@@ -96,7 +94,7 @@ def test_a_server_that_died_is_told_of_with_its_last_lines_and_one_that_cannot_s
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_starts(
-    arguments, said, tiny_model, tmp_path, monkeypatch
+    arguments, sentence, tiny_model, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "folder"
@@ -107,11 +105,11 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         filled = [argument.format(**places) for argument in arguments]
         done = CliRunner().invoke(command, ["--backend", "embedded", *filled])
     assert done.exit_code == 2
-    assert said in done.output
+    assert sentence in done.output
     assert not list(tmp_path.glob("state/**/*.log"))
 
 
-def test_two_trials_of_an_experiment_must_be_told_apart(tiny_model, tmp_path):
+def test_two_trials_of_an_experiment_must_be_distinguished(tiny_model, tmp_path):
     names = FolderNames(tmp_path)
     for trial in ("one", "two"):
         register_server(names, "exp", trial, "127.0.0.1:1")
@@ -133,15 +131,17 @@ def test_settings_that_surprise_are_pointed_out(tmp_path):
     }
     model = {"model_path": str(tmp_path), "weight_version": "default", "has_image_understanding": False}
     notes = worth_checking(parse_facts("127.0.0.1:1", server, model))
-    told = (
+    expected_words = (
         "temperature 0.6, top_p 0.9",
         "2,048",
         "stored as float32 and served as bfloat16",
         "images",
         "8,192",
     )
-    assert len(notes) == len(told)
-    assert [words in note for words, note in zip(told, notes, strict=True)] == [True] * len(told)
+    assert len(notes) == len(expected_words)
+    assert [words in note for words, note in zip(expected_words, notes, strict=True)] == [True] * len(
+        expected_words
+    )
     quiet = {**server, "context_length": 4096, "dtype": "float32", "sampling_defaults": "openai"}
     seeing = {**model, "has_image_understanding": True}
     assert worth_checking(parse_facts("x:1", quiet | {"chunked_prefill_size": -1}, seeing)) == []

@@ -1,4 +1,7 @@
-"""Runs in which ranks hold the same rows and share their tokens, through the command: sampled once, counted once, recorded once."""
+"""Runs whose ranks share the tokens of the same rows, on the command line.
+
+Rows are sampled, counted and recorded once.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +22,7 @@ EVALUATED = (
 
 
 def run(train, folder: Path, allocation: str, *options: str) -> list[dict[str, float]]:
-    """Statistics of each step of a recorded run."""
+    """Record a run and return the statistics of each step."""
     files = f"cluster.fileroot={folder}"
     done = train(files, "--dump-rollout", folder / "record", f"allocation_mode={allocation}", *options)
     assert done.returncode == 0, done.stdout + done.stderr

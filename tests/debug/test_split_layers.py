@@ -1,4 +1,7 @@
-"""A run whose ranks share the layers, through the command: GRPO with tensor parallelism, recorded, replayed, and replayed without."""
+"""GRPO with tensor parallelism on the command line.
+
+The run is recorded, and replayed with and without tensor parallelism.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a training run leaves behind, and the options that only a whole run exercises."""
+"""The files of a training run, and options that need a complete run."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
         OBSERVE_ON_RANK="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # An observer on one rank alone gets what only all ranks together can compute.
+    # An observer on one rank gets values that need a collective of all ranks.
     assert done.stdout.count("observed checksums of 20 parameters") == 3
     (stats_file,) = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
     stats = read_stats(stats_file)
@@ -31,7 +31,7 @@ def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug,
     assert json.loads(written)["actor"]["kl_ctl"] == 0.05
     assert "secret" not in written
     assert [line["step"] for line in stats] == [0, 1, 2]
-    # The policy starts as the reference, and moves away from it.
+    # The policy starts as the reference and diverges from it.
     assert abs(stats[0]["ppo_actor/kl_rewards/avg"]) < 1e-6
     assert abs(stats[2]["ppo_actor/kl_rewards/avg"]) > 1e-6
     assert abs(stats[0]["ppo_actor/update/importance_weight/avg"] - 1) < 0.05

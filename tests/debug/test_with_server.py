@@ -1,4 +1,7 @@
-"""Training with a real SGLang server on the CPU: weights pushed every step, recorded, replayed when the server is gone."""
+"""Training with a real SGLang server on the CPU.
+
+Weights are updated every step; the recorded run is replayed without the server.
+"""
 
 import os
 import re
@@ -24,9 +27,10 @@ def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, tr
     for step in record.steps:
         for rank in range(2):
             batch = record.step(step).batch(rank)
-            # The server says which weights sampled a token: those that were pushed after the step before.
+            # The server reports the version that sampled a token: that of the update after the
+            # previous step.
             assert set(batch["versions"][batch["loss_mask"] == 1].tolist()) == {step}
-            # Engine and trainer agree on every token, so what was pushed is what was trained.
+            # Engine and trainer agree on every token, so the server has the trained weights.
             stats = record.step(step).outcome(rank).stats
             assert abs(stats["ppo_actor/update/behave_imp_weight/max"] - 1) < 1e-4
             assert abs(stats["ppo_actor/update/behave_imp_weight/min"] - 1) < 1e-4

@@ -1,4 +1,4 @@
-"""A user's own script: a tiny model, the embedded engine, and a reward of its own."""
+"""A user script: a tiny model, the embedded engine, and a custom reward."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from areal_debug.wiring import wire
 
 
 def kill_in_step(step: int):
-    """An observer that ends the process, as the kernel would, after the first micro-batch of a step."""
+    """Build an observer that kills the process after the first micro-batch of a step."""
 
     def observe(event: str, **facts: object) -> None:
         if event == "micro_batch" and facts["step"] == step:
@@ -21,7 +21,7 @@ def kill_in_step(step: int):
     return lambda trainer: observe
 
 
-def tell_checksums(event: str, **facts: object) -> None:
+def print_num_checksums(event: str, **facts: object) -> None:
     if event == "step":
         print(f"observed checksums of {len(facts['checksums'])} parameters", flush=True)
 
@@ -31,6 +31,6 @@ if __name__ == "__main__":
     if "KILL_IN_STEP" in os.environ:
         hooks["observers"].append(kill_in_step(int(os.environ["KILL_IN_STEP"])))
     if os.environ.get("OBSERVE_ON_RANK", "") == os.environ.get("RANK", "0"):
-        hooks["observers"].append(lambda trainer: tell_checksums)
+        hooks["observers"].append(lambda trainer: print_num_checksums)
     with PPOTrainer(config, get_dataset(config.train_dataset), **hooks) as trainer:
         trainer.train(workflow_kwargs={"reward_fn": f"{Path(__file__).parent}/rewards.py:even_share"})

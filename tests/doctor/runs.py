@@ -31,7 +31,7 @@ OURS = {
 
 
 def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
-    """A run that learns, by quantity."""
+    """Return the columns of a run that learns, by quantity."""
     rng = np.random.default_rng(seed)
     x = np.linspace(0, 1, steps)
 
@@ -63,7 +63,7 @@ def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
 
 
 def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, str] = OURS) -> Path:
-    """As our own logger writes them."""
+    """Write statistics as the logger does."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = len(next(iter(metrics.values())))
     with (folder / "stats.jsonl").open("w") as out:
@@ -77,7 +77,7 @@ def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, s
 
 
 def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np.ndarray:
-    """`begin` up to the share `start` of the run, then linear to `end`."""
+    """Return `begin` up to the share `start` of the run, then a line to `end`."""
     x = np.linspace(0, 1, steps)
     return begin + (end - begin) * np.clip((x - start) / (1 - start), 0, 1)
 
@@ -92,7 +92,7 @@ def changed(**columns):
 
 
 def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
-    """A level, or one a step, with scatter."""
+    """Return a level, or one per step, with scatter."""
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 

@@ -192,8 +192,8 @@ def test_page_contains_the_alarm_and_a_chart_of_every_metric(tmp_path):
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(tmp_path, make, sentence):
-    code, said = examined(make(tmp_path))
-    assert (code, sentence in said) == (2, True), said
+    code, output = examined(make(tmp_path))
+    assert (code, sentence in output) == (2, True), output
 
 
 def written(file: Path, text: str) -> Path:
@@ -208,10 +208,10 @@ def test_last_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
 
 
 def test_folder_of_several_runs_names_the_run_read_and_how_to_choose_another(tmp_path):
-    for age, name in enumerate(("newest", "middle", "oldest")):
+    for age_s, name in enumerate(("newest", "middle", "oldest")):
         spoil = TROUBLES["truncation"][1] if name == "newest" else lambda run: run
         file = write_stats(tmp_path / name, spoil(healthy())) / "stats.jsonl"
-        os.utime(file, (1_000_000 - age, 1_000_000 - age))
+        os.utime(file, (1_000_000 - age_s, 1_000_000 - age_s))
     newest, middle, oldest = (str(tmp_path / name / "stats.jsonl") for name in ("newest", "middle", "oldest"))
     code, found = examined(tmp_path)
     assert (code, found["source"], found["other_runs"]) == (1, newest, [middle, oldest])

@@ -30,13 +30,13 @@ def dry_run(monkeypatch, tmp_path):
         raise AssertionError("a dry run has opened a connection")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the verb sets, and a test takes back
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # set by the verb, and restored after the test
 
     def call(config: Path, *arguments: object, as_json: bool = True):
         options = ["--dry-run", *(["--json"] if as_json else [])]
         script = SCRIPT
-        if (asked := METHODS.get(config.name.partition("_")[0])) is not None:
-            script = written(tmp_path / "train.py", f"load_expr_config(sys.argv, {asked})")
+        if (script_method := METHODS.get(config.name.partition("_")[0])) is not None:
+            script = written(tmp_path / "train.py", f"load_expr_config(sys.argv, {script_method})")
         argv = [str(script), "--config", str(config), *options, *map(str, arguments)]
         done = CliRunner().invoke(command, argv)
         return done.exit_code, json.loads(done.stdout) if as_json else done.output
@@ -93,7 +93,8 @@ def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_mo
     assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")
     assert does["recover"].startswith("auto, every 40 steps: not once in 32 steps")
     cache = next(part for part in run["memory"]["rank"] if part["name"] == "key-value cache")
-    # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 16 + 8 tokens.
+    # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 16 +
+    # 8 tokens.
     assert cache["size_bytes"] == 16 * 24 * 512
     assert not (tmp_path / "files").exists()
 
@@ -147,7 +148,7 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "sentence"),
     [
         ("refused_megatron.yaml", "there is no Megatron engine; use fsdp"),
         ("refused_megatron_section.yaml", "there is no Megatron engine; remove the section"),
@@ -156,14 +157,14 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         ("refused_npu.yaml", "device is 'npu'"),
     ],
 )
-def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, said):
+def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, sentence):
     code, refused = dry_run(UPSTREAM / file)
     assert (code, refused["would_run"]) == (2, False)
-    assert said in " ".join(refused["problems"])
+    assert sentence in " ".join(refused["problems"])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "sentence"),
     [
         (
             ["rollout.consumer_batch_size=7"],
@@ -176,13 +177,13 @@ def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, said):
         (["enable_offload=true", "total_train_steps=0"], "total_train_steps is 0"),
     ],
 )
-def test_what_the_run_would_refuse_the_dry_run_refuses_with_code_2(dry_run, monkeypatch, overrides, said):
+def test_what_the_run_would_refuse_the_dry_run_refuses_with_code_2(dry_run, monkeypatch, overrides, sentence):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None
     )  # as where no optional package is installed
     code, refused = dry_run(UPSTREAM / "grpo_0_3.yaml", *overrides)
     assert code == 2
-    assert said in " ".join(refused["problems"])
+    assert sentence in " ".join(refused["problems"])
 
 
 def test_a_refusal_for_people_is_a_sentence_and_code_2(dry_run):
@@ -263,7 +264,7 @@ def test_tensor_parallel_ranks_divide_all_but_norms(dry_run, tiny_model):
     assert ranks["count"] == 4
     assert ranks["where"].endswith("; 2 groups of 2 with the same rows: 2 share the layers (t)")
     parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
-    # Of 129,920 parameters 320 are norms', over two ranks, the others over four.
+    # Of 129,920 parameters, 320 are of norms, over two ranks; the others are over four.
     assert parts["actor: masters"] == 4 * (129_600 // 4 + 320 // 2)
 
 
@@ -293,7 +294,8 @@ def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
     memory = estimate_memory(config, parse_allocation("sglang:d2t2+fsdp:d4"))
     weights, cache = memory.server
     assert weights.size_bytes == memory.num_parameters * 2 // 2  # bfloat16 over two devices
-    # 32 prompts x 8 samples over 2 servers, 1,024 tokens each; 256 bytes a token in bfloat16, half of them a device.
+    # 32 prompts x 8 samples over 2 servers, 1,024 tokens each; 256 bytes a token in bfloat16, half
+    # of them per device.
     assert cache.size_bytes == 128 * 1024 * 128
     assert not any(part.name.startswith("reference") for part in memory.rank)  # kl_ctl is 0: it is not loaded
 

@@ -34,16 +34,17 @@ def test_the_example_is_planned_with_the_adapter_that_is_trained_and_synced(dry_
     reference = (f"ref.path={tiny_model}", "ref.mb_spec.max_tokens_per_mb=10240", "actor.kl_ctl=0.1")
     code, run = dry_run(f"actor.path={tiny_model}", *reference)
     assert code == 0
-    said = stages(run)
-    assert said["update"].startswith("1 optimizer step of an adapter of rank 32 over 256 sequences per rank")
-    assert said["weight sync"] == (
+    texts = stages(run)
+    assert texts["update"].startswith("1 optimizer step of an adapter of rank 32 over 256 sequences per rank")
+    assert texts["weight sync"] == (
         "the adapter is written to disk and read by 4 servers as default_lora-vN; the base model is compared with its files "
         "after the first and every 16 weight syncs"
     )
-    assert said["reference"] == "one forward pass of the actor with its adapter off; KL weight 0.1"
+    assert texts["reference"] == "one forward pass of the actor with its adapter off; KL weight 0.1"
     parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
     num_parameters = run["memory"]["num_parameters"]
-    # Rank 32 on seven layers of 64 and 256 features in each of two blocks, k and v half as wide as q.
+    # Rank 32 on seven layers of 64 and 256 features in each of two blocks, k and v half as wide as
+    # q.
     adapter = 2 * 32 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 256))
     assert parts["actor: frozen weights"] == 2 * num_parameters // 4  # bfloat16, over four ranks
     assert [parts[f"actor: {part}"] for part in ("adapter", "optimizer", "gradients")] == [

@@ -52,16 +52,16 @@ def test_checkpoints_are_written_whenever_a_period_ends(config, tmp_path, monkey
 
 
 def test_a_run_logs_every_step_to_weights_and_biases_and_saves_an_epoch(config, tmp_path, monkeypatch):
-    told = {}
+    logged = {}
     wandb = ModuleType("wandb")
     wandb.init = lambda **options: SimpleNamespace(
-        log=lambda stats, step: told.update({step: stats["sft/loss/avg"]}),
-        finish=lambda: told.update(ended=True),
+        log=lambda stats, step: logged.update({step: stats["sft/loss/avg"]}),
+        finish=lambda: logged.update(ended=True),
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config.stats_logger.wandb.mode, config.saver.freq_epochs = "offline", 2
     with SFTTrainer(config, ROWS) as trainer:
         trainer.train()
-    assert [*told] == [0, 1, 2, 3, 4, 5, "ended"]
-    assert told[5] < told[0]
+    assert [*logged] == [0, 1, 2, 3, 4, 5, "ended"]
+    assert logged[5] < logged[0]
     assert saved(tmp_path) == {"globalstep5", "final"}

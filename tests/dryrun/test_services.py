@@ -1,4 +1,4 @@
-"""What Weights & Biases and Trackio receive, with fakes and with the real packages."""
+"""Data sent to Weights & Biases and Trackio, with fakes and with the real packages."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def config(tmp_path) -> PPOConfig:
 
 
 def stand_in(monkeypatch, name: str) -> list[tuple]:
-    """A module `name` whose runs append (call, arguments) to the list that is returned."""
+    """Install a module `name` whose runs append (call, arguments) to the returned list."""
     calls = []
 
     def init(**options):
@@ -136,7 +136,7 @@ def test_the_real_weights_and_biases_package_writes_every_step_offline(config, t
     with StatsLogger(build_services(config, tmp_path)) as logger:
         logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
         logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
-    wandb.teardown()  # its process, which may still be writing, has ended after this
+    wandb.teardown()  # afterwards its process, which may still be writing, has ended
     rows = wandb_history(tmp_path)
     assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in rows] == [(0, 0.25), (1, 0.1 + 0.2)]
     [run] = tmp_path.glob("wandb/offline-run-*")
@@ -159,8 +159,8 @@ for first in (0, 1):
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=240)
     with sqlite3.connect(tmp_path / "math.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-    told = [(name, step, json.loads(metrics)["ppo_actor/task_reward/avg"]) for name, step, metrics in rows]
-    assert told == [
+    logged = [(name, step, json.loads(metrics)["ppo_actor/task_reward/avg"]) for name, step, metrics in rows]
+    assert logged == [
         ("t", 0, 0.0),
         ("t", 1, 0.25),
         ("t", 1, 0.25),
@@ -168,5 +168,5 @@ for first in (0, 1):
     ]  # a repeated step is there twice
 
 
-def test_nothing_is_built_unless_asked_for(tmp_path):
+def test_nothing_is_built_unless_requested(tmp_path):
     assert build_services(SFTConfig(experiment_name="a", trial_name="b"), tmp_path) == []

@@ -30,7 +30,7 @@ config, hooks = wire(sys.argv, Search)
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """The plan of a file for a script, given as text."""
+    """Return the plan of a config file for a script, given as text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def call(file: str, script: str, *overrides: str):
@@ -67,13 +67,13 @@ def test_dapo_on_ray_with_options_of_the_script(plan):
     assert code == 0, run
     assert run["allocation"] == "sglang:d2+fsdp:d2"
     assert run["steps"]["total"] == 4  # 512 sequences at 16 x 8 a step, of 20 steps in two epochs
-    told = " ".join(run["notes"])
+    notes_text = " ".join(run["notes"])
     for part in (
         "rollout.openai is called rollout.agent",
         "action: clamp, upper: 5.0",
         "names are files below",
     ):
-        assert part in told
+        assert part in notes_text
 
 
 def test_an_option_of_no_class_is_refused(plan):

@@ -1,7 +1,10 @@
-"""Two ranks load a checkpoint of one, train on, and save: once waiting, once by a background thread while they train on.
+"""Two ranks load a checkpoint of one rank, train and save.
 
-Arguments: model folder, checkpoint to load, folder for those that are written. Prints the checksums of the weights as they were
-loaded, and as they were when they were saved.
+They save twice: synchronously, and in a background thread while they continue to train.
+
+Arguments: model folder, checkpoint to load, output folder. Prints the checksums of the weights
+after
+loading and at the time of saving.
 """
 
 import json
@@ -34,7 +37,7 @@ def main(model: str, checkpoint: str, folder: Path) -> None:
     snapshot = take_snapshot(folder / "beside", engines, state)
 
     def write_later(given_up: threading.Event) -> None:
-        may_write.wait()  # until training has gone on
+        may_write.wait()  # until training has continued
         write_snapshot(snapshot, given_up)
 
     saved = {name: engine.checksums() for name, engine in engines.items()}

@@ -1,6 +1,7 @@
-"""Trains an adapter for three steps on fixed rows, divided over the ranks, and prints what each step gave.
+"""Train an adapter for three steps on fixed rows, divided over the ranks; print the results.
 
-Arguments: model folder, folder to save the adapter in. It trains twice: with the model read by each rank, and by rank 0 for all.
+Arguments: model folder, folder to save the adapter in. It trains twice: with the model read by each
+rank, and by rank 0 for all.
 """
 
 import json
@@ -19,13 +20,13 @@ LENGTHS = [12, 5, 20, 9, 3]
 
 
 def options_of(model: str, **changes: object) -> TrainEngineConfig:
-    """An adapter of rank 4 in float32."""
+    """Return the options of an adapter of rank 4 in float32."""
     options = {"dtype": "float32", "use_lora": True, "lora_rank": 4, "lora_alpha": 8} | changes
     return TrainEngineConfig(path=model, optimizer=OptimizerConfig(lr=1e-2), **options)
 
 
 def rows(rank: int = 0, world_size: int = 1) -> Batch:
-    """Every world_size-th of five rows of different lengths, next-token aligned."""
+    """Return every world_size-th of five rows of different lengths, next-token aligned."""
     lengths = torch.tensor(LENGTHS)[:, None]
     mask = torch.arange(max(LENGTHS)) < lengths
     ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
@@ -35,7 +36,7 @@ def rows(rank: int = 0, world_size: int = 1) -> Batch:
 
 
 def train_step(engine: FSDPEngine, batch: Batch) -> dict:
-    """One step of maximum likelihood."""
+    """Take one step of maximum likelihood."""
     result = engine.train_batch(
         batch,
         lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),
@@ -46,8 +47,8 @@ def train_step(engine: FSDPEngine, batch: Batch) -> dict:
 
 
 def train(ranks: Ranks, model: str, **changes: object) -> tuple[FSDPEngine, list[dict]]:
-    """Three steps; the engine and what each gave."""
-    torch.manual_seed(7)  # an adapter's random numbers follow from it
+    """Take three steps; return the engine and the result of each."""
+    torch.manual_seed(7)  # seeds the adapter's random numbers
     engine = build_engine(options_of(model, **changes), ranks, 10)
     batch = rows(ranks.rank, ranks.world_size)
     return engine, [train_step(engine, batch) for _ in range(3)]

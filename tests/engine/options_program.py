@@ -1,6 +1,7 @@
-"""Trains two steps under each of several options, on as many ranks as there are, and prints the checksums and losses of each way.
+"""Train two steps under each of several options, on all ranks of the job.
 
-Arguments: model folder, and a larger model's, whose loading is weighed ("" for none).
+Prints the checksums and losses of each option. Arguments: model folder, and a larger model whose
+loading is measured ("" for none).
 """
 
 import copy
@@ -55,7 +56,7 @@ def make_options(model: str, changes: dict[str, object]) -> TrainEngineConfig:
 
 
 def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> float:
-    """One step of maximum likelihood, after which the engine is idle; its loss."""
+    """Take one step of maximum likelihood, let the engine sleep, and return the loss."""
     loss = steps.train_step(engine, batch)["loss"]
     engine.sleep()
     return loss
@@ -70,12 +71,12 @@ def train(ranks: Ranks, model: str, changes: dict[str, object]) -> dict[str, obj
 
 
 def rise_of_peak_mib(ranks: Ranks, model: str, changes: dict[str, object]) -> list[float]:
-    """MiB of host memory by which the peak of each rank rises while it builds an engine."""
+    """Return the rise of the peak host memory of each rank, in MiB, while it builds an engine."""
     options = make_options(model, changes)
     options.optimizer = None
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed would hide what is taken
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory would hide new allocations
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory_mib("VmRSS")
     build_engine(options, ranks, total_steps=1)
     return ranks.gather_objects(memory_mib("VmHWM") - before)

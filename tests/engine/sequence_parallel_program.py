@@ -1,7 +1,8 @@
-"""One step of three losses that need whole rows, on ranks that share the tokens of the same rows: for a test that compares with one rank.
+"""One step of three losses that need complete rows, on ranks that share the tokens of the rows.
 
-Arguments: a folder with models called gemma3_text and llama (which has one key-value head), sequence-parallel ranks, and where rank 0
-leaves the gradients. Prints the loss of each case as rank 0 and the other ranks have it, and what scoring gives.
+For a test that compares with one rank. Arguments: a folder with models called gemma3_text and llama
+(which has one key-value head), number of sequence-parallel ranks, and output file of rank 0 for the
+gradients. Prints the loss of each case on rank 0 and on the other ranks, and the scores.
 """
 
 import importlib.util
@@ -28,11 +29,11 @@ spec.loader.exec_module(steps)
 
 MAX_TOKENS = 36  # of a micro-batch: pairs of the lengths below need three
 LENGTHS = [12, 5, 21, 9, 3, 14, 7, 7]
-PROMPT = 8  # tokens that are not trained on, so that some slices hold none that are
+PROMPT = 8  # tokens outside the loss mask, so that some slices have none inside
 
 
 def rows(rank: int = 0, num_ranks: int = 1) -> Batch:
-    """This data-parallel rank's pairs of eight rows."""
+    """Return this data-parallel rank's pairs of eight rows."""
     lengths, position = torch.tensor(LENGTHS)[:, None], torch.arange(max(LENGTHS))
     mask = position < lengths
     generator = torch.Generator().manual_seed(0)
@@ -63,20 +64,20 @@ def pairwise_loss(scores: Tensor, flat: Batch) -> Tensor:
 
 
 def load_recomputing(path: str, **options: object) -> torch.nn.Module:
-    """A model whose backward computes each layer, and so its exchanges, again."""
+    """Load a model whose backward recomputes each layer, and so its exchanges."""
     model = load_model(path, **options)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def load_with_scores(path: str, **options: object) -> torch.nn.Module:
-    """A reward model whose head is not 0, which would leave the gradient of all else 0."""
+    """Load a reward model with a random head: with a head of 0 all other gradients would be 0."""
     model = load_score_model(path, **options)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     return model
 
 
-# name of a case -> folder of its model, what reads it, its loss
+# name of a case -> folder of its model, its loader, its loss
 CASES: dict[str, tuple[str, Callable, Callable]] = {
     "policy": ("gemma3_text", load_recomputing, sequence_level_policy_loss),
     "preference": ("llama", load_model, preference_loss),
@@ -92,7 +93,7 @@ def make_engine(ranks: Ranks, folder: Path, case: str) -> FSDPEngine:
 
 
 def take_step(ranks: Ranks, folder: Path, case: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss of one step and its gradients, whole."""
+    """Return the loss of one step and its gathered gradients."""
     batch = rows(ranks.data_parallel_rank, ranks.data_parallel_size)
     engine = make_engine(ranks, folder, case)
     result, gradients = step_with_gradients(engine, batch, CASES[case][2])

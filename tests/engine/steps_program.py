@@ -1,6 +1,7 @@
-"""Trains a few steps on fixed rows, divided over the ranks, and prints losses, gradient norms and checksums.
+"""Train a few steps on fixed rows, divided over the ranks; print losses, norms and checksums.
 
-Arguments: model folder, tokens per micro-batch, checkpoint folder to write after the first step ("" for none).
+Arguments: model folder, tokens per micro-batch, checkpoint folder to write after the first step
+("" for none).
 """
 
 import json
@@ -21,7 +22,10 @@ LENGTHS = [12, 5, 20, 9, 3]
 
 
 def rows(rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
-    """Every world_size-th of five rows of different lengths, next-token aligned: with two ranks, three and two rows."""
+    """Return every world_size-th of five rows of different lengths, next-token aligned.
+
+    With two ranks: three and two rows.
+    """
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     ids = torch.randint(5, 100, mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     trained = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None] - 1
@@ -50,7 +54,7 @@ def engine_of(
 
 
 def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
-    """One step of maximum likelihood."""
+    """Take one step of maximum likelihood."""
     result = engine.train_batch(
         batch,
         lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),

@@ -1,7 +1,8 @@
-"""What pairs of tensor-parallel ranks compute, for a test that compares it with one rank.
+"""Results of pairs of tensor-parallel ranks, for a test that compares them with one rank.
 
-Arguments: a folder with one model a family, and a checkpoint of one rank called `one`; the family that the checkpoint is of. Each model's
-gradients are left in its folder; a checkpoint `two` and a Hugging Face folder `hf` beside `one`. Prints what else was seen.
+Arguments: a folder with one model per family and a checkpoint of one rank called `one`; the family
+of the checkpoint. Writes the gradients of each model into its folder, a checkpoint `two` and a
+Hugging Face folder `hf` next to `one`. Prints the other results.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).pa
 program = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program)
 
-VOCABULARY, FIRST_PART = 23, 12
+VOCABULARY, SHARD_SIZE = 23, 12
 MAX_TOKENS = 30
 
 
@@ -53,11 +54,15 @@ def main(folder: Path, family: str) -> None:
 def vocabulary_differences(
     part: int, group: torch.distributed.ProcessGroup, temperature: float, softcap: float | None
 ) -> list[float]:
-    """How far, relative to the largest number, a part of a vocabulary is from all of it: result, gradients of hidden and weight."""
+    """Compare a shard of the vocabulary with the complete one.
+
+    Returns the differences, relative to the largest number, of result and gradients of hidden and
+    weight.
+    """
     torch.manual_seed(1)
     hidden, weight = torch.randn(1, 10, 6), 3 * torch.randn(VOCABULARY, 6)
     labels, upstream = torch.randint(VOCABULARY, (10,)), torch.randn(1, 10, 2)
-    mine = slice(FIRST_PART * part, FIRST_PART * (part + 1))
+    mine = slice(SHARD_SIZE * part, SHARD_SIZE * (part + 1))
 
     def run(weight: torch.Tensor, part: VocabularyShard | None) -> list[torch.Tensor]:
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -71,7 +76,7 @@ def vocabulary_differences(
 
 
 def uniform(part: VocabularyShard) -> list[list[float]]:
-    """(logprob, entropy) of three labels under eight equal logits, four on a rank."""
+    """Return (logprob, entropy) of three labels under eight equal logits, four on a rank."""
     labels = torch.tensor([0, 3, 7])
     return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), labels, 1.0, None, part)[0].tolist()
 
@@ -81,7 +86,10 @@ def rows_of(ranks: Ranks) -> Batch:
 
 
 def one_step(ranks: Ranks, model: Path) -> dict:
-    """Checksums before and after one step in several micro-batches, and its loss and norm; gradients go to a file."""
+    """Return checksums before and after one step in several micro-batches, and its loss and norm.
+
+    Rank 0 writes the gradients to a file.
+    """
     engine = program.make_engine(ranks, str(model), MAX_TOKENS)
     untrained = engine.checksums()
     experts = record_experts(engine)
@@ -98,7 +106,7 @@ def one_step(ranks: Ranks, model: Path) -> dict:
 
 
 def score_step(ranks: Ranks, model: Path) -> list[float]:
-    """Loss and gradient norm of a reward model, read by rank 0 alone, whose layers are computed twice."""
+    """Return loss and gradient norm of a reward model read by rank 0 alone, with checkpointing."""
     scored = load_score_model(str(model))
     torch.nn.init.constant_(scored.score.weight, 0.1)
     sharded = shard_model(
@@ -114,7 +122,7 @@ def score_step(ranks: Ranks, model: Path) -> list[float]:
 
 
 def record_experts(engine: FSDPEngine) -> list[list[list[int]]]:
-    """Grows by the experts of each token, in order, at each pass through a router."""
+    """Return a list that grows by the experts of each token at each pass through a router."""
     chosen: list[list[list[int]]] = []
     for module in engine.model.modules():
         if type(module).__name__.endswith("Router"):
@@ -125,7 +133,7 @@ def record_experts(engine: FSDPEngine) -> list[list[list[int]]]:
 
 
 def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:
-    """Goes on from one rank's checkpoint, and leaves one for it."""
+    """Continue from the checkpoint of one rank, and write one."""
     engine = program.make_engine(ranks, str(folder / family), MAX_TOKENS)
     load_checkpoint(folder / "one", {"actor": engine})
     seen = {"loaded": engine.checksums(), "next": program.train_step(engine, rows_of(ranks))}

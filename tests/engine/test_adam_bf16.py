@@ -42,7 +42,8 @@ def test_many_steps_stay_near_a_float64_twin_that_rounds_the_same_moment():
         weight -= SETTINGS["lr"] / (1 - beta1**step) * m / root
     assert state["exp_avg"].dtype == torch.bfloat16
     assert state["exp_avg_sq"].dtype == torch.float32
-    # A moment that falls on the other side of a rounding edge is off by 2**-8 of itself, a few times in 200 steps.
+    # A moment on the other side of a rounding boundary is off by 2**-8 of itself, a few times in
+    # 200 steps.
     torch.testing.assert_close(ours.double(), weight, rtol=0, atol=1e-4)
     exact, _ = train(torch.optim.AdamW, gradients, torch.float64)
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-3)
@@ -57,7 +58,7 @@ def test_the_second_moment_falls_when_gradients_do():
     assert (stuck * 0.999).bfloat16() == stuck  # why it is not stored in bfloat16
 
 
-def test_training_goes_on_from_saved_states_to_the_same_bits():
+def test_training_continues_from_saved_states_to_the_same_bits():
     gradients = some_gradients(6, 8)
     ours, _ = train(AdamWBf16, gradients)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 8))

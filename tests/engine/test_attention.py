@@ -5,7 +5,7 @@ from areal_core.engine.attention import packed_attention
 
 
 def plain_attention(q, k, v, scaling, window=None):
-    """Softmax attention written out in float64, with a mask of [length, length]."""
+    """Compute softmax attention in float64, with a mask of [length, length]."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     allowed = (distance >= 0) & (distance < (window or q.shape[2]))

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, that damage never goes unseen, that training may go on while they are written, other ranks."""
+"""Checkpoints: contents, damage, writing in the background, other numbers of ranks."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ spec.loader.exec_module(program)
 
 @pytest.fixture
 def engine(ranks, tiny_model):
-    """One that has trained a step."""
+    """An engine that has trained a step."""
     engine = program.make_engine(ranks, str(tiny_model), 100)
     program.train_step(engine, program.rows())
     return engine
@@ -46,7 +46,7 @@ def fresh(ranks, tiny_model):
 
 @pytest.fixture(scope="module")
 def saved(ranks, tiny_model, tmp_path_factory):
-    """A checkpoint of an actor and a critic. Not to be changed: copy it."""
+    """A checkpoint of an actor and a critic. Read-only: tests copy it before they change it."""
     folder = tmp_path_factory.mktemp("saved") / "000001"
     engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
     program.train_step(engines["actor"], program.rows())
@@ -55,7 +55,7 @@ def saved(ranks, tiny_model, tmp_path_factory):
 
 
 def everything(engine) -> dict[str, bytes]:
-    """Bits of all weights and optimizer states."""
+    """Return the bits of all weights and optimizer states."""
     tensors = checkpoints._weights(engine) | checkpoints._tensors_of(checkpoints._optimizer_state(engine))
     return {
         name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy().tobytes()
@@ -168,7 +168,7 @@ def test_another_model_or_engine_is_one_sentence(saved, ranks, fresh, tmp_path):
         load_checkpoint(saved, {"actor": fresh, "teacher": fresh})
 
 
-def test_a_snapshot_is_of_its_moment_though_training_goes_on(engine, fresh, tmp_path):
+def test_a_snapshot_does_not_change_while_training_continues(engine, fresh, tmp_path):
     before, snapshot = everything(engine), take_snapshot(tmp_path / "c", {"actor": engine}, {})
     program.train_step(engine, program.rows())
     write_snapshot(snapshot, threading.Event())
@@ -176,7 +176,7 @@ def test_a_snapshot_is_of_its_moment_though_training_goes_on(engine, fresh, tmp_
     assert everything(fresh) == before != everything(engine)
 
 
-def test_models_are_copied_before_they_are_written_and_files_beside_them_stay(engine, tmp_path):
+def test_models_are_copied_before_they_are_written_and_files_next_to_them_stay(engine, tmp_path):
     folder = take_hf(tmp_path / "async", engine)
     save_hf(tmp_path / "at-once", engine)
     program.train_step(engine, program.rows())
@@ -190,7 +190,7 @@ def test_models_are_copied_before_they_are_written_and_files_beside_them_stay(en
     assert sorted(path.name for path in tmp_path.iterdir()) == ["async", "at-once"]
 
 
-def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(engine, tmp_path, monkeypatch):
+def test_a_failed_write_is_reported_by_the_training_thread_in_one_sentence(engine, tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "c", {"actor": engine}, {})
     snapshot = take_snapshot(tmp_path / "c", {"actor": engine}, {})
 
@@ -205,10 +205,10 @@ def test_what_cannot_be_written_is_told_by_the_training_thread_in_one_sentence(e
     ):
         writing.wait()
     assert writing.finished() is None
-    read_checkpoint(tmp_path / "c")  # the one before is still whole
+    read_checkpoint(tmp_path / "c")  # the previous one is still complete
 
 
-def test_a_disk_that_gives_back_other_bytes_is_noticed(engine, tmp_path, monkeypatch):
+def test_a_disk_that_returns_other_bytes_is_detected(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "file_checksum", lambda file: "00000000")
     with pytest.raises(
         CheckpointNotWritten, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
@@ -216,7 +216,7 @@ def test_a_disk_that_gives_back_other_bytes_is_noticed(engine, tmp_path, monkeyp
         save_checkpoint(tmp_path / "c", {"actor": engine}, {})
 
 
-def test_a_checkpoint_that_waits_for_another_rank_is_given_up_when_that_has_failed(engine, tmp_path):
+def test_a_checkpoint_that_waits_for_another_rank_is_abandoned_when_that_has_failed(engine, tmp_path):
     alone = take_snapshot(tmp_path / "c", {"actor": engine}, {})
     of_two = checkpoints.Snapshot(tmp_path / "c", 0, 2, alone.pieces, alone.checkpoint)
     writing = BackgroundSave()
@@ -227,18 +227,18 @@ def test_a_checkpoint_that_waits_for_another_rank_is_given_up_when_that_has_fail
     assert not (tmp_path / "c").exists()
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_one_and_one_from_theirs(
+def test_two_ranks_continue_from_a_checkpoint_of_one_and_one_from_theirs(
     saved, ranks, tiny_model, tmp_path, torchrun, monkeypatch
 ):
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
-    told = torchrun(PROGRAMS / "checkpoint_program.py", 2, tiny_model, saved, tmp_path)
+    printed = torchrun(PROGRAMS / "checkpoint_program.py", 2, tiny_model, saved, tmp_path)
     engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
     load_checkpoint(saved, engines)
-    assert told["loaded"] == {name: engine.checksums() for name, engine in engines.items()}
+    assert printed["loaded"] == {name: engine.checksums() for name, engine in engines.items()}
     loaded = []
     for name in ("waited", "beside"):
         assert load_checkpoint(tmp_path / name, engines) == {"step": 1}
-        assert told["saved"] == {name: engine.checksums() for name, engine in engines.items()}
+        assert printed["saved"] == {name: engine.checksums() for name, engine in engines.items()}
         loaded.append({name: everything(engine) for name, engine in engines.items()})
     assert loaded[0] == loaded[1]
     files = [read_checkpoint(tmp_path / name).files for name in ("waited", "beside")]

@@ -29,7 +29,7 @@ def test_deterministic_mode_is_strict_when_everything_was_set_in_time():
 @pytest.mark.parametrize("missing", DETERMINISTIC)
 def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
     environment = {name: value for name, value in DETERMINISTIC.items() if name != missing}
-    # Set after the process has started, it comes too late, and that is seen.
+    # Set after the process has started, it is too late, which is detected.
     done = run(f"import os; os.environ[{missing!r}] = {DETERMINISTIC[missing]!r}; " + ENFORCE, environment)
     assert done.returncode == 1
     assert f"needs {missing}={DETERMINISTIC[missing]} before Python starts, but it was not set" in done.stderr
@@ -43,7 +43,7 @@ def test_deterministic_mode_refuses_warn_only():
     assert "warn_only=True" in done.stderr
 
 
-def test_generators_go_on_from_a_restored_state_with_the_same_numbers():
+def test_generators_continue_from_a_restored_state_with_the_same_numbers():
     def draw():
         return [
             random.random(),
@@ -53,7 +53,7 @@ def test_generators_go_on_from_a_restored_state_with_the_same_numbers():
             float(torch.rand(())),
         ]
 
-    random.gauss(0, 1)  # leaves half of a pair behind, which belongs to the state
+    random.gauss(0, 1)  # leaves half of a pair unused, which belongs to the state
     np.random.normal()
     state = rng_state()
     first = draw()

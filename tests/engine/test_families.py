@@ -1,4 +1,7 @@
-"""Each family that we vouch for, at tiny size: our packed, sharded forward and backward against Transformers' own, a sequence at a time."""
+"""Each supported family at tiny size: packed, sharded forward and backward against Transformers.
+
+Transformers computes one sequence at a time.
+"""
 
 import importlib.util
 import json
@@ -28,7 +31,10 @@ def model(request, tmp_path_factory):
 
 
 def transformers_own(path, batch):
-    """Logprobs [B, T], loss and gradients of the same objective in float64, a sequence at a time through plain attention."""
+    """Compute logprobs [B, T], loss and gradients of the same objective with Transformers.
+
+    In float64, one sequence at a time, with plain attention.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", experts_implementation="eager"
     ).double()

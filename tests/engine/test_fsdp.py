@@ -40,9 +40,9 @@ def test_logprobs_equal_those_of_an_unpacked_forward(ranks, tiny_model):
 
 
 def test_loss_and_gradient_do_not_depend_on_micro_batches(ranks, tiny_model):
-    whole, divided = run_alone(ranks, tiny_model, 1000), run_alone(ranks, tiny_model, 20)
-    assert [step["num_micro_batches"] for step in whole + divided] == [1, 1, 1, 3, 3, 3]
-    for one, many in zip(whole, divided, strict=True):
+    undivided, divided = run_alone(ranks, tiny_model, 1000), run_alone(ranks, tiny_model, 20)
+    assert [step["num_micro_batches"] for step in undivided + divided] == [1, 1, 1, 3, 3, 3]
+    for one, many in zip(undivided, divided, strict=True):
         assert many["loss"] == pytest.approx(one["loss"], rel=2e-6)
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
@@ -52,7 +52,7 @@ def test_the_same_split_gives_the_same_bits(ranks, tiny_model):
 
 
 def test_two_ranks_with_unequal_rows_train_as_one_does(ranks, tiny_model, two_ranks):
-    # Rank 0 needs two micro-batches for its three rows, rank 1 one for its two: it runs an empty one beside it.
+    # Rank 0 needs two micro-batches for its three rows, rank 1 one for its two and an empty one.
     alone = run_alone(ranks, tiny_model, 1000)
     for one, two in zip(alone, two_ranks["straight"], strict=True):
         assert two["num_micro_batches"] == 2
@@ -61,7 +61,7 @@ def test_two_ranks_with_unequal_rows_train_as_one_does(ranks, tiny_model, two_ra
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
-def test_training_goes_on_from_a_checkpoint_to_the_same_bits_on_two_ranks(two_ranks):
+def test_training_continues_from_a_checkpoint_to_the_same_bits_on_two_ranks(two_ranks):
     assert two_ranks["state"] == {"steps_done": 1}
     assert two_ranks["resumed"] == two_ranks["straight"][1:]
 

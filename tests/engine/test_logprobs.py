@@ -7,7 +7,7 @@ from areal_core.engine.errors import ModelError
 
 
 def naive(hidden, weight, labels, temperature, softcap):
-    """The definition, in float64: all logits at once."""
+    """Compute the definition in float64, with all logits at once."""
     logits = hidden[0].double() @ weight.double().T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -18,7 +18,7 @@ def naive(hidden, weight, labels, temperature, softcap):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_logprobs_and_gradients_equal_the_definition(monkeypatch, temperature, softcap):
-    monkeypatch.setattr(L, "TOKENS_PER_WEIGHT_GRADIENT", 6)  # ten tokens: one whole block and a rest
+    monkeypatch.setattr(L, "TOKENS_PER_WEIGHT_GRADIENT", 6)  # ten tokens: one complete block and a rest
     monkeypatch.setattr(L, "LOGITS_AT_A_TIME", {"cpu": 4 * 23})  # four rows at a time
     torch.manual_seed(1)
     hidden = torch.randn(1, 10, 6, requires_grad=True)

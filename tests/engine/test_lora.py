@@ -1,4 +1,4 @@
-"""Adapters: what trains and what stays, what is saved and loaded again, and the model beneath as its own reference."""
+"""Adapters: trainable weights, saving and loading, and the base model as reference."""
 
 import importlib.util
 import sys
@@ -35,7 +35,7 @@ def trained(ranks, tiny_model):
 
 
 def logprobs_of(model, batch) -> torch.Tensor:
-    """Of the trained tokens, by a plain forward of Transformers, one row after the other."""
+    """Compute logprobs of the tokens in the loss mask with Transformers, one row at a time."""
     found = []
     for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         ids = row[mask].long()[None]
@@ -50,7 +50,7 @@ def scored(engine, batch) -> torch.Tensor:
     return engine.compute_logprobs(batch)[batch["loss_mask"].bool()]
 
 
-def test_only_adapters_train_and_the_model_beneath_keeps_its_bits(ranks, trained, tiny_model):
+def test_only_adapters_train_and_the_base_model_keeps_its_bits(ranks, trained, tiny_model):
     names = set(trained_parameters(trained.model))
     assert len(names) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
     assert all(".lora_A." in name or ".lora_B." in name for name in names)
@@ -80,7 +80,7 @@ def test_the_reference_of_an_adapted_policy_is_an_engine_of_its_own_to_the_bit(r
     separate = build_engine(program.options_of(str(tiny_model), use_lora=False), ranks, 1)
     after = trained.compute_logprobs(batch)
     assert torch.equal(BaseReference(trained).compute_logprobs(batch), separate.compute_logprobs(batch))
-    assert torch.equal(trained.compute_logprobs(batch), after)  # and the adapter is on again
+    assert torch.equal(trained.compute_logprobs(batch), after)  # and the adapter is enabled again
 
 
 def test_what_is_saved_is_what_was_trained_as_an_adapter_and_merged(ranks, trained, tiny_model, tmp_path):
@@ -116,7 +116,7 @@ def test_merged_weights_are_rounded_once():
     }
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_to_the_same_bits(
+def test_a_checkpoint_contains_the_adapter_alone_and_training_continues_to_the_same_bits(
     ranks, tiny_model, tmp_path
 ):
     torch.manual_seed(7)
@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_to_the_same_b
     assert read_checkpoint_file(tmp_path / "000001").engines["actor"].has_optimizer
 
 
-def test_frozen_weights_stand_in_the_compute_dtype_and_adapters_in_float32(ranks, tiny_model):
+def test_frozen_weights_are_in_the_compute_dtype_and_adapters_in_float32(ranks, tiny_model):
     engine = build_engine(program.options_of(str(tiny_model), dtype="bfloat16"), ranks, 10)
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in engine.model.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
@@ -152,7 +152,7 @@ def test_gradient_checkpointing_changes_no_bit(ranks, tiny_model):
 def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tmp_path):
     _, alone = program.train(ranks, str(tiny_model))
     together = torchrun(PROGRAM, 2, tiny_model, tmp_path / "adapter")
-    assert together["from_rank_0"] == together["steps"]  # to the bit: rank 0's adapter is everybody's
+    assert together["from_rank_0"] == together["steps"]  # to the bit: all ranks have rank 0's adapter
     for one, two in zip(alone, together["steps"], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -161,7 +161,7 @@ def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tm
     PeftModel.from_pretrained(base, tmp_path / "adapter")
 
 
-def test_a_reward_model_trains_its_adapter_and_its_whole_head(ranks, tiny_model, tmp_path):
+def test_a_reward_model_trains_its_adapter_and_its_complete_head(ranks, tiny_model, tmp_path):
     engine = build_engine(program.options_of(str(tiny_model)), ranks, 10, load=load_score_model)
     assert [name for name in trained_parameters(engine.model) if "lora" not in name] == ["score.weight"]
     batch = program.rows()
@@ -185,7 +185,7 @@ def test_a_reward_model_trains_its_adapter_and_its_whole_head(ranks, tiny_model,
     ("wanted", "layers"),
     [([], LAYERS), (["all-linear"], LAYERS), (["v_proj", "q_proj"], ["q_proj", "v_proj"])],
 )
-def test_adapters_are_put_on_the_layers_that_are_asked_for(tiny_model, wanted, layers):
+def test_adapters_are_put_on_the_requested_layers(tiny_model, wanted, layers):
     model = load_model(str(tiny_model))
     add_adapters(model, Adapter(2, 4, "m"), wanted, dtype=torch.float32, seed=0)
     found = {name.split(".")[-4] for name in trained_parameters(model)}
@@ -205,7 +205,7 @@ def test_a_layer_that_is_not_there_is_named_with_those_that_are(tiny_model):
         )
 
 
-def test_without_peft_one_sentence_says_how_to_get_it(tiny_model, monkeypatch):
+def test_without_peft_one_sentence_explains_how_to_install_it(tiny_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
         ModelError, match=r"actor\.use_lora needs the package peft .* pip install 'areal-debug\[lora\]'"
@@ -213,7 +213,7 @@ def test_without_peft_one_sentence_says_how_to_get_it(tiny_model, monkeypatch):
         add_adapters(load_model(str(tiny_model)), Adapter(2, 4, "m"), [], dtype=torch.float32, seed=0)
 
 
-def test_options_that_say_where_states_live_work_with_adapters(ranks, tiny_model):
+def test_options_of_memory_placement_work_with_adapters(ranks, tiny_model):
     _, plain = program.train(ranks, str(tiny_model))
     options = program.options_of(str(tiny_model))
     options.optimizer = replace(options.optimizer, offload=True)

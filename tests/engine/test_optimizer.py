@@ -4,7 +4,7 @@ import torch
 from areal_core.engine.optimizer import clip_gradients, schedule_factor
 
 
-def test_linear_schedule_by_hand():
+def test_linear_schedule_matches_literal_numbers():
     factor = schedule_factor("linear", total_steps=10, warmup_steps=2, min_lr_ratio=0.0)
     assert [factor(step) for step in (0, 1, 2, 6, 10, 99)] == [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
 

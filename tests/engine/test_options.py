@@ -16,13 +16,16 @@ PROGRAM = Path(__file__).parent / "options_program.py"
 spec = importlib.util.spec_from_file_location("options_program", PROGRAM)
 program = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program)
-# torch.compile looks at it while it traces the parameters that FSDP has gathered
+# torch.compile reads it while it traces the parameters that FSDP has gathered
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory) -> Path:
-    """120 MiB with float32 weights, and a bfloat16 checkpoint, which cannot be mapped into memory as it is."""
+    """A model of 120 MiB in float32, with a bfloat16 checkpoint.
+
+    Such a checkpoint cannot be mapped into memory unchanged.
+    """
     folder = make_tiny_model(tmp_path_factory.mktemp("larger"), hidden_size=512, num_layers=8)
     load_model(str(folder), dtype=torch.bfloat16).save_pretrained(folder)
     return folder
@@ -34,15 +37,15 @@ def two_ranks(torchrun, tiny_model, larger_model):
 
 
 @pytest.mark.parametrize("way", [way for way in program.SAME_BITS if way != "as it is"])
-def test_where_memory_lies_changes_no_bit(two_ranks, way):
+def test_memory_placement_changes_no_bit(two_ranks, way):
     assert two_ranks[way] == two_ranks["as it is"]
 
 
-def test_a_rank_that_is_given_its_shards_never_holds_the_whole_model(two_ranks, larger_model):
-    whole_mib = 4 * sum(p.numel() for p in load_model(str(larger_model)).parameters()) / 2**20
+def test_a_rank_that_receives_its_shards_never_has_the_complete_model_in_memory(two_ranks, larger_model):
+    model_mib = 4 * sum(p.numel() for p in load_model(str(larger_model)).parameters()) / 2**20
     _, given = two_ranks["peaks"]["rank 0 reads"]
     _, read = two_ranks["peaks"]["every rank reads"]
-    assert given < whole_mib < read  # half of it and a layer; all of it and half
+    assert given < model_mib < read  # half of it and a layer; all of it and half
 
 
 def test_recomputed_activations_are_not_kept(ranks, tiny_model):
@@ -85,30 +88,30 @@ def test_layers_step_one_after_the_other_and_each_parameter_once(ranks, tiny_mod
         parameter.grad = torch.zeros_like(parameter)
     take_step(Noting(parameters, lr=1.0), engine.step_groups)
     assert [list(map(id, group)) for group in seen] == [list(map(id, group)) for group in engine.step_groups]
-    assert all(parameter.grad is not None for parameter in parameters)  # which observers are told of
+    assert all(parameter.grad is not None for parameter in parameters)  # which observers read
     assert step_groups(engine.model, is_per_layer=False) == [parameters]
 
 
 def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
     engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
     logprobs = engine.compute_logprobs(program.steps.rows())
-    assert not engine.is_asleep  # it trains, and will be asked for more
+    assert not engine.is_asleep  # it trains, and will be used again
     engine.sleep()
     assert engine.is_asleep
     assert torch.equal(engine.compute_logprobs(program.steps.rows()), logprobs)
     assert not engine.is_asleep
     engine.optimizer = None
     engine.compute_logprobs(program.steps.rows())
-    assert engine.is_asleep  # scoring is all that it does
+    assert engine.is_asleep  # it only scores
     engine.named_full_tensors()
     assert not engine.is_asleep
 
 
 @NON_LEAF
-def test_compiled_layers_give_the_same_bits_and_trace_nothing_anew_for_other_micro_batches(
+def test_compiled_layers_give_the_same_bits_and_retrace_nothing_for_other_micro_batches(
     ranks, tiny_model, monkeypatch
 ):
-    # "eager" runs what torch.compile traced without writing code: that can be held to the bit.
+    # "eager" runs the trace of torch.compile without generated code, so that bits must be equal.
     monkeypatch.setattr(compiling, "BACKEND", "eager")
     torch._dynamo.reset()
     plain, compiled = (

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not computes_bfloat16(), reason="this CPU does n
 
 @pytest.fixture
 def layers():
-    """A layer with a bias and one without, and a packed copy of both."""
+    """Return a layer with a bias and one without, and a packed copy of both."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.Linear(160, 64, bias=False)).bfloat16()
     packed = copy.deepcopy(plain)

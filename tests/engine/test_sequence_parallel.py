@@ -1,4 +1,7 @@
-"""Ranks that share the tokens of the same rows, against one rank: losses of whole rows, gradients, scores."""
+"""Ranks that share the tokens of the same rows, against one rank.
+
+Losses of complete rows, gradients, scores.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -47,7 +50,7 @@ def assert_steps_of_one_rank(ranks, folder, output, seen):
 
 @pytest.fixture(scope="module")
 def two_ranks(torchrun, folder, tmp_path_factory):
-    """What two ranks computed of the same rows, and where their gradients lie."""
+    """Results of two ranks for the same rows, and the path of their gradients."""
     output = tmp_path_factory.mktemp("gradients")
     return torchrun(PROGRAM, 2, folder, 2, output), output
 
@@ -89,7 +92,7 @@ def test_eight_ranks_are_numbered_with_tensor_parallelism_innermost():
 def test_seven_tokens_on_two_ranks_are_padded_to_four_and_four():
     tokens = torch.arange(1, 8)
 
-    class OneOfTwo(Ranks):  # a slice asks for the group, which takes processes
+    class OneOfTwo(Ranks):  # a slice needs the group, which needs processes
         sequence_parallel_group = None
 
     slices = [slice_tokens(7, OneOfTwo(rank, 2, torch.device("cpu"), None, 2)) for rank in range(2)]

@@ -1,4 +1,7 @@
-"""Two tensor-parallel ranks against one: the same logprobs, losses, gradients and weights, of every family."""
+"""Two tensor-parallel ranks against one, for every family.
+
+The same logprobs, losses, gradients and weights.
+"""
 
 import importlib.util
 import shutil
@@ -22,7 +25,8 @@ spec = importlib.util.spec_from_file_location("tensor_parallel_program", PROGRAM
 program = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program)
 steps = program.program
-# Biases, experts, and norms of heads with tied weights; the other families take the same ways (`test_families.py` has them all).
+# Biases, experts, and norms of heads with tied weights; the other families use the same code
+# (`test_families.py` tests all of them).
 TRIED = ("llama", "qwen3_moe", "gemma3_text")
 
 
@@ -40,11 +44,11 @@ def folder(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(torchrun, folder):
-    """What each of the two ranks saw."""
+    """Results of the two ranks."""
     return torchrun(PROGRAM, 2, folder, TRIED[0])
 
 
-def test_parts_of_a_vocabulary_give_the_logprobs_and_gradients_of_the_whole(two_ranks):
+def test_shards_of_a_vocabulary_give_the_logprobs_and_gradients_of_all_of_it(two_ranks):
     for rank in two_ranks:
         for case, differences in rank["vocabulary"].items():
             assert max(differences) < 2e-6, case
@@ -80,7 +84,10 @@ def test_two_ranks_score_and_train_a_reward_model_as_one_does(ranks, folder, two
 
 
 def assert_checkpoints_agree(ranks, folder, seen):
-    """What went on from a checkpoint of one rank, and left one and a Hugging Face folder, did and left what one rank would."""
+    """Assert that a run continued from the checkpoint of one rank matches that of one rank.
+
+    Its checkpoint and its Hugging Face folder match, too.
+    """
     engine = steps.make_engine(ranks, str(folder / TRIED[0]), program.MAX_TOKENS)
     load_checkpoint(folder / "one", {"actor": engine})
     assert seen["loaded"] == engine.checksums()
@@ -120,7 +127,7 @@ def test_a_family_without_a_plan_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "sentence"),
     [
         ({"num_attention_heads": 6}, "6 attention heads, which do not divide among 4"),
         ({"num_key_value_heads": 2}, "2 key-value heads"),
@@ -128,9 +135,9 @@ def test_a_family_without_a_plan_is_refused_by_name():
         ({"num_experts": 6}, "6 experts"),
     ],
 )
-def test_what_does_not_divide_is_said_in_one_sentence(sizes, said):
+def test_sizes_that_do_not_divide_are_refused_in_one_sentence(sizes, sentence):
     even = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "num_experts": 8}
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=sentence):
         check_tensor_parallel(AutoConfig.for_model("qwen3_moe", **even | sizes), 4)
 
 

@@ -13,7 +13,7 @@ from .known import KNOWN, named_function, padded, pretending, stand_in
 
 
 def consolidated_bytes(tensors):
-    """`torch.save` of a consolidated TensorDict: one uint8 storage with the position of each leaf."""
+    """`torch.save` a consolidated TensorDict: one uint8 storage with the position of each leaf."""
     rebuild = named_function("tensordict._reductions", "_rebuild_tensordict_files_consolidated")
     leaves, data = {}, b""
     for key, array in tensors.items():
@@ -109,13 +109,13 @@ def write_verl(folder: Path, method="torch", tensors=None, others=None) -> Path:
 
 def write_roll_rlvr(folder: Path) -> Path:
     tensors = prompt_response_tensors()
-    whole = np.concatenate([np.zeros((4, 4), np.int64), tensors["response_mask"]], axis=1)
+    padded_mask = np.concatenate([np.zeros((4, 4), np.int64), tensors["response_mask"]], axis=1)
     logprobs = np.concatenate(
         [np.zeros((4, 3)), padded([one.logprobs for one in KNOWN], 5, dtype=np.float32)], axis=1
     )
     rewards = np.array([one.reward for one in KNOWN], np.float16)
     tensors |= {
-        "response_mask": whole,
+        "response_mask": padded_mask,
         "infer_logprobs": logprobs.astype(np.float32),
         "response_level_rewards": rewards,
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Known:
-    """One sample. `mask`, `logprobs` and `advantage` speak of the completion."""
+    """One sample. `mask`, `logprobs` and `advantage` are those of the completion."""
 
     group: int
     prompt: list[int]
@@ -38,7 +38,7 @@ class Known:
 
 
 def f32(*values):
-    """Numbers that float32 represents exactly."""
+    """Return numbers that float32 represents exactly."""
     return [float(np.float32(value)) for value in values]
 
 
@@ -71,12 +71,12 @@ def pretending(**classes):
 
 
 def stand_in(module, name, base=object):
-    """A class that pickles as `module.name`."""
+    """Create a class that pickles as `module.name`."""
     return type(name, (base,), {"__module__": module, "__qualname__": name})
 
 
 def named_function(module, name):
-    """A function that pickles as `module.name`."""
+    """Create a function that pickles as `module.name`."""
 
     def function(*arguments):
         raise AssertionError("nothing that a pickle names is ever called")

@@ -1,4 +1,4 @@
-"""Writes the pickles of slime, miles, SkyRL, xtuner and AReaL as they lay them out."""
+"""Write the pickles of slime, miles, SkyRL, xtuner and AReaL in their layouts."""
 
 import io
 import pickle

@@ -32,14 +32,14 @@ def main(model: str, folder: Path) -> None:
     tree |= {"cluster": {"fileroot": str(folder / "files")}}
     tree["actor"] |= {"path": model, "use_decoupled_loss": False}
     config = config_to_dict(config_from_dict(tree, PPOConfig))
-    told = {}
+    summaries = {}
     for name, write in WRITERS.items():
         (folder / name).mkdir()
         record = folder / f"{name}-record"
         import_record(write(folder / name), record, name, config, model)
         report = replay_and_compare(Request(str(record), 0, 0))
         (result,) = report.steps
-        told[name] = {
+        summaries[name] = {
             "guarantee": report.guarantee.kind,
             "exit_code": verdict_at_once(report).exit_code,
             "identical": report.identical,
@@ -49,7 +49,7 @@ def main(model: str, folder: Path) -> None:
                 stat: value for stat, value in result.replayed.items() if "/rewards" in stat or "n_" in stat
             },
         }
-    print(json.dumps(told))
+    print(json.dumps(summaries))
 
 
 if __name__ == "__main__":

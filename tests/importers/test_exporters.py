@@ -1,4 +1,4 @@
-"""Records as files of other tools, which read them with their own libraries to the same values."""
+"""Records as files of other tools, read by their own libraries to the same values."""
 
 import json
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_several_steps_need_a_name_each_and_nothing_is_replaced_unless_requested
         export_record(record, "jsonl", tmp_path / "no" / "b.jsonl")
 
 
-def test_the_verb_exports_and_says_what_is_lost(record, tmp_path):
+def test_the_verb_exports_and_reports_what_is_lost(record, tmp_path):
     arguments = ["record", "export", str(record), "--format", "slime", "--to", str(tmp_path / "{step}.pt")]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output

@@ -18,16 +18,16 @@ def test_one_batch_from_three_formats_trains_to_the_same_bits(tiny_model, tmp_pa
     command = [sys.executable, str(HERE / "replay_program.py"), str(tiny_model), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    assert set(told) == {"slime", "areal", "verl"}
-    assert float.fromhex(told["slime"]["grad_norm"]) > 0.001
+    printed = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(printed) == {"slime", "areal", "verl"}
+    assert float.fromhex(printed["slime"]["grad_norm"]) > 0.001
     for name in ("areal", "verl"):
-        assert (told[name]["loss"], told[name]["grad_norm"]) == (
-            told["slime"]["loss"],
-            told["slime"]["grad_norm"],
+        assert (printed[name]["loss"], printed[name]["grad_norm"]) == (
+            printed["slime"]["loss"],
+            printed["slime"]["grad_norm"],
         )
-    # there is nothing to compare with, and so no green
-    assert {(one["guarantee"], one["identical"], one["exit_code"]) for one in told.values()} == {
+    # there is nothing to compare with, and so no verdict of equality
+    assert {(one["guarantee"], one["identical"], one["exit_code"]) for one in printed.values()} == {
         ("unrecorded", False, 2)
     }
 
@@ -56,6 +56,6 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         "--model",
         tiny_model,
     )
-    said = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
-    assert "Nothing to compare: 2 steps were trained on recorded rollouts." in said
+    message = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
+    assert "Nothing to compare: 2 steps were trained on recorded rollouts." in message
     assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")

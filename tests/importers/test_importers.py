@@ -1,4 +1,4 @@
-"""Import files of other frameworks: same tokens, masks, logprobs, groups, rewards; losses reported."""
+"""Import of files of other frameworks: tokens, masks, logprobs, groups, rewards, reported gaps."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_p
     assert row["rewards"] == 0.25
 
 
-def test_verl_without_uid_groups_by_prompt_and_without_scores_says_so(tmp_path):
+def test_verl_without_uid_groups_by_prompt_and_reports_missing_scores(tmp_path):
     tensors = {key: value for key, value in dataproto.verl_tensors().items() if key != "rm_scores"}
     imported = import_record(dataproto.write_verl(tmp_path, tensors=tensors, others={}), tmp_path / "record")
     assert any("no uid" in note for note in imported.notes)
@@ -133,7 +133,7 @@ def test_verl_without_uid_groups_by_prompt_and_without_scores_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("name", "write"), [("areal-text", lines.write_areal_text), ("verl-text", lines.write_verl_text)]
 )
-def test_dumps_of_text_can_be_read_and_say_that_they_cannot_be_replayed(name, write, tmp_path):
+def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name, write, tmp_path):
     (tmp_path / "dump").mkdir()
     source = write(tmp_path / "dump")
     assert find_format(source) == name
@@ -256,16 +256,16 @@ def test_unknown_sources_are_reported(tmp_path):
     assert issubclass(ForeignFormat, RecordError)
 
 
-def test_the_verb_imports_says_what_is_lost_and_takes_miles_for_slime(tmp_path):
+def test_the_verb_imports_reports_what_is_lost_and_reads_miles_as_slime(tmp_path):
     def run(*arguments, code=0):
         done = CliRunner().invoke(main, ["record", "import", *map(str, arguments)])
         assert done.exit_code == code, done.output
         return done.output
 
     source = pickled.write_miles(tmp_path)
-    said = run(source, "--from", "miles", "--to", tmp_path / "a")
-    assert "1 steps of slime: 4 samples, 20 tokens" in said
-    assert "weights and optimizer are not in the file" in said
+    message = run(source, "--from", "miles", "--to", tmp_path / "a")
+    assert "1 steps of slime: 4 samples, 20 tokens" in message
+    assert "weights and optimizer are not in the file" in message
     assert json.loads(run(source, "--to", tmp_path / "b", "--json"))["num_tokens"] == 20
     assert "already holds a record" in run(source, "--to", tmp_path / "a", code=2)
     assert "1 steps" in run(source, "--to", tmp_path / "a", "--force")

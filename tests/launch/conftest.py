@@ -1,10 +1,11 @@
-"""A light stand-in for SGLang that launchers start as they would start the real one."""
+"""A lightweight stand-in for SGLang, started by launchers as they start the real one."""
 
 from pathlib import Path
 
 import pytest
 
-# Found as `sglang.launch_server` before the installed one. Ends when the file named in STOP_FILE + its seed appears.
+# Found as `sglang.launch_server` before the installed one. Ends when the file STOP_FILE + its seed
+# appears.
 FAKE_SGLANG = """
 import os, sys, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -30,7 +31,7 @@ sys.exit("the scheduler died")
 
 @pytest.fixture
 def stop_file(tmp_path, monkeypatch) -> Path:
-    """Puts a light stand-in for SGLang on the path; servers with seed n end when `stop{n}` appears."""
+    """Put a stand-in for SGLang on the path; servers with seed n end when `stop{n}` appears."""
     (tmp_path / "fake" / "sglang").mkdir(parents=True)
     (tmp_path / "fake" / "sglang" / "__init__.py").touch()
     (tmp_path / "fake" / "sglang" / "launch_server.py").write_text(FAKE_SGLANG)

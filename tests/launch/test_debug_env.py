@@ -1,4 +1,4 @@
-"""Environment presets: what they set, that torch reads it, and how they are listed."""
+"""Environment presets: their variables, their effect on torch, and the list of them."""
 
 from datetime import timedelta
 

@@ -1,4 +1,7 @@
-"""Runs that are killed at random moments end with the bits of runs that were left alone, by a script that does it in any number."""
+"""Runs killed at random moments end with the bits of undisturbed runs.
+
+Checked by a script that does it any number of times.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The local launcher: what ranks are given, whose exit code comes out, and that nothing is left behind."""
+"""The local launcher: environment of ranks, exit codes, and no processes left behind."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from areal_core.sglang.start import SGLangServer, cpu_environment, option_args, 
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script for the ranks to run."""
+    """Write a script for the ranks to run."""
 
     def write(body: str) -> list[str]:
         path = tmp_path / "train.py"
@@ -89,31 +89,31 @@ def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
     assert not (tmp_path / "logs").exists()
 
 
-def test_servers_alone_say_where_they_are_and_serve_until_the_last_has_ended(stop_file, tmp_path, capfd):
+def test_servers_alone_print_their_addresses_and_serve_until_the_last_has_ended(stop_file, tmp_path, capfd):
     def stop_a_while_after_it_came_up() -> None:
         log = tmp_path / "logs" / "llm_server_0.log"
         while not (log.exists() and log.read_text()):
             time.sleep(0.05)
-        time.sleep(3)  # the launcher asks for its health every half second
+        time.sleep(3)  # the launcher polls its health every half second
         Path(f"{stop_file}1").touch()
 
     stopping = threading.Thread(target=stop_a_while_after_it_came_up)
     stopping.start()
     assert launch([], "sglang:d1", tmp_path) == 1
     stopping.join()
-    said = capfd.readouterr()
-    assert "AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in said.out
-    assert "the scheduler died" in said.err
+    printed = capfd.readouterr()
+    assert "AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in printed.out
+    assert "the scheduler died" in printed.err
     assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_line_and_no_rank_starts(
+def test_a_server_that_cannot_start_is_reported_with_its_last_line_and_no_rank_starts(
     stop_file, script, tmp_path, capfd
 ):
     Path(f"{stop_file}1").touch()
     assert launch(script("raise SystemExit(5)"), "sglang:d1+fsdp:d1", tmp_path) == 1
-    assert "ended with exit code 1" in (said := capfd.readouterr().err)
-    assert "no such model" in said
+    assert "ended with exit code 1" in (printed := capfd.readouterr().err)
+    assert "no such model" in printed
     assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
@@ -132,9 +132,9 @@ def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, t
     began = time.monotonic()
     assert launch(argv, "sglang:d2+fsdp:d1", tmp_path) == 1
     assert time.monotonic() - began < 50
-    said = capfd.readouterr()
-    assert "still here" in said.out
-    assert said.err.count("the scheduler died") == 2
+    printed = capfd.readouterr()
+    assert "still here" in printed.out
+    assert printed.err.count("the scheduler died") == 2
     assert no_child_left()
 
 
@@ -157,11 +157,12 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
         """
     )
     assert torchrun.run_ranks(argv, 2, {}, tmp_path / "logs") == 1
-    said = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert (
-        "rank 1 failed first, with exit code 1; the last lines of its standard error:\n    Traceback" in said
+        "rank 1 failed first, with exit code 1; the last lines of its standard error:\n    Traceback"
+        in printed
     )
-    assert said.endswith("    ValueError: no such weights\n")
+    assert printed.endswith("    ValueError: no such weights\n")
     [away] = tmp_path.glob("*.pid")
     assert not is_running(int(away.stem))
 
@@ -204,7 +205,7 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
         time.sleep(0.05)
 
 
-def test_a_second_signal_ends_ranks_that_do_not_hear_the_first(script, tmp_path):
+def test_a_second_signal_ends_ranks_that_ignore_the_first(script, tmp_path):
     argv = script(
         """
         import os, pathlib, signal, sys, time
@@ -220,17 +221,20 @@ def test_a_second_signal_ends_ranks_that_do_not_hear_the_first(script, tmp_path)
             assert launcher.poll() is None
             time.sleep(0.05)
         launcher.send_signal(signal.SIGTERM)
-        asked_s = time.monotonic()
+        start_s = time.monotonic()
     assert launcher.wait(30) == 128 + signal.SIGTERM
-    assert time.monotonic() - asked_s < 8
+    assert time.monotonic() - start_s < 8
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs: a zombie has ended, though this process may have become the parent that reaps it."""
+    """Return whether a process runs.
+
+    A zombie has ended, though this process may have become the parent that reaps it.
+    """
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_server_that_is_late_is_stopped_and_told(tmp_path, monkeypatch):
+def test_a_server_that_is_late_is_stopped_and_reported(tmp_path, monkeypatch):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(

@@ -1,4 +1,4 @@
-"""Which machines a job needs: the trainer's first, servers where devices are left."""
+"""Placement: the trainer first, servers on the remaining devices."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8
             "sglang:d2t4+fsdp:d4",
             Placement(1, 4, (0, 1), 4),
             2,
-        ),  # the second server finds no room beside the ranks
+        ),  # the second server does not fit next to the ranks
         ("sglang:d3t8+fsdp:d8", Placement(1, 8, (1, 2, 3), 8), 4),
         ("sglang:d9", Placement(0, 0, (0, 0, 0, 0, 0, 0, 0, 0, 1), 1), 2),
     ],
@@ -36,7 +36,7 @@ def test_trainer_first_and_servers_where_devices_are_left(tmp_path, allocation, 
 
 
 @pytest.mark.parametrize(
-    ("allocation", "said"),
+    ("allocation", "sentence"),
     [
         (
             "fsdp:d12",
@@ -53,8 +53,8 @@ def test_trainer_first_and_servers_where_devices_are_left(tmp_path, allocation, 
         ("fsdp:d40", r"needs more than cluster.n_nodes = 4 machines"),
     ],
 )
-def test_a_job_that_does_not_fit_is_refused_with_both_numbers(tmp_path, allocation, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_job_that_does_not_fit_is_refused_with_both_numbers(tmp_path, allocation, sentence):
+    with pytest.raises(ConfigError, match=sentence):
         placed(tmp_path, allocation)
 
 

@@ -1,4 +1,4 @@
-"""The Ray launcher, on a small Ray cluster of its own: what ranks get, whose code comes out, and that nothing is left."""
+"""The Ray launcher, on a small separate cluster: environment of ranks, exit codes, cleanup."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TINY = ROOT / "tests" / "debug" / "tiny.yaml"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A Ray cluster with two CPUs, which this process is connected to."""
+    """A Ray cluster with two CPUs, to which this process is connected."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
@@ -47,7 +47,7 @@ def job(tmp_path, body: str, allocation: str = "embedded|fsdp:d2", cpus: int = 1
     return Job(argv, config, parse_allocation(allocation), {"MARK": "ours"}, tmp_path / "logs")
 
 
-def test_ranks_run_on_the_cluster_and_are_heard_here(cluster, tmp_path, capfd):
+def test_ranks_run_on_the_cluster_and_their_output_is_printed_here(cluster, tmp_path, capfd):
     body = """
     import json, os, sys
     keep = ("RANK", "WORLD_SIZE", "MARK", "OMP_NUM_THREADS")
@@ -75,10 +75,10 @@ def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(c
     sys.exit(7)
     """
     assert launch(job(tmp_path, body)) == 7
-    said = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert (
         "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
-        in said
+        in printed
     )
     [waiting] = tmp_path.glob("*.pid")
     assert not psutil.pid_exists(int(waiting.stem))
@@ -86,7 +86,7 @@ def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(c
 
 @pytest.mark.long
 def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_path, capfd):
-    """Two machines of one rank each; here both are this one."""
+    """Two machines with one rank each; in this test both are this machine."""
     body = """
     import os, pathlib, psutil, sys, time
     print("rank", *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")), flush=True)
@@ -102,16 +102,16 @@ def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_
     started = job(tmp_path, body)
     started.config.cluster.n_gpus_per_node = 1
     assert launch(started) == 6
-    said = capfd.readouterr().out
-    assert "rank 0 2 0 0\n" in said
-    assert "rank 1 2 0 1\n" in said
+    printed = capfd.readouterr().out
+    assert "rank 0 2 0 0\n" in printed
+    assert "rank 1 2 0 1\n" in printed
     assert (
         "rank 1 failed first, with exit code 6; the last lines of its standard error:\n    no such weights"
-        in said
+        in printed
     )
 
 
-def test_servers_run_on_the_cluster_and_ranks_are_told_where(cluster, stop_file, tmp_path, capfd):
+def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_file, tmp_path, capfd):
     body = f"""
     import os, pathlib, time
     print("servers", os.environ["AREAL_LLM_SERVER_ADDRS"], os.environ["NCCL_CUMEM_ENABLE"])
@@ -124,15 +124,15 @@ def test_servers_run_on_the_cluster_and_ranks_are_told_where(cluster, stop_file,
     started.config.launcher.inference_server_env_vars = "SAID=by-the-config"
     started.config.sglang.model_path = "some/model"
     assert launch(started) == 0
-    said = capfd.readouterr()
-    address = said.out.splitlines()[0].removeprefix("inference servers: ")
-    assert f"servers {address} 0" in said.out
-    assert f"ended with exit code 1: server {address}; the last lines of" in said.err
-    assert "the scheduler died" in said.err
+    printed = capfd.readouterr()
+    address = printed.out.splitlines()[0].removeprefix("inference servers: ")
+    assert f"servers {address} 0" in printed.out
+    assert f"ended with exit code 1: server {address}; the last lines of" in printed.err
+    assert "the scheduler died" in printed.err
     assert (tmp_path / "logs" / "llm_server_0.log").read_text().startswith("model some/model\n")
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_line(cluster, stop_file, tmp_path, capfd):
+def test_a_server_that_cannot_start_is_reported_with_its_last_line(cluster, stop_file, tmp_path, capfd):
     Path(f"{stop_file}1").touch()
     started = job(tmp_path, "raise SystemExit(5)", "sglang:d1+fsdp:d1")
     started.config.launcher.inference_server_cpus_per_gpu = 1
@@ -142,13 +142,13 @@ def test_a_server_that_cannot_start_is_told_with_its_last_line(cluster, stop_fil
     assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
-def test_a_run_without_room_is_told_what_it_asked_for_and_what_there_is(cluster, tmp_path):
+def test_a_run_that_does_not_fit_is_refused_with_requested_and_available_resources(cluster, tmp_path):
     with pytest.raises(ConfigError, match=r"Ray did not provide 8 CPU within 1 s .* it has 2 CPU, .* in all"):
         launch(job(tmp_path, "", cpus=4))
 
 
 @pytest.mark.long
-def test_the_end_of_the_launcher_ends_the_ranks_and_gives_back_the_machines(cluster, tmp_path):
+def test_the_end_of_the_launcher_ends_the_ranks_and_releases_the_machines(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, time; print('started', os.getpid(), flush=True); time.sleep(600)")
     with subprocess.Popen(

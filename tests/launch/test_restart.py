@@ -1,4 +1,4 @@
-"""Runs that fail: when they are started again, with what, and that the weights come out as if nothing had happened."""
+"""Restarts of failed runs: when they happen, and that the final weights are unaffected."""
 
 import json
 import os
@@ -22,7 +22,10 @@ COMMAND = [Path(sys.executable).parent / "areal-debug", "train", HERE / "train_k
 
 @pytest.fixture
 def attempts(tmp_path, monkeypatch):
-    """Runs with scripted exit codes: `attempts([1, 0], mode="auto")` gives the final code and the jobs that were started."""
+    """Run with scripted exit codes: `attempts([1, 0], mode="auto")`.
+
+    Returns the final exit code and the jobs that were started.
+    """
 
     def run(codes: list[int], mode: str, retries: int = 3) -> tuple[int, list[Job]]:
         config = PPOConfig(experiment_name="e", trial_name="t")
@@ -49,13 +52,13 @@ def attempts(tmp_path, monkeypatch):
         ("fault", [1, 0], 0, 2),
         ("on", [137, 1, 0], 0, 3),
         ("auto", [1, 1, 1, 1], 1, 4),  # retries is 3
-        ("auto", [2], 2, 1),  # misuse is not mended by trying again
+        ("auto", [2], 2, 1),  # a retry does not fix misuse
         ("auto", [1, 2], 2, 2),
         ("disabled", [1], 1, 1),
         ("resume", [1], 1, 1),
     ],
 )
-def test_a_run_is_started_again_as_its_mode_says(attempts, mode, codes, last, num_started):
+def test_a_run_is_restarted_as_its_mode_defines(attempts, mode, codes, last, num_started):
     code, started = attempts(codes, mode)
     assert code == last
     assert [job.script_argv for job in started] == [(str(i),) for i in range(num_started)]
@@ -96,7 +99,7 @@ def train(model: Path, files: Path, *options: str, **environment: str) -> subpro
 
 
 def facts_of_run(files: Path) -> tuple[dict[str, object], list[dict[str, float]]]:
-    """The last checkpoint, checksums of its files included, and every statistic; nothing that is a time."""
+    """Return the last checkpoint with checksums of its files, and all statistics except times."""
     [checkpoint] = files.glob("checkpoints/*/tiny/test/recover/step-000004")
     facts = json.loads((checkpoint / "checkpoint.json").read_text())["content"]
     facts["state"].pop("timers")
@@ -122,20 +125,22 @@ def assert_killed_and_undisturbed_runs_agree(
     assert [line["step"] for line in stats] == [0, 1, 2, 3]
 
 
-def test_a_killed_run_goes_on_to_the_same_bits_with_no_step_doubled(tiny_model, tmp_path):
+def test_a_killed_run_continues_to_the_same_bits_with_no_step_repeated(tiny_model, tmp_path):
     assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", ["d2", "d1c2"])
-def test_two_ranks_of_which_one_is_killed_go_on_to_the_same_bits(tiny_model, tmp_path, sizes):
+def test_two_ranks_of_which_one_is_killed_continue_to_the_same_bits(tiny_model, tmp_path, sizes):
     allocation = f"allocation_mode=embedded|fsdp:{sizes}"
     assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["0", "2"])  # before and after the first checkpoint
-def test_a_run_that_is_recorded_and_killed_leaves_one_whole_record_that_replays(tiny_model, tmp_path, step):
+def test_a_run_that_is_recorded_and_killed_leaves_one_complete_record_that_replays(
+    tiny_model, tmp_path, step
+):
     record = tmp_path / "record"
     recording = ("recover.mode=auto", "debug.dump_rollout_data=true", f"debug.path={record}")
     done = train(tiny_model, tmp_path, *recording, KILL_IN_STEP=step)

@@ -1,4 +1,4 @@
-"""The SLURM launcher on a real one-node SLURM, and what it asks of a larger one."""
+"""The SLURM launcher on a real one-node SLURM, and its requests to a larger one."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SERVER_OPTIONS = {
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A SLURM that answers; skips where there can be none."""
+    """A running SLURM; skips the test where none can be started."""
     done = subprocess.run(
         [HERE.parent / "slurm" / "start_slurm.sh"], capture_output=True, text=True, timeout=600
     )
@@ -98,7 +98,7 @@ def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stay
 
 
 @pytest.mark.long
-def test_a_server_is_a_step_of_its_own_and_the_ranks_are_told_where_it_is(cluster, stop_file, tmp_path):
+def test_a_server_is_a_separate_step_and_the_ranks_get_its_address(cluster, stop_file, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os; print('servers', os.environ['AREAL_LLM_SERVER_ADDRS'])")
     options = overrides(tmp_path, Path("some/model"), allocation_mode="sglang:d2+fsdp:d1", **SERVER_OPTIONS)
@@ -118,7 +118,7 @@ def test_a_server_is_a_step_of_its_own_and_the_ranks_are_told_where_it_is(cluste
 
 
 @pytest.mark.long
-def test_a_server_that_cannot_start_under_slurm_is_told_with_its_last_line(cluster, stop_file, tmp_path):
+def test_a_server_that_cannot_start_under_slurm_is_reported_with_its_last_line(cluster, stop_file, tmp_path):
     Path(f"{stop_file}1").touch()
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(5)")
@@ -141,7 +141,7 @@ def test_the_end_of_the_launcher_cancels_the_job(cluster, tmp_path):
         launcher.send_signal(signal.SIGTERM)
         launcher.stdout.read()
     assert launcher.returncode == 128 + signal.SIGTERM
-    # A job that is completing has ended, and stays listed until its node has told so.
+    # A completing job has ended, and is listed until its node has reported it.
     listing = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
     queue = subprocess.run(listing, capture_output=True, text=True)
     assert queue.stdout.strip() in ("", "COMPLETING", "CANCELLED")
@@ -157,7 +157,7 @@ def gpu_job(tmp_path: Path, allocation: str, **launcher: object) -> Job:
     )
 
 
-def test_the_batch_script_asks_for_what_the_fullest_machine_needs(tmp_path):
+def test_the_batch_script_requests_what_the_fullest_machine_needs(tmp_path):
     job = gpu_job(tmp_path, "sglang:d2t4+fsdp:d16")
     script = slurm.batch_script(job, place(job), tmp_path / "job.json").splitlines()
     assert script[0] == "#!/bin/bash"

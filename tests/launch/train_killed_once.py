@@ -1,6 +1,7 @@
-"""The tiny run of tests/debug; RANK_TO_KILL is killed in step KILL_IN_STEP, unless the run was started again after that.
+"""The tiny run of tests/debug, in which RANK_TO_KILL is killed in step KILL_IN_STEP.
 
-Every rank observes, since observed ranks take checksums together.
+A restarted run is not killed. Every rank observes, because checksums are a collective of observed
+ranks.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The plugin in a pytest of its own, with a fake replay; replaying is tested in test_regression.py."""
+"""The plugin in a separate pytest, with a fake replay; test_regression.py tests replaying."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_it(replay_record):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requested(monkeypatch):
     """Record the plugin's requests instead of replaying."""
     found = []
 
@@ -42,7 +42,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def run(pytester):
-    """Runs pytest on a test file; `run(TEST, "--areal-record=all")` gives its result."""
+    """Run pytest on a test file: `run(TEST, "--areal-record=all")` returns its result."""
 
     def call(source, *options, records=("one",)):
         pytester.makepyfile(test_sample=source)
@@ -55,10 +55,10 @@ def run(pytester):
     return call
 
 
-def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, asked, pytester):
+def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, requested, pytester):
     result = run(TEST)
     result.assert_outcomes(passed=1)
-    ((spec, mode),) = asked
+    ((spec, mode),) = requested
     assert (spec.path, spec.steps, spec.exact, spec.model) == (
         pytester.path / "records/one",
         (0, 1),
@@ -69,7 +69,7 @@ def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, asked, p
     result.stdout.fnmatch_lines(["*2 steps of 1 records replayed"])
 
 
-def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, asked):
+def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, requested):
     result = run(TEST.replace("one", "red"), records=("red",))
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["the numbers differ", "to reproduce it: areal-debug replay red"])
@@ -78,20 +78,20 @@ def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, aske
 
 
 @pytest.mark.parametrize("mode", ["once", "all", "rewrite"])
-def test_the_mode_is_passed_on_and_what_was_written_is_shown(mode, run, asked):
+def test_the_mode_is_passed_on_and_what_was_written_is_shown(mode, run, requested):
     result = run(TEST, f"--areal-record={mode}")
-    assert asked[0][1] == mode
+    assert requested[0][1] == mode
     if mode == "rewrite":
         result.stdout.fnmatch_lines(["records/one was rewritten:", "  step 0: 3 values"])
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones(run, asked):
+def test_an_unknown_mode_is_refused_with_the_known_ones(run, requested):
     result = run(TEST, "--areal-record=new")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*invalid choice: 'new' (choose from *none*rewrite*"])
 
 
-def test_stale_and_unused_records_are_reported(run, asked):
+def test_stale_and_unused_records_are_reported(run, requested):
     result = run(TEST.replace("one", "old"), records=("old", "forgotten"))
     result.stdout.fnmatch_lines(
         [
@@ -103,18 +103,18 @@ def test_stale_and_unused_records_are_reported(run, asked):
     result.stdout.no_fnmatch_line("records/old is unused*")
 
 
-def test_nothing_is_called_unused_when_only_some_tests_were_asked_for(run, asked):
+def test_nothing_is_called_unused_when_only_some_tests_were_selected(run, requested):
     result = run(TEST, "test_sample.py", records=("one", "forgotten"))
     result.stdout.no_fnmatch_line("records/forgotten is unused*")
 
 
-def test_a_record_of_a_test_that_was_left_out_is_not_unused(run, asked):
+def test_a_record_of_a_test_that_was_left_out_is_not_unused(run, requested):
     result = run(TEST, "-k", "nothing", records=("one", "forgotten"))
     result.stdout.no_fnmatch_line("records/one is unused*")
     result.stdout.fnmatch_lines(["records/forgotten is unused*"])
 
 
-def test_a_test_without_its_mark_fails_with_a_sentence(run, asked):
+def test_a_test_without_its_mark_fails_with_a_sentence(run, requested):
     result = run("def test_it(replay_record):\n    replay_record()")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*@pytest.mark.replay(*"])

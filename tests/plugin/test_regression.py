@@ -1,4 +1,4 @@
-"""Our own training core, compared with ten recorded steps: a changed formula turns this red."""
+"""The training core, compared with ten recorded steps: a changed formula fails the comparison."""
 
 import json
 import re
@@ -47,7 +47,7 @@ BREAKS = {
 
 
 def break_formula(folder: Path, name: str) -> None:
-    """A copy of areal_core with one formula changed."""
+    """Copy areal_core with one formula changed."""
     file, formula, changed = BREAKS[name]
     ignored = shutil.ignore_patterns("__pycache__")
     path = shutil.copytree(ROOT / "areal_core", folder / "areal_core", ignore=ignored) / "algorithm" / file
@@ -58,20 +58,18 @@ def break_formula(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["clip", *(pytest.param(name, marks=pytest.mark.long) for name in list(BREAKS)[1:])]
 )
-def test_a_changed_formula_turns_red_and_prints_how_to_reproduce_it(
-    name, recorded_model, tmp_path, monkeypatch
-):
+def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(name, recorded_model, tmp_path, monkeypatch):
     break_formula(tmp_path, name)
     monkeypatch.chdir(tmp_path)  # from which the ranks import first
     spec = Spec(RECORD, "tests/plugin/test_regression.py::a_test", steps=(0, 1), model=recorded_model)
     with pytest.raises(RegressionError) as caught:
         check_spec(spec, "none")
-    said = str(caught.value)
-    assert "tiny_grpo.zip does not match the numbers of the code: " in said
-    assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", said)
-    assert f"areal-debug replay {RECORD} --to-step" in said
-    assert f"--model {recorded_model}" in said
-    assert "pytest tests/plugin/test_regression.py::a_test --areal-record=rewrite" in said
+    message = str(caught.value)
+    assert "tiny_grpo.zip does not match the numbers of the code: " in message
+    assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", message)
+    assert f"areal-debug replay {RECORD} --to-step" in message
+    assert f"--model {recorded_model}" in message
+    assert "pytest tests/plugin/test_regression.py::a_test --areal-record=rewrite" in message
 
 
 @pytest.mark.long
@@ -101,7 +99,7 @@ def test_a_missing_record_is_made_once_and_contains_no_path_of_this_machine(reco
     assert str(ROOT) not in config
 
 
-def test_a_missing_record_is_never_generated_unless_asked(tmp_path):
+def test_a_missing_record_is_never_generated_unless_requested(tmp_path):
     with pytest.raises(RegressionError, match=r"mode 'none' never generates one.*--areal-record=once"):
         check_spec(Spec(tmp_path / "missing", "a_test"), "none")
     with pytest.raises(RegressionError, match="does not define how to generate"):

@@ -1,8 +1,10 @@
 """Record with real writer processes and kill them with SIGKILL; test_kill.py checks the result.
 
-killed_writers.py FOLDER stages                         one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
-killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS  all ranks killed after a random time, in FOLDER/0, FOLDER/1, ...; what rank 0 had
-                                                        committed by then is in FOLDER/0.committed
+killed_writers.py FOLDER stages
+    one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
+killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS
+    all ranks killed after a random time, in FOLDER/0, FOLDER/1, ...; the steps that rank 0 had
+    committed by then are in FOLDER/0.committed
 """
 
 import multiprocessing
@@ -36,7 +38,7 @@ def record_steps(folder, rank, num_ranks, gather, options, num_steps):
 
 
 def record_until_call(folder, last_call):
-    """Dies just before its `last_call`-th fsync, mkdir, rename or unlink."""
+    """Die just before the `last_call`-th fsync, mkdir, rename or unlink."""
     calls = 0
 
     def counted(function):
@@ -66,7 +68,7 @@ def kill_at_every_stage(root):
 
 
 def gatherers(num_ranks):
-    """A collective of one or two processes, over a pipe."""
+    """Return a collective of one or two processes, over a pipe."""
     if num_ranks == 1:
         return [alone]
     ends = fork.Pipe()
@@ -86,12 +88,12 @@ def record_and_print(committed, rank, *arguments):
     """Record indefinitely, and print each commit when it is done."""
     commit = recorder.writer.commit_step
 
-    def commit_and_tell(folder, step, version, ranks):
+    def commit_and_print(folder, step, version, ranks):
         manifest = commit(folder, step, version, ranks)
         os.write(committed, f"{step} ".encode())
         return manifest
 
-    recorder.writer.commit_step = commit_and_tell
+    recorder.writer.commit_step = commit_and_print
     record_steps(*arguments[:1], rank, *arguments[1:], num_steps=10**6)
 
 

@@ -15,15 +15,15 @@ def test_jobs_are_done_in_order_in_a_thread_of_their_own():
 
 
 def test_the_running_job_counts_and_a_full_queue_accepts_nothing_until_it_is_done():
-    may_go_on = threading.Event()
-    background = Background(lambda job: may_go_on.wait(), depth=2)
+    may_continue = threading.Event()
+    background = Background(lambda job: may_continue.wait(), depth=2)
     background.put(1)
     assert background.has_room
     background.put(2)
     assert not background.has_room
     background.wait(0.01)
     assert not background.has_room
-    may_go_on.set()
+    may_continue.set()
     background.wait(10)
     assert background.has_room
     assert background.close(10)
@@ -31,16 +31,16 @@ def test_the_running_job_counts_and_a_full_queue_accepts_nothing_until_it_is_don
 
 
 def test_an_error_ends_the_thread_frees_the_queue_and_stays():
-    may_go_on = threading.Event()
+    may_continue = threading.Event()
 
     def work(job):
-        may_go_on.wait()
+        may_continue.wait()
         raise OSError(28, "No space left on device")
 
     background = Background(work, depth=2)
     background.put(1)
     background.put(2)
-    may_go_on.set()
+    may_continue.set()
     assert background.close(10)
     assert background.idle
     assert background.error.errno == 28

@@ -33,7 +33,7 @@ def start_facts():
     }
 
 
-def go_on(folder, first_step, num_steps, **options):
+def continue_record(folder, first_step, num_steps, **options):
     writer = RecordWriter(folder, options=RecordingOptions(first_step=first_step, **options))
     writer("start", **start_facts())
     for step in range(first_step, first_step + num_steps):
@@ -45,7 +45,7 @@ def go_on(folder, first_step, num_steps, **options):
 def test_steps_after_the_checkpoint_are_recorded_again(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=6)
     (tmp_path / "record/steps/000005/step.json").unlink()  # killed while it wrote step 5
-    record = go_on(tmp_path / "record", first_step=3, num_steps=2)
+    record = continue_record(tmp_path / "record", first_step=3, num_steps=2)
     assert record.steps == (0, 1, 2, 3, 4)
     assert [record.step(step).num_rows(0) for step in record.steps] == [4, 4, 4, 2, 2]
     assert record.header == open_record(tmp_path / "record").header
@@ -54,7 +54,7 @@ def test_steps_after_the_checkpoint_are_recorded_again(tmp_path):
 
 def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
-    record = go_on(tmp_path / "record", first_step=5, num_steps=1)
+    record = continue_record(tmp_path / "record", first_step=5, num_steps=1)
     assert (record.steps, record.gaps.lost) == ((0, 1, 2, 5), (3, 4))
     assert verify(tmp_path / "record").intact
     with pytest.raises(ValueError, match="step 4 was not written before the run was interrupted"):
@@ -64,14 +64,14 @@ def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
 def test_steps_that_were_removed_and_are_recorded_again_are_present(tmp_path):
     limits = Retention(keep_last=2)
     write_scripted_record(tmp_path / "record", num_steps=8, options=RecordingOptions(retention=limits))
-    record = go_on(tmp_path / "record", first_step=4, num_steps=3, retention=limits)
+    record = continue_record(tmp_path / "record", first_step=4, num_steps=3, retention=limits)
     assert (record.steps, record.gaps.removed) == ((5, 6), ((0, 4),))
     assert verify(tmp_path / "record").intact
 
 
 def test_limits_know_the_steps_that_were_there_before(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
-    record = go_on(tmp_path / "record", first_step=3, num_steps=1, retention=Retention(keep_last=2))
+    record = continue_record(tmp_path / "record", first_step=3, num_steps=1, retention=Retention(keep_last=2))
     assert record.steps == (2, 3)
 
 
@@ -120,5 +120,5 @@ def test_the_record_of_another_run_is_left_alone(tmp_path, changes, words):
 
 
 def test_without_a_record_a_resumed_run_starts_one(tmp_path):
-    record = go_on(tmp_path / "record", first_step=4, num_steps=2)
+    record = continue_record(tmp_path / "record", first_step=4, num_steps=2)
     assert (record.steps, record.gaps) == ((4, 5), Gaps())

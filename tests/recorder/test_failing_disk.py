@@ -22,10 +22,10 @@ from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_st
 FULL_IN_STEP = 3
 
 
-def start_writers(folder, num_ranks, said, **options):
+def start_writers(folder, num_ranks, messages, **options):
     options = RecordingOptions(**options)
     writers = [
-        RecordWriter(folder, rank, num_ranks, gather, options, notify=said.append)
+        RecordWriter(folder, rank, num_ranks, gather, options, notify=messages.append)
         for rank, gather in enumerate(gatherers(num_ranks))
     ]
     folder.mkdir(exist_ok=True)
@@ -34,7 +34,7 @@ def start_writers(folder, num_ranks, said, **options):
 
 
 def run_on_ranks(writers, num_steps, batch):
-    """Run steps on every rank, in threads, as a trainer; return the steps and error of each rank."""
+    """Run steps on every rank, in threads, as a trainer; return the steps and error of each."""
     taken, errors = [0] * len(writers), [None] * len(writers)
 
     def run(rank):
@@ -67,8 +67,8 @@ def fill_disk_of(folder, rank, num_ranks):
 def test_a_full_disk_stops_every_rank_of_the_run_with_the_same_sentence(
     tmp_path, rank, num_ranks, queue_steps
 ):
-    said = []
-    writers = start_writers(tmp_path, num_ranks, said, queue_steps=queue_steps)
+    messages = []
+    writers = start_writers(tmp_path, num_ranks, messages, queue_steps=queue_steps)
     fill_disk_of(tmp_path, rank, num_ranks)
     taken, errors = run_on_ranks(writers, 50, scripted_batch([3, 4]))
     assert all(isinstance(error, RecordingFailed) for error in errors)
@@ -84,19 +84,19 @@ def test_a_full_disk_stops_every_rank_of_the_run_with_the_same_sentence(
 def test_a_run_configured_to_continue_does_so_without_recording_and_reports_it(
     tmp_path, rank, num_ranks, queue_steps
 ):
-    said = []
-    writers = start_writers(tmp_path, num_ranks, said, queue_steps=queue_steps, when_failing="continue")
+    messages = []
+    writers = start_writers(tmp_path, num_ranks, messages, queue_steps=queue_steps, when_failing="continue")
     fill_disk_of(tmp_path, rank, num_ranks)
     taken, errors = run_on_ranks(writers, 20, scripted_batch([3, 4]))
     assert (taken, errors) == ([20] * num_ranks, [None] * num_ranks)
-    assert len(said) == 2
-    assert said[0].endswith("No space left on device; the run continues without recording")
-    assert said[1].startswith("the record is not complete: recording into")
+    assert len(messages) == 2
+    assert messages[0].endswith("No space left on device; the run continues without recording")
+    assert messages[1].startswith("the record is not complete: recording into")
     check_readable(tmp_path)
 
 
 def check_readable(folder):
-    """All steps before the full disk are present and intact, later ones are not."""
+    """Assert that all steps before the full disk are present and intact, and later ones are not."""
     record = open_record(folder)
     assert record.steps == tuple(range(FULL_IN_STEP))
     (folder / "steps" / f"{FULL_IN_STEP:06d}").mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def check_readable(folder):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MB that can be full or made read-only; needs permission to mount."""
+    """A file system of 1 MB that can be full or read-only; needs permission to mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -118,9 +118,9 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
 def test_a_small_disk_fills_up_and_committed_steps_are_intact(small_disk, queue_steps):
-    said = []
+    messages = []
     record = small_disk / "record"
-    writers = start_writers(record, 2, said, queue_steps=queue_steps)
+    writers = start_writers(record, 2, messages, queue_steps=queue_steps)
     taken, errors = run_on_ranks(writers, 100, scripted_batch([2000] * 4))
     assert 2 < max(taken) < 30
     assert all("No space left on device" in str(error) for error in errors)
@@ -130,9 +130,9 @@ def test_a_small_disk_fills_up_and_committed_steps_are_intact(small_disk, queue_
 
 
 def test_a_floor_keeps_a_small_disk_free_by_removing_the_oldest_steps(small_disk):
-    said = []
+    messages = []
     limits = Retention(min_free_bytes=500_000)
-    writers = start_writers(small_disk / "record", 1, said, retention=limits, queue_steps=2)
+    writers = start_writers(small_disk / "record", 1, messages, retention=limits, queue_steps=2)
     taken, errors = run_on_ranks(writers, 30, scripted_batch([2000] * 4))
     assert (taken, errors) == ([30], [None])
     record = open_record(small_disk / "record")
@@ -149,19 +149,19 @@ def test_a_floor_that_removing_cannot_reach_is_a_failure(small_disk):
 
 
 def test_a_disk_that_becomes_read_only_leaves_a_readable_record(small_disk):
-    said = []
-    (writer,) = start_writers(small_disk / "record", 1, said, when_failing="continue")
+    messages = []
+    (writer,) = start_writers(small_disk / "record", 1, messages, when_failing="continue")
     for step in range(4):
         if step == 2:
             subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         send_step(writer, step, scripted_batch([3, 4]))
-    assert "OSError: [Errno 30] Read-only file system" in said[0]
+    assert "OSError: [Errno 30] Read-only file system" in messages[0]
     assert open_record(small_disk / "record").steps == (0, 1)
     assert verify(small_disk / "record").intact
 
 
 class SlowDisk:
-    """Each commit waits until the test lets it go on."""
+    """Each commit waits for the test to release it."""
 
     def __init__(self, monkeypatch):
         self.may_commit = threading.Semaphore(0)
@@ -175,8 +175,8 @@ class SlowDisk:
 
 
 def test_a_slow_disk_drops_steps_on_all_ranks_alike_and_the_record_counts_them(tmp_path, monkeypatch):
-    disk, said = SlowDisk(monkeypatch), []
-    writers = start_writers(tmp_path, 2, said, queue_steps=2, when_slow="drop")
+    disk, messages = SlowDisk(monkeypatch), []
+    writers = start_writers(tmp_path, 2, messages, queue_steps=2, when_slow="drop")
     batch, reached = scripted_batch([3, 4]), threading.Barrier(3)
 
     def run(writer):
@@ -198,7 +198,7 @@ def test_a_slow_disk_drops_steps_on_all_ranks_alike_and_the_record_counts_them(t
     assert record.steps == (0, 1)
     assert record.gaps.dropped == (2, 3, 4, 5)
     assert [writer.dropped for writer in writers] == [[2, 3, 4, 5]] * 2
-    assert said == [
+    assert messages == [
         "the disk is slower than the run: step 2 is dropped, and more may follow",
         "4 steps were dropped because the disk was slower than the run",
     ]
@@ -208,48 +208,48 @@ def test_a_slow_disk_drops_steps_on_all_ranks_alike_and_the_record_counts_them(t
 def test_a_slow_disk_makes_the_run_wait_when_nothing_may_be_dropped(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     (writer,) = start_writers(tmp_path, 1, [], queue_steps=2)
-    begun, waits = [], threading.Event()
+    started, waits = [], threading.Event()
     wait = writer.background.wait
     monkeypatch.setattr(writer.background, "wait", lambda timeout_s: waits.set() or wait(timeout_s))
 
     def run():
         for step in range(5):
-            begun.append(step)
+            started.append(step)
             send_step(writer, step, scripted_batch([3, 4]))
         writer("end", steps=5, error=None)
 
     thread = threading.Thread(target=run)
     thread.start()
     assert waits.wait(60)
-    assert begun == [0, 1, 2]  # two wait for the disk, the third for a free slot
+    assert started == [0, 1, 2]  # two wait for the disk, the third for a free slot
     disk.may_commit.release(5)
     thread.join(60)
-    assert begun == [0, 1, 2, 3, 4]
+    assert started == [0, 1, 2, 3, 4]
     assert open_record(tmp_path).steps == (0, 1, 2, 3, 4)
     assert open_record(tmp_path).gaps.dropped == ()
 
 
 def test_a_run_that_dies_does_not_wait_for_ranks_that_are_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "SHUTDOWN_TIMEOUT_S", 0.05)
-    said = []
+    messages = []
     options = RecordingOptions(queue_steps=2)
-    writer = RecordWriter(tmp_path, 0, 2, lambda state: [state, state], options, said.append)
+    writer = RecordWriter(tmp_path, 0, 2, lambda state: [state, state], options, messages.append)
     write_header(tmp_path, SCRIPTED_HEADER)
     send_step(writer, 0, scripted_batch([3, 4]))  # rank 1 never writes its files
     writer("end", steps=1, error="KilledElsewhere")
-    assert said == ["rank 0 stopped waiting for the last steps: another rank did not write its files"]
+    assert messages == ["rank 0 stopped waiting for the last steps: another rank did not write its files"]
     writer.background.thread.join(10)
     assert open_record(tmp_path).uncommitted == (0,)
 
 
 def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(tmp_path):
-    said = []
-    (writer,) = start_writers(tmp_path, 1, said, queue_steps=2)
+    messages = []
+    (writer,) = start_writers(tmp_path, 1, messages, queue_steps=2)
     fill_disk_of(tmp_path, 0, 1)
     for step in range(FULL_IN_STEP + 1):
         send_step(writer, step, scripted_batch([3, 4]))
     writer("end", steps=FULL_IN_STEP + 1, error="KeyboardInterrupt")
-    assert said == ["rank 0 could not write the last steps: OSError: [Errno 28] No space left on device"]
+    assert messages == ["rank 0 could not write the last steps: OSError: [Errno 28] No space left on device"]
 
 
 def test_sampled_steps_leave_gaps_that_are_no_damage(tmp_path):

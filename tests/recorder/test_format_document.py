@@ -41,7 +41,7 @@ def test_the_document_lists_every_file_as_it_is(example):
 
 
 def hex_dump(data: bytes) -> str:
-    """Sixteen bytes a line, as `xxd` prints them."""
+    """Format sixteen bytes a line, as `xxd` prints them."""
     lines = []
     for begin in range(0, len(data), 16):
         part = data[begin : begin + 16]

@@ -19,7 +19,10 @@ def kill_writers(folder, *how):
 
 
 def check_complete(folder):
-    """Check that committed steps have the sent bits, and that `verify` reports only unfinished steps."""
+    """Check that committed steps have the sent bits.
+
+    `verify` must report only unfinished steps.
+    """
     record = open_record(folder)
     for number in record.steps:
         step = record.step(number)
@@ -48,7 +51,7 @@ def test_a_kill_at_every_call_to_the_disk_loses_no_committed_step(tmp_path):
 
 
 def check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials):
-    """Kills writers at random times; the number of records in which a step was being written."""
+    """Kill writers at random times; return the number of records with an unfinished step."""
     kill_writers(tmp_path, "times", num_ranks, queue_steps, keep_last, trials)
     num_caught = 0
     for trial in range(trials):

@@ -1,4 +1,4 @@
-"""`areal-debug record ls|show|verify` as a user meets it."""
+"""`areal-debug record ls|show|verify` on the command line."""
 
 import json
 import os
@@ -171,7 +171,7 @@ def test_show_finds_all_answers_to_a_prompt_on_every_rank(tmp_path):
     ]
 
 
-def test_verify_says_intact_with_exit_0_and_names_damage_with_exit_1(tmp_path):
+def test_verify_reports_intact_with_exit_0_and_names_damage_with_exit_1(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=2)
     result = run("verify", tmp_path / "record")
     assert (result.exit_code, result.output) == (0, "intact: every byte of 2 steps is as written\n")
@@ -222,7 +222,7 @@ def test_a_mistake_is_one_sentence_and_exit_2(tmp_path, arguments, sentence):
     assert result.stdout == ""
 
 
-def test_show_of_a_record_without_steps_says_so(tmp_path):
+def test_show_reports_a_record_without_steps(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=1)
     shutil.rmtree(tmp_path / "record/steps")
     result = run("show", tmp_path / "record")

@@ -49,7 +49,7 @@ def test_values_are_short_and_keep_their_unit(text, expected):
     assert text == expected
 
 
-def test_a_long_table_of_differences_says_how_many_are_left_out():
+def test_a_long_table_of_differences_reports_how_many_are_left_out():
     differences = [Difference(f"layer.{i}", "a", None) for i in range(25)]
     table = difference_table("parameters", differences, limit=20)
     assert table.row_count == 21

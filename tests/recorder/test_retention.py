@@ -1,4 +1,4 @@
-"""Which steps are removed, and that a record keeps the reason."""
+"""Removal of steps, and the recorded reason for it."""
 
 import pytest
 from hypothesis import given
@@ -76,7 +76,7 @@ def test_neighbours_make_one_range():
 
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
-def test_a_record_within_limits_is_intact_and_says_why_a_step_is_gone(tmp_path, queue_steps):
+def test_a_record_within_limits_is_intact_and_reports_why_a_step_is_missing(tmp_path, queue_steps):
     limits = Retention(keep_last=3, keep_every=5, pinned=frozenset({2}))
     options = RecordingOptions(queue_steps=queue_steps, retention=limits)
     write_scripted_record(tmp_path / "record", num_steps=12, num_ranks=2, options=options)
@@ -95,7 +95,7 @@ def test_a_removal_cut_short_leaves_no_damage(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=4)
     write_gaps(tmp_path / "record", Gaps(removed=((0, 1),)))  # written, but the folders are still there,
     (tmp_path / "record/steps/000000/step.json").unlink()  # one of them half
-    (tmp_path / "record/gaps.json.tmp").write_text("{")  # and the next removal had just begun
+    (tmp_path / "record/gaps.json.tmp").write_text("{")  # and the next removal had just started
     assert open_record(tmp_path / "record").steps == (2, 3)
     report = verify(tmp_path / "record")
     assert (report.problems, report.steps_ok) == ((), (2, 3))

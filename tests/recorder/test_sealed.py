@@ -19,7 +19,7 @@ documents = st.dictionaries(
 
 
 def bits(value):
-    """Distinguish 0.0 from -0.0 and True from 1, and equals NaN with NaN."""
+    """Distinguish 0.0 from -0.0 and True from 1, and equate NaN with NaN."""
     return json.dumps(value)
 
 

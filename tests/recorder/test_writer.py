@@ -122,7 +122,7 @@ def test_text_holds_prompt_completion_and_reward(tmp_path):
 
 
 def run_ranks(writers, work):
-    """Calls `work(rank, writer)` in a thread a rank; what each raised, or None."""
+    """Call `work(rank, writer)` in a thread per rank; return the exception of each, or None."""
     errors = [None] * len(writers)
 
     def run(rank):
@@ -235,7 +235,7 @@ def test_a_step_without_its_batch_is_refused(tmp_path):
         writer("step", step=1, version=2, plan={}, stats={}, checksums={})
 
 
-def test_the_full_scope_holds_what_was_learned_and_smaller_ones_say_that_they_do_not(tmp_path):
+def test_the_full_scope_contains_what_was_trained_on_and_smaller_ones_report_that_they_do_not(tmp_path):
     batch = scripted_batch([3, 4], seed=1)
     for scope in ("rollout", "plan", "full"):
         write_scripted_record(

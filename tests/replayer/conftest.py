@@ -1,4 +1,4 @@
-"""A tiny run on random tokens, recorded in this process: no engine, no other process, a few seconds."""
+"""A tiny run on random tokens, recorded in this process in a few seconds, without an engine."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class TinyRun:
 
 
 def digest_weights(trainer) -> str:
-    """sha256 of every weight's bytes, in order."""
+    """Return the sha256 of every weight's bytes, in order."""
     digest = hashlib.sha256()
     for name, tensor in trainer.actor.named_full_tensors():
         digest.update(name.encode() + tensor.numpy().tobytes())
@@ -38,7 +38,7 @@ def digest_weights(trainer) -> str:
 
 
 def digest_files(folder) -> dict[str, str]:
-    """sha256 of every file below."""
+    """Return the sha256 of every file in a folder."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -96,7 +96,7 @@ def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
 
 @pytest.fixture(scope="session")
 def record_run():
-    """`record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3)` gives a TinyRun."""
+    """`record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3)` returns a TinyRun."""
     return train_and_record
 
 
@@ -114,5 +114,5 @@ def files_of():
 
 @pytest.fixture(scope="session")
 def tiny_config_of():
-    """`tiny_config_of(folder, model, num_steps, actor__eps_clip=0.3)` returns a tiny run's config."""
+    """Return a tiny run's config: `tiny_config_of(folder, model, num_steps, name=value)`."""
     return tiny_config

@@ -22,7 +22,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def run(taker, num_steps, seconds=1.0, first=0):
-    """The events of a run whose steps take so many seconds to replay."""
+    """Return the events of a run whose steps take so many seconds to replay."""
     taker("start", version=first, save_checkpoint=save)
     for step in range(first, first + num_steps):
         taker("step", step=step, stats={f"timeperf/{name}": seconds / len(REPLAYED) for name in REPLAYED})

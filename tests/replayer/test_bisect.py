@@ -16,15 +16,15 @@ from replayer.errors import NothingToBisect
 def test_the_first_bad_commit_is_found_by_halving(count, data):
     first_bad = data.draw(st.integers(0, count - 1))
     commits = [str(n) for n in range(count)]
-    asked = []
+    requested = []
 
     def is_good(commit):
-        asked.append(commit)
+        requested.append(commit)
         return int(commit) < first_bad
 
     assert bisect(commits, is_good) == ([str(first_bad)], [])
-    assert len(asked) <= math.ceil(math.log2(count)) + 1
-    assert len(set(asked)) == len(asked)
+    assert len(requested) <= math.ceil(math.log2(count)) + 1
+    assert len(set(requested)) == len(requested)
 
 
 @given(st.integers(2, 40), st.data())
@@ -48,7 +48,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repository(tmp_path):
-    """Nine commits; from the sixth on, `loss.txt` says 2."""
+    """Nine commits; from the sixth on, `loss.txt` contains 2."""
     folder = tmp_path / "code"
     folder.mkdir()
     git(folder, "init", "--quiet")
@@ -61,14 +61,14 @@ def repository(tmp_path):
     return folder
 
 
-def replay_in(repository, asked, broken=()):
-    """A fake replay whose numbers follow from a file of the checkout."""
+def replay_in(repository, requested, broken=()):
+    """Return a fake replay whose numbers follow from a file of the checkout."""
 
     def replay(commit, last):
         with worktree(repository, commit) as place:
             number = int((place / "notes.txt").read_text())
             loss = (place / "loss.txt").read_text()
-        asked.append((number, last))
+        requested.append((number, last))
         same = {step: {"loss": "1"} for step in range(last + 1)}
         return None if number in broken else Numbers(same if loss == "1" else same | {last: {"loss": loss}})
 
@@ -77,14 +77,14 @@ def replay_in(repository, asked, broken=()):
 
 def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(repository):
     (repository / "loss.txt").write_text("work in progress")
-    asked = []
-    report = find_commit("record", repository, "start", "HEAD", 3, replay_in(repository, asked))
+    requested = []
+    report = find_commit("record", repository, "start", "HEAD", 3, replay_in(repository, requested))
     (culprit,) = report.culprits
     assert (culprit.subject, culprit.author) == ("Change 6", "t")
     assert [(c.where, c.good, c.bad) for c in report.changes] == [("loss", "1", "2")]
     assert "loss.txt" in report.files
-    assert (report.num_replays, report.num_commits) == (len(asked), 8)
-    assert len(asked) <= 5
+    assert (report.num_replays, report.num_commits) == (len(requested), 8)
+    assert len(requested) <= 5
     assert (repository / "loss.txt").read_text() == "work in progress"
     assert git(repository, "worktree", "list").count("\n") == 0
 

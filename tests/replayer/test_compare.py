@@ -30,7 +30,7 @@ def with_loss(outcome, index, loss):
     return replace(outcome, micro_batches=tuple(micro_batches))
 
 
-def test_equal_outcomes_are_identical_and_say_how_much_was_compared():
+def test_equal_outcomes_are_identical_and_report_how_much_was_compared():
     comparison = compare_outcomes(OUTCOME, OUTCOME)
     assert comparison.identical
     assert comparison.num_compared == 2 * 4 + 2 + 2

@@ -1,4 +1,4 @@
-"""Two scripted records with one change: reports of `diff` and `bisect-step`, and what they read."""
+"""Two scripted records with one change: reports of `diff` and `bisect-step`."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +65,7 @@ def record(folder, num_steps=3, change=lambda step, script: None, header=SCRIPTE
 
 
 def compare(tmp_path, change, at=1, **options):
-    """The report on two records of which the right one is changed in one step."""
+    """Return the report on two records of which the right one is changed in one step."""
     left = record(tmp_path / "left", **options)
     right = record(
         tmp_path / "right", change=lambda step, script: change(script) if step == at else None, **options
@@ -73,7 +73,7 @@ def compare(tmp_path, change, at=1, **options):
     return diff_records(left, right)
 
 
-def test_two_records_of_the_same_run_are_the_same_whatever_the_clock_said(tmp_path):
+def test_two_records_of_the_same_run_are_the_same_whatever_the_clock_showed(tmp_path):
     def slower(script):
         script.stats["timeperf/step"] = 9.0
 
@@ -276,7 +276,7 @@ def test_a_later_loss_is_attributed_to_the_weights_when_only_the_optimizer_was_s
     assert settle_stage((found("loss", minibatch=0),), header("actor.optimizer.eps"))[0].stage == "loss"
 
 
-def test_the_context_of_what_was_learned_is_the_next_token(tmp_path):
+def test_the_context_of_a_trained_position_is_the_next_token(tmp_path):
     left = record(tmp_path / "left", num_steps=1)
     place = diff_records(
         left,
@@ -292,7 +292,7 @@ def nudge(array, *index):
     array[index] += np.float32(0.01)
 
 
-def part_at(step):
+def diverge_at(step):
     def change(number, script):
         if number >= step:
             script.weights["head"] = f"{number + 77:08x}"
@@ -303,7 +303,7 @@ def part_at(step):
 @pytest.mark.parametrize("step", [0, 1, 7, 12])
 def test_the_first_step_with_other_weights_is_found_by_few_comparisons(tmp_path, step):
     left = record(tmp_path / "left", num_steps=13)
-    found = bisect_steps(left, record(tmp_path / "right", num_steps=13, change=part_at(step)))
+    found = bisect_steps(left, record(tmp_path / "right", num_steps=13, change=diverge_at(step)))
     assert (found.step, found.last_same) == (step, step - 1 if step else None)
     assert found.num_read <= 5
 
@@ -323,11 +323,11 @@ def run(*arguments):
     return CliRunner().invoke(main, list(map(str, arguments)))
 
 
-def test_the_commands_say_it_in_words_and_as_json_and_end_with_the_code_of_diff(tmp_path):
+def test_the_commands_report_it_in_words_and_as_json_and_end_with_the_code_of_diff(tmp_path):
     same, left = tmp_path / "same", tmp_path / "left"
     record(same)
     record(left)
-    record(tmp_path / "right", change=part_at(1))
+    record(tmp_path / "right", change=diverge_at(1))
     result = run("diff", left, same)
     assert result.exit_code == 0
     assert "Same: 3 steps compared, all bit-identical." in result.output

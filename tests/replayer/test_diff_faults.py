@@ -35,7 +35,7 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet_environment():
-    """The fingerprint without the state of the repository, in which others may be working."""
+    """Replace the fingerprint by one without the state of the repository, which may change."""
     patch = pytest.MonkeyPatch()
     fixed = {"commit": "0" * 40, "dirty_sha256": None}
     patch.setattr(recorder.header, "environment", lambda: environment() | {"code": fixed})
@@ -44,7 +44,7 @@ def quiet_environment():
 
 
 def train(folder, model, **changes):
-    """A run of the tiny configuration, sampled by the embedded engine and recorded in full."""
+    """Train the tiny configuration, sampled by the embedded engine and recorded in full."""
     tree = yaml.safe_load((TINY / "tiny.yaml").read_text())
     tree |= {"cluster": {"fileroot": str(folder / "files")}, "total_train_steps": NUM_STEPS}
     tree["actor"] |= {"path": str(model)}
@@ -189,7 +189,7 @@ def test_a_library_flag_is_the_environment(recorded, tmp_path):
 
 
 def flip_last_bit(parameter):
-    """The effect of an atomic addition in another order."""
+    """Emulate an atomic addition in another order."""
     parameter.grad.view(-1)[0:1].view(torch.int32).bitwise_xor_(1)
 
 
@@ -215,7 +215,7 @@ def test_code_that_no_record_knows_of_is_not_taken_for_noise(recorded, tmp_path,
 
 
 def trace(recorded, *observers):
-    """The calls of layers in step 1 of a replay, rank by rank."""
+    """Return the calls of layers in step 1 of a replay, rank by rank."""
     traces = []
     request = Request(str(recorded), 1, 1)
     replay(request, [*observers, trace_layers(1, traces.extend)])

@@ -12,7 +12,7 @@ from replayer.goto import STAGES, goto
 
 
 def go(run, step, look=lambda scene: None, **options):
-    """The report, and what `look` saw."""
+    """Return the report, and the result of `look`."""
     seen = []
     report = goto(run.path, step, lambda scene: seen.append(look(scene)), **options)
     return report, seen
@@ -29,7 +29,7 @@ def test_the_weights_at_a_step_are_those_of_the_run_bit_for_bit(tiny_run, weight
     assert report.num_parameters == (20 if step else 0)
 
 
-def test_everything_is_in_hand_at_the_step(tiny_run):
+def test_the_complete_state_is_available_at_the_step(tiny_run):
     _, (names,) = go(tiny_run, 5, lambda scene: scene.names())
     recorded = tiny_run.record.step(5)
     assert names["plan"] == recorded.plan(0)
@@ -95,10 +95,10 @@ def test_a_step_that_is_not_recorded_is_refused(tiny_run):
 def test_a_shell_on_several_ranks_runs_each_line_everywhere_and_marks_what_differs(monkeypatch, capsys):
     lines = iter(["rank_of_twin = 1", "print('from', 0)"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or raise_end())
-    told = []
+    printed = []
 
     def gather(value):
-        told.append(value)
+        printed.append(value)
         return [
             value,
             value.replace("0", "1") if value and "from" in value and "print" not in value else value,
@@ -106,11 +106,11 @@ def test_a_shell_on_several_ranks_runs_each_line_everywhere_and_marks_what_diffe
 
     console = LockstepConsole({}, 0, gather)
     console.interact(banner="hello", exitmsg="")
-    said = capsys.readouterr()
-    assert said.out == "from 0\n[rank 1] from 1\n"
-    assert "hello" in said.err
-    assert told[0] == "rank_of_twin = 1"
-    assert told[-1] is None  # the end of file reached all ranks
+    output = capsys.readouterr()
+    assert output.out == "from 0\n[rank 1] from 1\n"
+    assert "hello" in output.err
+    assert printed[0] == "rank_of_twin = 1"
+    assert printed[-1] is None  # the end of file reached all ranks
 
 
 def test_a_rank_that_has_no_terminal_runs_what_rank_zero_reads(capsys):

@@ -13,7 +13,7 @@ ADAPTER = {"actor__use_lora": True, "actor__lora_rank": 4, "actor__kl_ctl": 0.1}
 
 @pytest.fixture(scope="module")
 def adapted_run(tmp_path_factory, tiny_model, record_run):
-    """Five steps with an anchor before step 3, against the model beneath."""
+    """Five steps with an anchor before step 3, against the base model."""
     reference = {"ref": {"path": str(tiny_model), "dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}}}
     folder = tmp_path_factory.mktemp("adapted")
     return record_run(folder, tiny_model, 5, debug__anchor_every_steps=3, **ADAPTER, **reference)
@@ -28,7 +28,7 @@ def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_el
 
 
 @pytest.mark.parametrize(("step", "anchor", "replayed"), [(2, None, 2), (4, 3, 1)])
-def test_the_run_is_gone_through_again_to_the_same_bits(adapted_run, weights_of, step, anchor, replayed):
+def test_the_run_replays_to_the_same_bits(adapted_run, weights_of, step, anchor, replayed):
     seen = []
 
     def look(scene):
@@ -47,7 +47,7 @@ def test_the_run_is_gone_through_again_to_the_same_bits(adapted_run, weights_of,
     assert report.num_parameters == 28
 
 
-def test_an_anchor_holds_the_adapter_and_not_the_model_beneath(adapted_run, tiny_model):
+def test_an_anchor_contains_the_adapter_and_not_the_base_model(adapted_run, tiny_model):
     anchor = Path(adapted_run.path) / "anchors" / "000003"
     sizes = [sum(file.stat().st_size for file in of.rglob("*.safetensors")) for of in (anchor, tiny_model)]
     assert 0 < sizes[0] < sizes[1] / 2

@@ -14,7 +14,7 @@ from areal_core.trainer import objective
 from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer import preflight_checks as checks
-from replayer.preflight import RandomRollouts, save_bits, take_step
+from replayer.preflight import RandomRollouts, run_one_step, save_bits
 from replayer.preflight_checks import (
     absolute_difference,
     compare_repeats,
@@ -128,7 +128,7 @@ def test_rows_of_a_record_in_no_canonical_order_are_named(tmp_path, monkeypatch)
 
 def take(folder: Path, config, keep=()):
     folder.mkdir()
-    bits = take_step(config, keep)
+    bits = run_one_step(config, keep)
     save_bits(bits, folder, 0)
     write_repeat(folder, bits.outcome, checks.check_process(CONFIG, bits.process))
     return folder
@@ -140,11 +140,11 @@ def config(tmp_path, tiny_model, tiny_config_of):
 
 
 def test_two_repeats_of_one_real_step_have_the_same_bits(tmp_path, config):
-    takes = [take(tmp_path / name, config()) for name in ("a", "b")]
-    comparison = compare_repeats(*takes)
+    repeats = [take(tmp_path / name, config()) for name in ("a", "b")]
+    comparison = compare_repeats(*repeats)
     assert comparison.identical
     assert comparison.num_compared > 50
-    assert read_repeat(takes[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
+    assert read_repeat(repeats[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
 
 
 def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_path, config, monkeypatch):
@@ -156,9 +156,9 @@ def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_p
 
     monkeypatch.setattr(objective, "policy_loss", jittery)
     names = ["model.embed_tokens.weight", "model.norm.weight"]
-    takes = [take(tmp_path / name, config(), names) for name in ("a", "b")]
-    assert not compare_repeats(*takes).identical
-    noise = measure_noise(*takes)
+    repeats = [take(tmp_path / name, config(), names) for name in ("a", "b")]
+    assert not compare_repeats(*repeats).identical
+    noise = measure_noise(*repeats)
     assert sorted(one.name for one in noise) == names
     for one in noise:
         assert 0 < one.num_different <= one.num_elements

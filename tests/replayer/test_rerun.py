@@ -30,14 +30,14 @@ def deterministic_run(tmp_path_factory, tiny_model, record_run):
 
 
 def judged(run, **changes):
-    told = []
-    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_and_compare, told.append)
-    return report, told
+    messages = []
+    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_and_compare, messages.append)
+    return report, messages
 
 
 @pytest.fixture
 def another_machine(monkeypatch):
-    """The fingerprint of a processor that does not exist."""
+    """Emulate the fingerprint of a processor that does not exist."""
     real = replayer.check.describe_run
 
     def describe(facts):
@@ -49,7 +49,7 @@ def another_machine(monkeypatch):
 
 @pytest.fixture
 def other_kernels(monkeypatch):
-    """Sums in another order, as another machine's kernels have them."""
+    """Emulate sums in another order, as the kernels of another machine compute them."""
     real = objective.policy_loss
 
     def rounded_otherwise(logprobs, *arguments, **options):
@@ -60,14 +60,14 @@ def other_kernels(monkeypatch):
 
 
 def test_the_same_shape_is_bitwise_and_needs_no_other_run(deterministic_run):
-    report, told = judged(deterministic_run)
-    assert (report.guarantee.kind, report.verdict.finding, told) == ("bitwise", "identical", [])
+    report, messages = judged(deterministic_run)
+    assert (report.guarantee.kind, report.verdict.finding, messages) == ("bitwise", "identical", [])
 
 
 def test_other_micro_batches_are_within_the_noise_floor_and_report_the_distance(deterministic_run):
-    report, told = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+    report, messages = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
     assert not report.identical
-    assert (report.guarantee.kind, report.verdict.finding, len(told)) == ("noise", "within", 1)
+    assert (report.guarantee.kind, report.verdict.finding, len(messages)) == ("noise", "within", 1)
     assert 0 < report.verdict.k <= 10
     assert report.guarantee.reasons == ("actor.mb_spec.max_tokens_per_mb is 24, recorded with 64",)
 
@@ -88,13 +88,13 @@ def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, 
 
 
 def test_on_the_recorded_machine_other_rounding_is_a_difference(deterministic_run, other_kernels):
-    report, told = judged(deterministic_run)
-    assert (report.guarantee.kind, report.verdict.finding, told) == ("bitwise", "different", [])
+    report, messages = judged(deterministic_run)
+    assert (report.guarantee.kind, report.verdict.finding, messages) == ("bitwise", "different", [])
 
 
 def test_bits_that_are_equal_are_equal_on_any_machine(deterministic_run, another_machine):
-    report, told = judged(deterministic_run)
-    assert (report.guarantee.kind, report.verdict.finding, told) == ("noise", "identical", [])
+    report, messages = judged(deterministic_run)
+    assert (report.guarantee.kind, report.verdict.finding, messages) == ("noise", "identical", [])
 
 
 def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_run):

@@ -47,7 +47,7 @@ def test_each_rank_gets_its_own_batch_of_each_step_bit_for_bit(tmp_path):
             assert_same_bits(source.next_batch(step, version=step), expected)
 
 
-def test_padding_wider_than_the_longest_row_is_given_back(tmp_path):
+def test_padding_wider_than_the_longest_row_is_restored(tmp_path):
     batch = as_tensors(scripted_batch([3, 5]))
     wide = {k: torch.nn.functional.pad(t, (0, 4)) if t.dim() == 2 else t for k, t in batch.items()}
     source = RecordedRollouts(record_batch(tmp_path / "record", wide), 0, 1)
@@ -104,11 +104,11 @@ def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
 def test_another_number_of_ranks_gets_complete_groups_in_the_order_of_the_loader(tmp_path):
     write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=1, num_rows=8)
     record = open_record(tmp_path / "record")
-    whole = RecordedRollouts(record, 0, 1).next_batch(0, 0)
-    assert whole["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    all_rows = RecordedRollouts(record, 0, 1).next_batch(0, 0)
+    assert all_rows["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     for rank, rows in ((0, [0, 1, 6, 7]), (1, [2, 3]), (2, [4, 5])):
         batch = RecordedRollouts(record, rank, 3).next_batch(0, 0)
-        assert_same_bits(batch, select_rows(whole, rows))
+        assert_same_bits(batch, select_rows(all_rows, rows))
 
 
 def test_ranks_that_recorded_apart_are_joined_in_canonical_order(tmp_path):
@@ -127,7 +127,7 @@ def test_a_step_beyond_the_record_is_refused(tmp_path):
         source.next_batch(2, 2)
 
 
-def test_the_trainer_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+def test_the_trainer_continues_with_its_random_numbers(tmp_path):
     torch.manual_seed(5)
     source = RecordedRollouts(record_batch(tmp_path / "record", scripted_batch([3, 5])), 0, 1)
     drawn = torch.rand(3)
@@ -136,7 +136,7 @@ def test_the_trainer_goes_on_with_the_random_numbers_that_it_had(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_there_is_no_engine_to_push_weights_to(tmp_path):
+def test_there_is_no_engine_to_update(tmp_path):
     write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1)
     source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
     source.update_weights(engine=None, version=1)

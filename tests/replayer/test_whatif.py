@@ -43,7 +43,7 @@ def test_filtered_rows_are_those_for_which_the_expression_is_true(tiny_run):
         assert result.replayed["ppo_actor/task_reward/avg"] == pytest.approx(batch["rewards"][kept].mean())
 
 
-def test_a_filter_that_leaves_no_row_says_in_which_step(tiny_run):
+def test_a_filter_that_leaves_no_row_reports_the_step(tiny_run):
     with pytest.raises(WrongEdit, match="step 0: no row is left"):
         what_if(tiny_run, row_filter="reward > 2")
 
@@ -123,7 +123,7 @@ def test_a_what_if_is_recorded_next_to_the_record_never_in_it(tiny_run, tmp_path
         check_edits(record, Request(tiny_run.path, 0, 1, edit="/no/such.py"))
 
 
-def test_a_request_reaches_the_ranks_as_it_was_said():
+def test_a_request_reaches_the_ranks_unchanged():
     request = Request("r", 1, 2, None, ("a=1", "b=c"), "reward > 0", "e.py", "m:f", "to", True)
     assert parse_request(request_text(request)) == request
     assert len(request.edits) == 3

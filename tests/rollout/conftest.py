@@ -44,7 +44,8 @@ class HttpThread:
 class FakeServer:
     """Continue a prompt by counting up from its last token, with logprob -token / 100.
 
-    `script` holds replies that come before that: a status with a body, or a number of tokens after
+    `script` is a list of replies that precede that: a status with a body, or a number of tokens
+    after
     which the request is aborted. `refuse` maps a control route to the status and JSON of its reply;
     `model_info` and `server_info` are added to the replies of these routes.
     """
@@ -89,7 +90,7 @@ class FakeServer:
         return web.json_response(body, status=status)
 
     async def _inform(self, request: web.Request) -> web.Response:
-        """Not among the recorded calls: the client queries it at any time."""
+        """Reply to a query of the client, which is not among the recorded calls."""
         if request.path in self.refuse:
             return await self._control(request)
         replies = {
@@ -164,7 +165,7 @@ class ServerProcess:
 
 @pytest.fixture
 def start_server(tiny_model) -> Iterator[Callable[..., ServerProcess]]:
-    """Start server processes of the tiny model, at a free or a given port; all are killed at the end."""
+    """Start server processes of the tiny model, at a free or a given port; killed at teardown."""
     started: list[ServerProcess] = []
 
     def start(server: Server | None = None) -> ServerProcess:

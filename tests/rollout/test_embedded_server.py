@@ -26,12 +26,12 @@ class Gate:
         self.calls = 0
         self.stop_at: int | None = None
         self.reached = threading.Event()
-        self.go_on = threading.Event()
+        self.released = threading.Event()
 
     def __call__(self, *arguments):
         if self.calls == self.stop_at:
             self.reached.set()
-            assert self.go_on.wait(20)
+            assert self.released.wait(20)
         self.calls += 1
         return self.forward(*arguments)
 
@@ -51,14 +51,14 @@ def gate(embedded, monkeypatch):
     gate = Gate(embedded.sampler._model)
     monkeypatch.setattr(embedded.sampler, "_model", gate)
     yield gate
-    gate.go_on.set()
+    gate.released.set()
 
 
 @pytest.fixture
-def ask(embedded, http_thread):
+def query(embedded, http_thread):
     address = http_thread(embedded.application()).server.address
 
-    def ask(path: str, body=None, status: int = 200):
+    def query(path: str, body=None, status: int = 200):
         connection = http.client.HTTPConnection(address, timeout=30)
         connection.request(
             "POST" if body is not None else "GET", path, None if body is None else json.dumps(body)
@@ -69,11 +69,11 @@ def ask(embedded, http_thread):
         assert reply.status == status, text
         return json.loads(text)
 
-    return ask
+    return query
 
 
 @pytest.fixture
-def in_flight(ask):
+def in_flight(query):
     """Start a request on a thread; return its future."""
     with ThreadPoolExecutor() as threads:
 
@@ -83,19 +83,19 @@ def in_flight(ask):
                 "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True},
                 **more,
             }
-            return threads.submit(ask, "/generate", body)
+            return threads.submit(query, "/generate", body)
 
         yield start
 
 
-def pause_at(gate, embedded, ask, body) -> None:
+def pause_at(gate, embedded, query, body) -> None:
     """Pause while the gate holds a token, and let that token be sampled."""
     assert gate.reached.wait(20)
     with ThreadPoolExecutor() as threads:
-        pausing = threads.submit(ask, "/pause_generation", body)
+        pausing = threads.submit(query, "/pause_generation", body)
         with embedded.sampler._changed:
             assert embedded.sampler._changed.wait_for(lambda: embedded.sampler._paused, 20)
-        gate.go_on.set()
+        gate.released.set()
         pausing.result(20)
 
 
@@ -110,8 +110,8 @@ def versions_of(meta) -> list[str]:
     return [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
 
 
-def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(ask, tiny_model):
-    reply = ask(
+def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(query, tiny_model):
+    reply = query(
         "/generate",
         {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9, "temperature": 0.7}, "rid": "r"},
     )
@@ -128,12 +128,12 @@ def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(ask, t
     assert set(versions_of(meta)) == {"default"}
 
 
-def test_it_reports_what_it_serves(ask, tiny_model):
-    assert ask("/health") == {}
-    information = ask("/model_info")
+def test_it_reports_what_it_serves(query, tiny_model):
+    assert query("/health") == {}
+    information = query("/model_info")
     assert (information["model_path"], information["weight_version"]) == (str(tiny_model), "default")
     assert information["architectures"] == ["LlamaForCausalLM"]
-    information = ask("/server_info")
+    information = query("/server_info")
     assert (information["engine"], information["version"], information["device"]) == (
         "embedded",
         "0.5.23",
@@ -153,25 +153,25 @@ def test_it_reports_what_it_serves(ask, tiny_model):
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
     ],
 )
-def test_unsupported_options_are_refused_with_the_reason(ask, body, complaint):
-    assert complaint in ask("/generate", body, status=400)["message"]
+def test_unsupported_options_are_refused_with_the_reason(query, body, complaint):
+    assert complaint in query("/generate", body, status=400)["message"]
 
 
-def test_an_aborting_pause_returns_the_tokens_so_far_and_holds_new_requests(ask, gate, in_flight, embedded):
+def test_an_aborting_pause_returns_the_tokens_so_far_and_holds_new_requests(query, gate, in_flight, embedded):
     gate.stop_at = 4
     first = in_flight()
-    pause_at(gate, embedded, ask, {})
+    pause_at(gate, embedded, query, {})
     reply = first.result(20)
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(reply["output_ids"]) == 5
-    held = in_flight(2)
-    ask("/continue_generation", {})
-    assert len(held.result(20)["output_ids"]) == 2
+    waiting = in_flight(2)
+    query("/continue_generation", {})
+    assert len(waiting.result(20)["output_ids"]) == 2
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_that_keeps_requests_lets_them_cross_new_weights(
-    ask, gate, in_flight, embedded, tiny_model, tmp_path, mode
+    query, gate, in_flight, embedded, tiny_model, tmp_path, mode
 ):
     other = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
@@ -182,9 +182,9 @@ def test_a_pause_that_keeps_requests_lets_them_cross_new_weights(
     old_name = embedded.sampler.version
     gate.stop_at = 4
     request = in_flight()
-    pause_at(gate, embedded, ask, {"mode": mode})
-    ask("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "8"})
-    ask("/continue_generation", {})
+    pause_at(gate, embedded, query, {"mode": mode})
+    query("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "8"})
+    query("/continue_generation", {})
     reply = request.result(20)
     versions = versions_of(reply["meta_info"])
     cut = 5  # the pause came while token 5 was being sampled
@@ -199,33 +199,33 @@ def test_a_pause_that_keeps_requests_lets_them_cross_new_weights(
     embedded.sampler.load(iter(before.items()), "default")
 
 
-def test_one_request_can_be_aborted_among_others(ask, gate, in_flight):
+def test_one_request_can_be_aborted_among_others(query, gate, in_flight):
     gate.stop_at = 3
     first, second = in_flight(rid="a1"), None
     assert gate.reached.wait(20)
     second = in_flight(6, rid="b1")
-    ask("/abort_request", {"rid": "a"})
-    gate.go_on.set()
+    query("/abort_request", {"rid": "a"})
+    gate.released.set()
     assert first.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(second.result(20)["output_ids"]) == 6
 
 
-def test_weights_that_do_not_fit_are_refused_by_name(ask, tmp_path):
+def test_weights_that_do_not_fit_are_refused_by_name(query, tmp_path):
     save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    message = ask(
+    message = query(
         "/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "9"}, status=400
     )["message"]
     assert message == "model.norm.weight came with shape [1]; the model has shape [64]"
-    assert ask("/model_info")["weight_version"] == "default"
+    assert query("/model_info")["weight_version"] == "default"
 
 
-def test_checksums_are_those_of_the_weights(ask, tiny_model):
-    (rank,) = ask("/weights_checker", {"action": "checksum"})["ranks"]
+def test_checksums_are_those_of_the_weights(query, tiny_model):
+    (rank,) = query("/weights_checker", {"action": "checksum"})["ranks"]
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert rank["checksums"] == {name: sha256_of(p) for name, p in model.named_parameters()}
 
 
-def test_a_request_that_the_model_fails_on_is_answered(ask, gate, in_flight, monkeypatch):
+def test_a_request_that_the_model_fails_on_is_answered(query, gate, in_flight, monkeypatch):
     monkeypatch.setattr(gate, "forward", lambda *arguments: 1 / 0)
     with pytest.raises(AssertionError, match="500"):
         in_flight().result(20)
@@ -238,14 +238,14 @@ def test_a_request_whose_client_has_gone_is_not_sampled_on(embedded, gate):
     sampling = Sampling(max_new_tokens=500, ignore_eos=True)
     request = ModelRequest(input_ids=PROMPT, sampling=sampling)
 
-    async def ask_and_go_away() -> None:
+    async def query_and_disconnect() -> None:
         asking = asyncio.create_task(embedded._answer(request))
         await asyncio.to_thread(gate.reached.wait, 20)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
-    asyncio.run(ask_and_go_away())
-    gate.go_on.set()
+    asyncio.run(query_and_disconnect())
+    gate.released.set()
     with embedded.sampler._changed:
         assert embedded.sampler._changed.wait_for(lambda: not embedded.sampler._wave, 20)
     assert gate.calls == 5

@@ -225,7 +225,7 @@ def seconds_of(request: ModelRequest) -> float:
 
 
 def wall_time(executor: Executor, num_steps: int, train_s: float) -> float:
-    """Seconds of a run whose training only sleeps."""
+    """Return the seconds of a run whose training only sleeps."""
     rollouts = LiveRollouts(executor, Numbered(), Rewarded())
     start_s = time.perf_counter()
     for step in range(num_steps):

@@ -65,10 +65,10 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours_or_their_order(rep
     torch.manual_seed(2)
     reversed_order = sample(replica, requests[::-1])[::-1]
     alone = [sample(replica, [r])[0] for r in requests]
-    in_parts = sample(replica, requests, max_rows=4)
+    divided = sample(replica, requests, max_rows=4)
     assert reversed_order == together  # arrival order changes nothing, not even the last bit
     assert [r.output_tokens for r in alone] == [r.output_tokens for r in together]
-    assert [r.output_tokens for r in in_parts] == [r.output_tokens for r in together]
+    assert [r.output_tokens for r in divided] == [r.output_tokens for r in together]
 
 
 def test_sampling_leaves_the_global_generator_alone(replica):

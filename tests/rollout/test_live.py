@@ -38,7 +38,7 @@ class Loader:
 
 
 class Workflow:
-    """Calls `body(engine, data)`."""
+    """Call `body(engine, data)`."""
 
     def __init__(self, body) -> None:
         self.arun_episode = body

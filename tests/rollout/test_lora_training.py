@@ -67,5 +67,5 @@ def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     assert weight_version(server) == "3"
     moved = {name: (merged[name] - tensor).abs().max() for name, tensor in engine._weights._beneath.items()}
     assert min(moved.values()) > 1e-4
-    held = dict(engine._replica.model.named_parameters())
-    assert all((held[name] - merged[name]).abs().max() < 1e-6 for name in moved)
+    served = dict(engine._replica.model.named_parameters())
+    assert all((served[name] - merged[name]).abs().max() < 1e-6 for name in moved)

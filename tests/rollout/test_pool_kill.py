@@ -226,7 +226,7 @@ def test_a_server_that_joins_serves_the_current_version_and_none_before(start_ru
     while len(run.responses) < seen + 8:
         threading.Event().wait(0.01)
     assert all(response.output_versions[-1] == 4 for response in run.responses[seen + 4 :])
-    assert_run_goes_on(run, requests)
+    assert_run_continues(run, requests)
 
 
 @pytest.mark.parametrize("kind", ["disk", "broadcast"])
@@ -239,7 +239,7 @@ def test_a_server_that_is_restarted_at_its_address_gets_the_weights_again(start_
     run.update_weights()
     assert {process.server for process in run.processes} == set(run.client.router.servers)
     assert weight_version(again.server) == "2"
-    assert_run_goes_on(run, requests)
+    assert_run_continues(run, requests)
 
 
 def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
@@ -249,10 +249,10 @@ def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
     run.register(run.start_server())  # version 0 is what it starts with
     while not run.responses:
         threading.Event().wait(0.01)
-    assert_run_goes_on(run, requests)
+    assert_run_continues(run, requests)
 
 
-def assert_run_goes_on(run: Run, requests: Future[int]) -> None:
+def assert_run_continues(run: Run, requests: Future[int]) -> None:
     seen = len(run.responses)
     while len(run.responses) < seen + 20 and not requests.done():
         threading.Event().wait(0.01)

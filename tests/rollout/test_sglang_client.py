@@ -22,13 +22,13 @@ def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> l
     return asyncio.run(work())
 
 
-def ask(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> ModelResponse:
+def query(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> ModelResponse:
     request = ModelRequest(input_ids=list(prompt), sampling=sampling or Sampling(max_new_tokens=3))
     return run_all(servers, [request], **options)[0]
 
 
 def test_tokens_logprobs_and_reason_are_those_of_the_server(start_fake):
-    response = ask([start_fake().server])
+    response = query([start_fake().server])
     assert response == ModelResponse(
         input_tokens=[5, 6],
         output_tokens=[7, 8, 9],
@@ -53,7 +53,7 @@ def test_request_carries_every_sampling_option(start_fake):
         ignore_eos=True,
         skip_special_tokens=False,
     )
-    ask([fake.server], (5, 6), sampling)
+    query([fake.server], (5, 6), sampling)
     assert fake.calls == [
         (
             "/generate",
@@ -80,7 +80,7 @@ def test_request_carries_every_sampling_option(start_fake):
 
 def test_greedy_is_temperature_zero(start_fake):
     fake = start_fake()
-    ask([fake.server], sampling=Sampling(max_new_tokens=1, greedy=True))
+    query([fake.server], sampling=Sampling(max_new_tokens=1, greedy=True))
     assert fake.calls[0][1]["sampling_params"]["temperature"] == 0.0
 
 
@@ -90,7 +90,7 @@ def test_an_aborted_request_continues_where_it_ended_and_each_token_keeps_its_ve
     fake.weight_version = "4"
     sampling = Sampling(max_new_tokens=6, min_new_tokens=5)
 
-    response = ask([fake.server], (5,), sampling)
+    response = query([fake.server], (5,), sampling)
 
     assert response.output_tokens == [6, 7, 8, 9, 10, 11]
     assert response.output_versions == [4] * 6
@@ -132,7 +132,7 @@ def test_a_reply_of_another_shape_is_named(body, complaint):
 def test_a_passing_server_error_is_retried(start_fake):
     fake = start_fake()
     fake.script = [(503, "busy"), (500, "oops")]
-    assert ask([fake.server]).output_tokens == [7, 8, 9]
+    assert query([fake.server]).output_tokens == [7, 8, 9]
     assert len(fake.calls) == 3
 
 
@@ -140,7 +140,7 @@ def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_messa
     fake = start_fake()
     fake.script = [(400, "context length exceeded")]
     with pytest.raises(RequestRefused, match="answered 400: context length exceeded") as refused:
-        ask([fake.server], [987654] * 50)
+        query([fake.server], [987654] * 50)
     assert "987654" not in str(refused.value)
     assert len(fake.calls) == 1
 
@@ -167,7 +167,7 @@ def test_when_the_last_server_dies_it_is_named_with_its_last_log_lines(start_fak
     log = tmp_path / "llm_server_0.log"
     log.write_text("loading\n" * 100 + "RuntimeError: out of memory\n")
     with pytest.raises(ServerDied) as died:
-        ask([Server(dead.server.address, log)], num_retries=0)
+        query([Server(dead.server.address, log)], num_retries=0)
     assert dead.server.address in str(died.value)
     assert str(died.value).endswith("    RuntimeError: out of memory")
     assert str(died.value).count("loading") == 14
@@ -176,7 +176,7 @@ def test_when_the_last_server_dies_it_is_named_with_its_last_log_lines(start_fak
 def test_a_prompt_that_fills_max_tokens_is_refused_before_it_is_sent(start_fake):
     fake = start_fake()
     with pytest.raises(PromptTooLong, match="a prompt of 4 tokens leaves no room to sample: max_tokens is 4"):
-        ask([fake.server], [1, 2, 3, 4], Sampling(max_tokens=4))
+        query([fake.server], [1, 2, 3, 4], Sampling(max_tokens=4))
     assert fake.calls == []
 
 

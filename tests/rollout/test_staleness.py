@@ -10,7 +10,8 @@ from areal_core.rollout.staleness import StalenessControl, choose_batch, per_ran
 @pytest.mark.parametrize(
     ("control", "capacity"),
     [
-        # min(max_concurrent - running, (max_head_offpolicyness + version + 1) * batch_size - (accepted + running))
+        # capacity = min(max_concurrent - running, (max_head_offpolicyness + version + 1) *
+        # batch_size - (accepted + running))
         (StalenessControl(4, 100), 4),
         (StalenessControl(4, 3), 3),
         (StalenessControl(4, 100, 2), 12),

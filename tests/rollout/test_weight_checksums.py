@@ -37,7 +37,7 @@ def test_a_cpu_server_hashes_the_bytes_with_sha256():
     [
         (1, torch.float32, "1f2f5250e8187466"),
         (5, torch.bfloat16, "b7957d09e9c9e6a0"),  # half a word is padded
-        (8192, torch.float32, "d1d0d9059c7936ef"),  # a whole tile
+        (8192, torch.float32, "d1d0d9059c7936ef"),  # a complete tile
         (20001, torch.bfloat16, "885cdd61430b9928"),
         (50000, torch.float32, "858a7df008b424e0"),
     ],
@@ -49,9 +49,9 @@ def test_a_gpu_servers_hash_is_that_of_sglangs_kernel(size, dtype, expected):
 
 def test_the_gpu_hash_does_not_depend_on_how_the_tensor_is_cut_for_it(monkeypatch):
     tensor = random_tensor(100_000)
-    whole = words_hash(tensor)
+    uncut = words_hash(tensor)
     monkeypatch.setattr("areal_core.sglang.verification.CHUNK_TILES", 1)
-    assert words_hash(tensor) == whole
+    assert words_hash(tensor) == uncut
 
 
 def test_fused_parameters_are_known_by_their_parts():
@@ -71,10 +71,12 @@ def expectation(names, weights, dtype=torch.float32) -> ExpectedWeights:
 
 def test_parts_are_joined_in_the_servers_order_whatever_order_they_come_in():
     weights = {V: random_tensor(2, 4, seed=1), Q: random_tensor(4, 4, seed=2), K: random_tensor(2, 4, seed=3)}
-    held = HeldWeights({QKV: [sha256_of(torch.cat([weights[Q], weights[K], weights[V]]))]}, is_sharded=False)
-    assert expectation([QKV], weights).compare(held).differ == []
+    server_weights = HeldWeights(
+        {QKV: [sha256_of(torch.cat([weights[Q], weights[K], weights[V]]))]}, is_sharded=False
+    )
+    assert expectation([QKV], weights).compare(server_weights).differ == []
     short = {**weights, K: weights[K][:-1]}
-    assert expectation([QKV], short).compare(held).differ == [QKV]
+    assert expectation([QKV], short).compare(server_weights).differ == [QKV]
 
 
 def test_the_vocabulary_may_be_padded_with_rows_of_zeros_but_with_nothing_else():
@@ -82,16 +84,16 @@ def test_the_vocabulary_may_be_padded_with_rows_of_zeros_but_with_nothing_else()
     embedding = random_tensor(105, 4)
     expected = expectation([name], {name: embedding})
     for rows, differs in ((torch.zeros(23, 4), False), (torch.ones(23, 4), True), (torch.zeros(0, 4), False)):
-        held = HeldWeights({name: [sha256_of(torch.cat([embedding, rows]))]}, is_sharded=False)
-        assert bool(expected.compare(held).differ) == differs
+        server_weights = HeldWeights({name: [sha256_of(torch.cat([embedding, rows]))]}, is_sharded=False)
+        assert bool(expected.compare(server_weights).differ) == differs
 
 
 def test_weights_are_compared_in_the_servers_dtype():
     weights = {"norm": random_tensor(8)}
-    held = HeldWeights({"norm": [sha256_of(weights["norm"].bfloat16())]}, is_sharded=False)
-    assert expectation(["norm"], weights, torch.bfloat16).compare(held).differ == []
-    assert expectation(["norm"], weights, None).compare(held).differ == []  # "auto": one of the two
-    assert expectation(["norm"], weights, torch.float32).compare(held).differ == ["norm"]
+    server_weights = HeldWeights({"norm": [sha256_of(weights["norm"].bfloat16())]}, is_sharded=False)
+    assert expectation(["norm"], weights, torch.bfloat16).compare(server_weights).differ == []
+    assert expectation(["norm"], weights, None).compare(server_weights).differ == []  # "auto": one of the two
+    assert expectation(["norm"], weights, torch.float32).compare(server_weights).differ == ["norm"]
 
 
 def test_what_cannot_be_compared_is_named_and_is_no_difference():
@@ -140,11 +142,11 @@ def update_of(start_fake, tmp_path):
 
 
 WEIGHTS = {Q: torch.ones(2, 2), K: torch.ones(2, 2), V: torch.ones(2, 2), "norm": torch.ones(2)}
-HELD = {QKV: sha256_of(torch.ones(6, 2)), "norm": sha256_of(torch.ones(2))}
+SERVER_WEIGHTS = {QKV: sha256_of(torch.ones(6, 2)), "norm": sha256_of(torch.ones(2))}
 
 
 def test_a_difference_fails_the_update_names_the_tensor_and_generation_continues(update_of):
-    fake, update = update_of({**HELD, QKV: "0123456789abcdef"})
+    fake, update = update_of({**SERVER_WEIGHTS, QKV: "0123456789abcdef"})
     with pytest.raises(WeightUpdateFailed) as failed:
         update.send(WEIGHTS.items(), 3)
     assert (
@@ -155,7 +157,7 @@ def test_a_difference_fails_the_update_names_the_tensor_and_generation_continues
 
 
 def test_the_first_update_and_every_kth_after_it_is_checked_while_generation_is_paused(update_of):
-    fake, update = update_of(HELD, every=3)
+    fake, update = update_of(SERVER_WEIGHTS, every=3)
     for version in range(1, 6):
         update.send(WEIGHTS.items(), version)
     checks = [i for i, route in enumerate(fake.routes()) if route == "/weights_checker"]

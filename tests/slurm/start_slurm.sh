@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A one-node SLURM for tests, inside a container: no cgroups, no systemd. Needs root and Debian's packages; does
-# nothing when a SLURM answers already. Exit 0 means that `srun` works; 77 that it cannot be had here, with the reason.
+# Start a one-node SLURM for tests, inside a container: no cgroups, no systemd. Needs root and
+# Debian's packages; does nothing when a SLURM is running. Exit 0: `srun` works; 77: it cannot be
+# started here, with the reason.
 set -euo pipefail
 
 config=/etc/slurm/slurm.conf

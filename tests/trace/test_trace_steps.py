@@ -13,7 +13,7 @@ from areal_debug.trace.steps import percentile, report_on
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
 
 
-class ByHand:
+class ScriptedTrace:
     """Write a rank's trace with the times that a test chooses, in seconds after its start."""
 
     def __init__(self, folder, rank=0, world_size=1, **options):
@@ -23,7 +23,7 @@ class ByHand:
         return self.trace._origin_ns + round(seconds * 1e9)
 
     def step(self, number, start, **stages):
-        """A step whose stages follow each other."""
+        """Write a step whose stages follow each other."""
         at = start
         for name, seconds in stages.items():
             self.trace.complete(name, "stage", self.at(at), self.at(at + seconds), TRAINER_TRACK, {})
@@ -57,7 +57,7 @@ def quick_steps(run, numbers, **episode):
 
 
 def test_a_step_is_divided_into_its_stages_and_the_rest_is_other(tmp_path):
-    run = ByHand(tmp_path)
+    run = ScriptedTrace(tmp_path)
     quick_steps(run, range(3))
     run.trace.close()
     times = report_of(tmp_path, step=1).shown
@@ -78,7 +78,7 @@ def test_a_step_is_divided_into_its_stages_and_the_rest_is_other(tmp_path):
 
 
 def test_the_long_tail_is_named_with_the_episode_and_the_options_that_fix_it(tmp_path):
-    run = ByHand(tmp_path)
+    run = ScriptedTrace(tmp_path)
     quick_steps(run, range(4))
     run.step(4, 50, rollout=9.0, train_step=0.5)
     for sample in range(7):
@@ -106,7 +106,7 @@ def test_the_long_tail_is_named_with_the_episode_and_the_options_that_fix_it(tmp
     ],
 )
 def test_a_wait_for_rollouts_is_explained_by_what_episodes_did(tmp_path, episode, because, change):
-    run = ByHand(tmp_path)
+    run = ScriptedTrace(tmp_path)
     quick_steps(run, range(2), **({"reward": 0.0} | episode))
     run.trace.close()
     finding = report_of(tmp_path).finding
@@ -124,7 +124,7 @@ def test_a_wait_for_rollouts_is_explained_by_what_episodes_did(tmp_path, episode
     ],
 )
 def test_each_stage_has_its_own_advice(tmp_path, stage, option):
-    run = ByHand(tmp_path)
+    run = ScriptedTrace(tmp_path)
     run.step(0, 0, rollout=0.1, **{stage: 3.0})
     run.trace.close()
     report = report_of(tmp_path)
@@ -134,7 +134,7 @@ def test_each_stage_has_its_own_advice(tmp_path, stage, option):
 
 def test_the_step_is_described_by_the_rank_that_waited_longest(tmp_path):
     for rank, wait in ((0, 0.5), (1, 3.0)):
-        run = ByHand(tmp_path, rank, 2)
+        run = ScriptedTrace(tmp_path, rank, 2)
         run.step(0, 0, rollout=wait, train_step=4.0 - wait)
         run.episode(0, 0, 0, generation=wait)
         run.trace.close()
@@ -145,7 +145,7 @@ def test_the_step_is_described_by_the_rank_that_waited_longest(tmp_path):
 
 def test_of_ranks_that_share_rows_the_one_that_sampled_describes_the_step(tmp_path):
     for rank, wait in ((0, 3.0), (1, 3.1)):
-        run = ByHand(tmp_path, rank, 2)
+        run = ScriptedTrace(tmp_path, rank, 2)
         run.step(0, 0, rollout=wait)
         if rank == 0:
             run.episode(0, 0, 0, generation=2.9)
@@ -164,7 +164,7 @@ def call(*arguments):
 
 
 def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_slow(tmp_path):
-    run = ByHand(tmp_path / "trace")
+    run = ScriptedTrace(tmp_path / "trace")
     quick_steps(run, range(3))
     run.step(3, 40, rollout=9.0)
     run.trace.close()
@@ -179,7 +179,7 @@ def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_s
 
 
 def test_a_steady_run_exits_with_0(tmp_path):
-    run = ByHand(tmp_path)
+    run = ScriptedTrace(tmp_path)
     quick_steps(run, range(3))
     run.trace.close()
     done = call(tmp_path)
@@ -190,7 +190,7 @@ def test_a_steady_run_exits_with_0(tmp_path):
 def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}\n')
     (tmp_path / "empty").mkdir()
-    trace = ByHand(tmp_path / "young")
+    trace = ScriptedTrace(tmp_path / "young")
     trace.trace.close()
     for given, message in (
         ("absent", "does not exist"),
@@ -201,7 +201,7 @@ def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
         done = call(tmp_path / given)
         assert done.exit_code == 2
         assert message in done.output
-    run = ByHand(tmp_path / "run")
+    run = ScriptedTrace(tmp_path / "run")
     quick_steps(run, range(2))
     run.trace.close()
     done = call(tmp_path / "run", "--step", 7)

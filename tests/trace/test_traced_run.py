@@ -43,7 +43,7 @@ def test_a_traced_run_leaves_one_file_that_explains_its_steps(tiny_model, tmp_pa
         assert step["stages"]["update_weights"] > 0
         assert step["longest"]["num_tokens"] > 0
         assert step["staleness"][1] <= 1
-    assert any(step["staleness"][1] == 1 for step in report["steps"])  # it ran ahead
+    assert any(step["staleness"][1] == 1 for step in report["steps"])  # rollouts were asynchronous
     assert report["episodes"]["accepted"] >= 64
     sessions = (logs / "trace" / "sessions-r00000.jsonl").read_text().splitlines()
     assert {"accepted"} <= {json.loads(line)["status"] for line in sessions}

@@ -1,4 +1,7 @@
-"""The merged file in its viewers: Perfetto's engine and chrome://tracing's importer, in a browser."""
+"""The merged file in its viewers, in a browser.
+
+Perfetto's engine and the importer of chrome://tracing.
+"""
 
 import asyncio
 import functools

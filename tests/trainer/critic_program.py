@@ -21,7 +21,8 @@ from replayer.preflight import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_ROWS, STOP, LENGTH = 8, 0, 1
-# A preset with overrides: returns differ from rewards, and SGD makes one step of known size on all rows.
+# A preset with overrides: returns differ from rewards, and SGD makes one step of known size on all
+# rows.
 PPO = [
     "algorithm=ppo",
     "actor.discount=0.97",
@@ -33,7 +34,7 @@ PPO = [
 
 
 class Conversations(RandomRollouts):
-    """Rows with every fifth and sixth token written by a tool, every third row truncated; sharded."""
+    """Rows with every fifth and sixth token from a tool, every third row truncated; sharded."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(vocab_size=100, num_prompts=NUM_ROWS // 2, num_samples=2, longest=24, seed=3)
@@ -72,7 +73,7 @@ def build(
 
 
 def make_teacher(folder: Path, **size: int) -> Path:
-    """Write a model of other random weights, scaled up because a random model is nearly uniform."""
+    """Write a model of other random weights, scaled up because random models are nearly uniform."""
     make_tiny_model(folder, seed=1, **size)
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""SAPO, M2PO and approximated proximal log-probs in the complete trainer, for any micro-batch size."""
+"""SAPO, M2PO and approximated proximal logprobs in the complete trainer.
+
+The result is the same for any micro-batch size.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ FULL = RecordingOptions(Recording("full"))
 
 
 class OldRollouts(RandomRollouts):
-    """Tokens sampled by version 0, with its approximate log-probs: about 1/100 per token of a random model."""
+    """Tokens sampled by version 0, with the approximate probability of a random model, 1/100."""
 
     def next_batch(self, step, version):
         batch = super().next_batch(step, 0)
@@ -27,7 +30,7 @@ class OldRollouts(RandomRollouts):
 
 
 def train(folder, model, max_tokens_per_mb, *overrides):
-    """(weights, statistics of the last step, record) after a few steps."""
+    """Return (weights, statistics of the last step, record) after a few steps."""
     options = [f"cluster.fileroot={folder}", f"actor.path={model}", f"total_train_steps={NUM_STEPS}"]
     options += [
         f"actor.mb_spec.max_tokens_per_mb={max_tokens_per_mb}",
@@ -58,13 +61,13 @@ def train(folder, model, max_tokens_per_mb, *overrides):
 )
 def test_weights_do_not_depend_on_micro_batches(algorithm, overrides, logged, tmp_path, tiny_model):
     overrides, logged = [f"algorithm={algorithm}", *overrides], f"ppo_actor/update/{logged}"
-    whole, stats, _ = train(tmp_path / "whole", tiny_model, 4096, *overrides)
+    undivided, stats, _ = train(tmp_path / "undivided", tiny_model, 4096, *overrides)
     cut, stats_of_cut, record = train(tmp_path / "cut", tiny_model, 32, *overrides)
     number = "ppo_actor/update/num_micro_batches"
     assert stats[number] < stats_of_cut[number]
     assert stats[logged] == pytest.approx(stats_of_cut[logged], rel=1e-5)
     assert stats["ppo_actor/update/update_successful"] == 1.0
-    torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(undivided, cut, rtol=1e-5, atol=1e-6)
     last = record.step(NUM_STEPS - 1)
     learned = last.learning(0)
     if algorithm == "m2po":

@@ -1,5 +1,6 @@
-"""PPO with a critic in the complete trainer, tested against plain torch and numpy, other ranks, its
-record and its checkpoints.
+"""PPO with a critic in the complete trainer.
+
+Tested against plain torch and numpy, other ranks, its record and its checkpoints.
 """
 
 import importlib.util
@@ -52,15 +53,15 @@ def values_of(model, inputs):
 
 
 def gae_by_numpy(inputs, discount, lam):
-    """Compute advantages and returns in float64, by sums over the tokens in the loss mask of each row."""
+    """Compute advantages and returns in float64, by sums over the tokens in the loss mask."""
     advantages = np.zeros(inputs["values"].shape)
     for row, mask in enumerate(inputs["loss_mask"].bool().numpy()):
         steps, values = np.flatnonzero(mask), inputs["values"][row].double().numpy()
         length = int(inputs["attention_mask"][row].sum())
-        goes_on = inputs["finish_reason"][row] == critic_program.LENGTH
-        chosen = np.append(values[steps], values[length - 1] if goes_on else 0.0)
+        is_truncated = inputs["finish_reason"][row] == critic_program.LENGTH
+        chosen = np.append(values[steps], values[length - 1] if is_truncated else 0.0)
         delta = discount * chosen[1:] - chosen[:-1]
-        delta[-1] += 0.0 if goes_on else float(inputs["rewards"][row])
+        delta[-1] += 0.0 if is_truncated else float(inputs["rewards"][row])
         for k, step in enumerate(steps):
             advantages[row, step] = ((discount * lam) ** np.arange(len(steps) - k) * delta[k:]).sum()
     returns = np.where(inputs["loss_mask"].bool(), advantages + inputs["values"].double().numpy(), 0.0)
@@ -114,7 +115,7 @@ def saved_critic(folder, step):
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
+def teacher_options(tmp_path_factory):
     """Options of a teacher, so that every loss is included."""
     teacher = critic_program.make_teacher(tmp_path_factory.mktemp("teacher"))
     return [
@@ -126,11 +127,11 @@ def taught(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_model, tmp_path_factory, taught):
-    """(statistics of each step, norms of weights) of one rank with one micro-batch."""
-    steps, folder = [], tmp_path_factory.mktemp("whole")
+def undivided(tiny_model, tmp_path_factory, teacher_options):
+    """Train on one rank with one micro-batch; return (statistics of each step, weight norms)."""
+    steps, folder = [], tmp_path_factory.mktemp("undivided")
     limit = "actor.mb_spec.max_tokens_per_mb=4096"
-    with build(tiny_model, folder, 3, limit, *taught, observers=[measure_into(steps)]) as trainer:
+    with build(tiny_model, folder, 3, limit, *teacher_options, observers=[measure_into(steps)]) as trainer:
         trainer.train()
         return steps, norms_of_weights(trainer)
 
@@ -143,25 +144,29 @@ def assert_same(found, expected):
     assert weights == pytest.approx(expected_weights, rel=1e-5)
 
 
-def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, taught, whole):
+def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teacher_options, undivided):
     cut = []
     limit = "actor.mb_spec.max_tokens_per_mb=32"
-    with build(tiny_model, tmp_path, 3, limit, *taught, observers=[measure_into(cut)]) as trainer:
+    with build(tiny_model, tmp_path, 3, limit, *teacher_options, observers=[measure_into(cut)]) as trainer:
         trainer.train()
         weights = norms_of_weights(trainer)
     number = "ppo_critic/num_micro_batches"
-    assert cut[0][number] > whole[0][0][number] == 1
+    assert cut[0][number] > undivided[0][0][number] == 1
     assert {"ppo_critic/critic_loss/avg", "ppo_critic/grad_norm", "ppo_actor/update/rkl_loss/avg"} <= set(
         cut[0]
     )
-    assert_same((cut, weights), whole)
+    assert_same((cut, weights), undivided)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", ["d2", "d1c2", "d1t2"])
-def test_ranks_do_not_change_what_is_learned(split, tiny_model, tmp_path, torchrun, taught, whole):
-    found = torchrun(PROGRAM, 2, tiny_model, tmp_path, f"allocation_mode=embedded|fsdp:{split}", *taught)
-    assert_same((found["steps"], found["weights"]), whole)
+def test_ranks_do_not_change_what_is_learned(
+    split, tiny_model, tmp_path, torchrun, teacher_options, undivided
+):
+    found = torchrun(
+        PROGRAM, 2, tiny_model, tmp_path, f"allocation_mode=embedded|fsdp:{split}", *teacher_options
+    )
+    assert_same((found["steps"], found["weights"]), undivided)
 
 
 def computed(stats):
@@ -237,12 +242,12 @@ def test_an_interrupted_run_continues_to_the_same_bits(tiny_model, tmp_path):
             trainer.train()
             return trainer.checksums(), trainer.first_step
 
-    whole, _ = checksums("whole")
+    undivided, _ = checksums("undivided")
     _, first = checksums("cut", stop_after=1)
     continued, again = checksums("cut")
     assert (first, again) == (0, 2)
-    assert continued == whole
-    assert len({name.startswith("critic.") for name in whole}) == 2
+    assert continued == undivided
+    assert len({name.startswith("critic.") for name in undivided}) == 2
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_model, tmp_path):

@@ -25,7 +25,7 @@ class FixedScorer:
 
 
 def batch():
-    """Two prompts, two samples each: one prompt token, then two trained tokens."""
+    """Two prompts, two samples each: one prompt token, then two tokens in the loss mask."""
     return {
         "input_ids": torch.tensor([[5, 6, 7]] * 4, dtype=torch.int32),
         "attention_mask": torch.ones(4, 3, dtype=torch.bool),
@@ -57,7 +57,8 @@ def test_entropy_is_returned_where_logprobs_are_recomputed():
 
 def test_grpo_advantages_are_rewards_minus_their_group_mean_on_positions_in_the_loss_mask():
     inputs = objective().learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
-    # Group means are 0.5 and 3. Position t predicts token t + 1: the two tokens in the loss mask are at 0 and 1.
+    # Group means are 0.5 and 3. Position t predicts token t + 1: the two tokens in the loss mask
+    # are at 0 and 1.
     want = [[0.5, 0.5, 0.0], [-0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert inputs["advantages"].tolist() == want
     assert inputs["logprobs"][0].tolist() == [-1.0, -2.0, 0.0]
@@ -67,8 +68,8 @@ def test_grpo_advantages_are_rewards_minus_their_group_mean_on_positions_in_the_
 @pytest.mark.parametrize(
     ("options", "behaviour", "proximal"),
     [
-        ({}, -1.0, -1.0),  # the engine's logprobs serve as both
-        ({"recompute_logprob": True}, -0.25, -0.25),  # the trainer's own serve as both
+        ({}, -1.0, -1.0),  # the engine's logprobs are both
+        ({"recompute_logprob": True}, -0.25, -0.25),  # the trainer's logprobs are both
         ({"use_decoupled_loss": True}, -1.0, -0.25),  # each has its own
     ],
 )
@@ -84,7 +85,8 @@ def test_kl_penalty_against_the_reference_equals_literal_numbers():
     inputs = objective(kl_ctl=0.1, reward_norm=None).learning_inputs(
         batch(), FixedScorer(torch.zeros(4, 3)), reference, 0
     )
-    # k1: -0.1 * (logprob - reference) = -0.1 * 0.5 and -0.1 * -0.5; the reward 1 comes with the last trained token.
+    # k1: -0.1 * (logprob - reference) = -0.1 * 0.5 and -0.1 * -0.5; the reward 1 is at the last
+    # token in the loss mask.
     torch.testing.assert_close(inputs["kl_rewards"][0], torch.tensor([-0.05, 0.05, 0.0]))
     torch.testing.assert_close(inputs["advantages"][0], torch.tensor([1.0, 1.05, 0.0]))
 
@@ -137,7 +139,8 @@ def test_sapo_is_a_gate_on_the_ratio_to_the_behaviour_policy():
     subject = objective(use_sapo_loss=True, sapo_tau_pos=1.0, sapo_tau_neg=2.0)
     logprobs = (-torch.ones(6)).requires_grad_()
     loss = subject.loss(logprobs, torch.zeros(6), packed())
-    # At ratio 1 the gate is sigmoid(0) * 4 / tau: 2 for the two tokens of advantage 1, 1 for those of -1.
+    # At ratio 1 the gate is sigmoid(0) * 4 / tau: 2 for the two tokens of advantage 1, 1 for those
+    # of -1.
     assert loss.item() == -2.0
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert gradient.tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0]
@@ -176,12 +179,13 @@ def clipped_by_numpy(ratio, weight, advantages, mask):
 
 def test_m2po_trusts_tokens_until_the_mean_square_of_the_batch_is_reached():
     subject = objective(use_decoupled_loss=True, m2_threshold=0.05)
-    # Proximal minus behaviour: squares 0.01, 0.04, 0.01, 0.09, 0.01, 1.0, 0.01, 0.04. Without the 1 the mean is 0.03.
+    # Proximal minus behaviour: squares 0.01, 0.04, 0.01, 0.09, 0.01, 1.0, 0.01, 0.04. Without the 1
+    # the mean is 0.03.
     proximal = torch.tensor([[-0.9, -1.8], [-0.9, -1.7], [-0.9, -1.0], [-0.9, -1.8]])
     scorer = FixedScorer(torch.nn.functional.pad(proximal, (0, 1)))
     inputs = subject.learning_inputs(batch(), scorer, None, 0)
     assert inputs["trusted_mask"].tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]]
-    assert inputs["loss_mask"].sum() == 8  # the loss is still divided by all trained tokens
+    assert inputs["loss_mask"].sum() == 8  # the loss is still divided by all tokens in the loss mask
 
 
 def test_m2po_equals_numpy_and_drops_what_is_not_trusted_before_the_weights():
@@ -262,8 +266,8 @@ def test_metrics_train_on_the_computed_policy_and_record_the_errors_of_the_appro
 def test_options_that_limit_the_update_are_logged_as_scalars(options, bounds):
     stats, actor = Stats(), PPOActorConfig(eps_clip=0.25, **options)
     log_settings(stats, actor)
-    told = {name: value for name, value in stats.export().items() if not name.endswith("__count")}
-    assert told == {f"ppo_actor/{name}": value for name, value in bounds.items()} | {
+    exported = {name: value for name, value in stats.export().items() if not name.endswith("__count")}
+    assert exported == {f"ppo_actor/{name}": value for name, value in bounds.items()} | {
         "ppo_actor/eps_clip": 0.25,
         "ppo_actor/use_dual_clip": float("c_clip" in options),
         "ppo_actor/mask_no_eos_with_zero": float("mask_no_eos_with_zero" in options),

@@ -16,7 +16,7 @@ spec.loader.exec_module(learning_curves)
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
+def models(tmp_path_factory):
     """A folder with an untrained model and one that is sometimes right."""
     folder = tmp_path_factory.mktemp("larger")
     teach(folder)
@@ -35,8 +35,8 @@ def slowly(*methods):
         *slowly(SFT, PPO, GRPO, *OTHER_PRESETS),
     ],
 )
-def test_held_out_measure_rises(method, taught):
-    curve = learn(method, taught)
+def test_held_out_measure_rises(method, models):
+    curve = learn(method, models)
     assert curve[0][0] == 0
     assert curve[-1][0] == method.steps
     assert curve[-1][1] >= curve[0][1] + method.margin
@@ -55,7 +55,7 @@ def test_numbers_that_meet_in_a_held_out_question_never_meet_in_training():
 def test_documents_are_drawn_from_curves_that_rise():
     trained = json.loads(learning_curves.CURVES.read_text())
     for file, text in learning_curves.draw(trained).items():
-        assert (ROOT / "docs" / file).read_text() == text, "benchmarks/learning_curves.py draws them anew"
+        assert (ROOT / "docs" / file).read_text() == text, "benchmarks/learning_curves.py regenerates them"
     for method in (*METHODS, *OTHER_PRESETS):
         curves = learning_curves.curves_of(method, trained)
         assert len(curves) >= (3 if method in METHODS else 1)

@@ -23,7 +23,7 @@ def test_held_out_pairs_are_ranked_by_a_reward_model_with_an_adapter(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory) -> Path:
+def models(tmp_path_factory) -> Path:
     """A folder with an untrained model and one that is sometimes right."""
     folder = tmp_path_factory.mktemp("larger")
     teach(folder)
@@ -41,8 +41,8 @@ def taught(tmp_path_factory) -> Path:
     ],
     ids=lambda method: method.name,
 )
-def test_held_out_measure_rises_with_an_adapter(method, taught):
-    """SFT starts from the taught model, too: an adapter cannot do much with random base weights."""
-    curve = learn(method, taught)
+def test_held_out_measure_rises_with_an_adapter(method, models):
+    """SFT starts from the SFT model, too: an adapter cannot do much with random base weights."""
+    curve = learn(method, models)
     assert curve[-1][0] == method.steps
     assert curve[-1][1] >= curve[0][1] + min(method.margin, 0.08)

@@ -1,5 +1,6 @@
-"""PPO with a critic on tiny real tasks: validation rewards rise, values learn to predict returns, and
-a student approaches its teacher.
+"""PPO with a critic on tiny real tasks.
+
+Validation rewards rise, values learn to predict returns, and a student approaches its teacher.
 """
 
 import importlib.util
@@ -29,7 +30,7 @@ def small_model(tmp_path_factory):
 
 
 def train_live(model, folder, reward, num_steps, *overrides):
-    """The lines of stats.jsonl of a run whose engine answers until the first digit."""
+    """Return the lines of stats.jsonl of a run whose engine answers until the first digit."""
     tokenizer = make_tiny_tokenizer()
     digits = tokenizer.convert_tokens_to_ids([str(digit) for digit in range(10)])
     rows = random.Random(0).sample(QUESTIONS, len(QUESTIONS))
@@ -51,7 +52,7 @@ def train_live(model, folder, reward, num_steps, *overrides):
 
 
 async def nearness(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float:
-    """1 for the second digit of the question, less for a digit away from it, 0 for an answer without one."""
+    """Reward 1 for the second digit of the question, less for other digits, 0 for no digit."""
     digit = completions.strip()[-1:]
     return 1 - abs(int(digit) - answer) / 9 if digit.isdigit() else 0.0
 
@@ -65,7 +66,7 @@ def test_held_out_answers_improve(small_model, tmp_path):
 
 
 class Predictable(critic_program.Conversations):
-    """The reward of a row depends on its prompt only."""
+    """Rewards that depend on the prompt only."""
 
     def next_batch(self, step, version):
         batch = super().next_batch(step, version)

@@ -1,4 +1,4 @@
-"""Training on pairs: validation accuracy rises, pairs stay together, and the saved model is the trained one."""
+"""Training on pairs: validation accuracy rises, pairs stay together, the saved model is correct."""
 
 import math
 from pathlib import Path
@@ -27,7 +27,7 @@ TRAINING, HELD_OUT = map(pairs, larger_number_rows())
 
 
 def make_config(method: str, folder, trial: str = "t"):
-    """Batches of 32 pairs, float32, 3 epochs."""
+    """Build a config: batches of 32 pairs, float32, 3 epochs."""
     config = {"dpo": DPOConfig, "rw": RWConfig}[method](experiment_name="e", trial_name=trial)
     config.cluster.fileroot, config.allocation_mode = str(folder), "fsdp:d1"
     config.actor.path, config.actor.dtype = "model", "float32"
@@ -41,7 +41,10 @@ def make_config(method: str, folder, trial: str = "t"):
 
 @pytest.fixture
 def trainer(tiny_model, ranks, tmp_path, monkeypatch):
-    """A trainer in this process: `trainer(method, change, trial=...)`; `change` is called with the config."""
+    """Build a trainer in this process: `trainer(method, change, trial=...)`.
+
+    `change` is called with the config.
+    """
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
@@ -98,7 +101,7 @@ def test_micro_batches_keep_pairs_together_and_do_not_change_the_result(trainer,
         config.actor.mb_spec.max_tokens_per_mb = 40
 
     divided, learned = [], []
-    for trial, change in (("whole", lambda config: None), ("split", few_tokens)):
+    for trial, change in (("undivided", lambda config: None), ("split", few_tokens)):
         with trainer(method, change, trial) as run:
             divided.append(run.actor.divide(pairs_to_batch(TRAINING[:32])))
             run.train(stop=lambda step: step == 2)
@@ -140,25 +143,25 @@ def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(trainer, met
 
         return change
 
-    with trainer(method, short("disabled"), "whole") as run:
+    with trainer(method, short("disabled"), "undivided") as run:
         run.train()
-        whole = weights(run)
+        undivided = weights(run)
     with trainer(method, short("auto")) as run:
         run.train(stop=lambda step: step == 2)  # its only checkpoint is the one before step 2
     with trainer(method, short("auto")) as run:
         assert run.first_step == 2
         run.train()
-        assert weights(run) == whole
+        assert weights(run) == undivided
 
 
 def test_each_validation_pair_goes_to_one_rank_in_equally_many_batches_on_each():
     pairs = [{"chosen_ids": [i]} for i in range(5)]
-    dealt = [
+    batches_of_ranks = [
         supervised.shard_batches(pairs, 4, Ranks(rank, 2, torch.device("cpu"), None)) for rank in range(2)
     ]
-    assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[0]] == [[0, 2], [4]]
-    assert [[pair["chosen_ids"][0] for pair in batch] for batch in dealt[1]] == [[1, 3], []]
-    assert pairs_to_batch(dealt[1][1])["input_ids"].shape[0] == 0
+    assert [[pair["chosen_ids"][0] for pair in batch] for batch in batches_of_ranks[0]] == [[0, 2], [4]]
+    assert [[pair["chosen_ids"][0] for pair in batch] for batch in batches_of_ranks[1]] == [[1, 3], []]
+    assert pairs_to_batch(batches_of_ranks[1][1])["input_ids"].shape[0] == 0
 
 
 def test_validation_without_pairs_is_refused(trainer):
@@ -186,13 +189,13 @@ def test_options_of_dpo_that_contradict_each_other_are_named(tmp_path):
     config.ref = TrainEngineConfig(temperature=0.5)
     with pytest.raises(ConfigError) as error:
         check_config(config)
-    for said in (
+    for sentence in (
         "actor.beta is 0.0",
         "ref.path is empty",
         "ref.temperature is 0.5",
         "actor.init_from_scratch",
     ):
-        assert said in str(error.value)
+        assert sentence in str(error.value)
 
 
 def test_options_of_pairs_are_those_of_their_trainers(tmp_path):

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from, damaged and foreign ones, and the lines kept in stats.jsonl."""
+"""The checkpoint from which a run continues, damaged and foreign ones, and lines of stats.jsonl."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 
 @pytest.fixture
 def train(tiny_model, ranks, tmp_path, monkeypatch):
-    """Train in this process: `train(mode, stop_after)` returns the final weights; four steps of two rows."""
+    """Train four steps of two rows: `train(mode, stop_after)` returns the final weights."""
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
@@ -48,7 +48,7 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """The folder of the run's checkpoints, as `checkpoints("t")`."""
+    """Return the folder of the run's checkpoints: `checkpoints("t")`."""
 
     def folder(trial: str = "t"):
         [user] = (tmp_path / "checkpoints").iterdir()
@@ -59,7 +59,7 @@ def checkpoints(tmp_path):
 
 @pytest.fixture
 def steps_logged(tmp_path):
-    """The steps in stats.jsonl of a trial."""
+    """Return the steps in stats.jsonl of a trial."""
 
     def steps(trial: str = "t") -> list[int]:
         [file] = tmp_path.glob(f"logs/*/e/{trial}/stats.jsonl")
@@ -69,10 +69,10 @@ def steps_logged(tmp_path):
 
 
 def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(train, checkpoints, steps_logged):
-    whole = train("disabled", trial="whole")
+    uninterrupted = train("disabled", trial="uninterrupted")
     train("auto", stop_after=2, freq_steps=2)  # its only checkpoint is the one before step 2
     assert steps_logged() == [0, 1, 2]
-    assert train("auto") == whole
+    assert train("auto") == uninterrupted
     assert steps_logged() == [0, 1, 2, 3]
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000003", "step-000004"]
 
@@ -94,7 +94,7 @@ def test_checkpoints_that_a_thread_writes_contain_the_same_bits(train, checkpoin
 def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_the_previous_one(
     train, checkpoints, monkeypatch
 ):
-    whole = train("disabled", trial="whole")
+    uninterrupted = train("disabled", trial="uninterrupted")
     write, started = checkpointing.write_snapshot, threading.Event()
 
     def stuck(snapshot, given_up):
@@ -118,16 +118,16 @@ def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_
     assert sorted(folder.name for folder in checkpoints().iterdir()) == ["step-000001", "step-000002.partial"]
     monkeypatch.setattr(SFTTrainer, "loss", loss)
     monkeypatch.setattr(checkpointing, "write_snapshot", write)
-    assert train("auto", saver__mode="async") == whole
+    assert train("auto", saver__mode="async") == uninterrupted
 
 
 def test_optimizer_states_that_were_not_saved_or_not_loaded_make_a_difference(train, checkpoints):
-    whole = train("disabled", trial="whole")
+    uninterrupted = train("disabled", trial="uninterrupted")
     for trial, option in (("a", "recover__no_save_optim"), ("b", "recover__no_load_optim")):
         train("auto", stop_after=1, trial=trial, **{option: True})
         saved = read_checkpoint(checkpoints(trial) / "step-000002").engines["actor"]
         assert saved.has_optimizer == (trial == "b")
-        assert train("auto", trial=trial, **{option: True}) != whole
+        assert train("auto", trial=trial, **{option: True}) != uninterrupted
 
 
 def test_timers_continue_from_their_saved_state(ranks, tmp_path):
@@ -151,13 +151,13 @@ def test_timers_continue_from_their_saved_state(ranks, tmp_path):
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     train, checkpoints, steps_logged, caplog
 ):
-    whole = train("auto")
+    uninterrupted = train("auto")
     [tensors] = (checkpoints() / "step-000004" / "actor").iterdir()
     damaged = bytearray(tensors.read_bytes())
     damaged[-1] ^= 1
     tensors.write_bytes(damaged)
     with caplog.at_level(logging.INFO):
-        assert train("resume") == whole
+        assert train("resume") == uninterrupted
     assert f"skipping a checkpoint: {tensors} is missing or damaged" in caplog.text
     assert f"continuing at step 3 from {checkpoints() / 'step-000003'}" in caplog.text
     assert steps_logged() == [0, 1, 2, 3]

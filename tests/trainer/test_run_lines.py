@@ -19,7 +19,10 @@ def config(tmp_path):
 
 @pytest.fixture(autouse=True)
 def interrupts_are_handled():
-    """Handle SIGINT even if the tests were started with it ignored, as a shell does for background jobs."""
+    """Handle SIGINT even if the tests were started with it ignored.
+
+    A shell does that for background jobs.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

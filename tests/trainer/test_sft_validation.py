@@ -1,4 +1,4 @@
-"""Validation of supervised fine-tuning: losses equal those of the model's logits, at the configured steps."""
+"""Validation of supervised fine-tuning: losses of the model's logits, at the configured steps."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
 
 
 def losses_per_row(model) -> list[float]:
-    """Compute the mean negative log-likelihood of each validation completion by the model's forward."""
+    """Compute the mean negative log-likelihood of each validation completion by a forward pass."""
     losses = []
     for row in HELD_OUT:
         ids = torch.tensor([row["input_ids"]])

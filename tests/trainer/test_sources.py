@@ -13,14 +13,14 @@ def feeds(num_ranks: int) -> list[PromptFeed]:
     return [PromptFeed(PromptLoader(ROWS, 4, rank, num_ranks, seed=3)) for rank in range(num_ranks)]
 
 
-def taken(feeds: list[PromptFeed], count: int) -> set[int]:
+def prompts_of(feeds: list[PromptFeed], count: int) -> set[int]:
     return {feed.take()[0] for feed in feeds for _ in range(count)}
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
 def test_no_prompt_is_lost_or_repeated_when_some_are_in_flight_and_ranks_are_ahead(before, after):
     old = feeds(before)
-    finished = taken(old, 4 // before)
+    finished = prompts_of(old, 4 // before)
     in_flight = [[feed.take()[0] for _ in range(1 + 2 * (rank == 0))] for rank, feed in enumerate(old)]
     states = [feed.state_dict(ids) for feed, ids in zip(old, in_flight, strict=True)]
     new = feeds(after)
@@ -36,10 +36,10 @@ def test_no_prompt_is_lost_or_repeated_when_some_are_in_flight_and_ranks_are_ahe
 
 def test_without_prompts_in_flight_the_new_ranks_get_the_rows_of_an_uninterrupted_run():
     old, new, fresh = feeds(2), feeds(4), feeds(4)
-    taken(old, 2)
+    prompts_of(old, 2)
     for feed, state in zip(new, reshard([feed.state_dict([]) for feed in old], 4), strict=True):
         feed.load_state_dict(state)
-    taken(fresh, 1)
+    prompts_of(fresh, 1)
     assert [feed.take() for feed in new] == [feed.take() for feed in fresh]
 
 
@@ -47,9 +47,9 @@ def test_counts_keep_their_sum():
     states = [
         feed.state_dict([]) | {"counts": {"rejected": 2, "failed": r}} for r, feed in enumerate(feeds(2))
     ]
-    dealt = [state["counts"] for state in reshard(states, 4)]
-    assert [counts["rejected"] for counts in dealt] == [1, 1, 1, 1]
-    assert [counts["failed"] for counts in dealt] == [1, 0, 0, 0]
+    counts_of_ranks = [state["counts"] for state in reshard(states, 4)]
+    assert [counts["rejected"] for counts in counts_of_ranks] == [1, 1, 1, 1]
+    assert [counts["failed"] for counts in counts_of_ranks] == [1, 0, 0, 0]
 
 
 def test_loaders_alone_and_replays_continue_at_the_position_of_all_ranks():

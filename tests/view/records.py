@@ -71,13 +71,13 @@ def chat_batch(
     logprobs = -rng.exponential(0.25, mask.shape) - (rng.random(mask.shape) < 0.04) * rng.exponential(
         4, mask.shape
     )
-    age = (np.cumsum(mask, 1) < mask.sum(1, keepdims=True) * rng.random((num_rows, 1))) & (step > 0)
+    is_stale = (np.cumsum(mask, 1) < mask.sum(1, keepdims=True) * rng.random((num_rows, 1))) & (step > 0)
     return {
         "input_ids": ids,
         "attention_mask": real,
         "loss_mask": mask,
         "logprobs": np.where(mask, logprobs, 0).astype(np.float32),
-        "versions": np.where(mask, step - age.astype(int), np.where(real, -1, 0)).astype(np.int32),
+        "versions": np.where(mask, step - is_stale.astype(int), np.where(real, -1, 0)).astype(np.int32),
         "rewards": (rng.random(num_rows) < 0.3 + 0.05 * step).astype(np.float32),
         "prompt_id": np.arange(num_rows, dtype=np.int64) // 4 + 100 * step,
         "sample_id": np.arange(num_rows, dtype=np.int32) % 4,
@@ -127,7 +127,7 @@ def write_chats(
 
 
 def send(writer: RecordWriter, step: int, batch: dict[str, Any], rng: np.random.Generator) -> None:
-    """The events of a step."""
+    """Send the events of a step."""
     writer("batch", step=step, version=step, batch=batch, rng=SCRIPTED_RNG)
     writer("advantages", step=step, inputs=batch | learned(batch, rng))
     stats = {

@@ -1,4 +1,4 @@
-"""The data of a page: texts that join to the complete text, numbers at their own token, redaction."""
+"""The data of a page: texts that join to the complete text, numbers of tokens, redaction."""
 
 import base64
 import gzip
@@ -28,7 +28,7 @@ def chats(tmp_path_factory):
 
 
 def texts_of(view):
-    """The joined text of every row."""
+    """Return the joined text of every row."""
     bounds = np.concatenate([[0], np.cumsum(view.rows["length"], dtype=np.int64)])
     return ["".join(view.text.texts[i] for i in view.text.index[a:b]) for a, b in pairwise(bounds)]
 
@@ -160,7 +160,7 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["{chats}", "--step", "9"], "step 9 is not recorded"),
         (["{nothing}"], "does not exist"),
@@ -169,9 +169,9 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
         (["{chats}", "-o", "{nothing}/deep/page.html"], "No such file or directory"),
     ],
 )
-def test_mistakes_end_in_a_sentence(arguments, said, chats, tmp_path):
+def test_mistakes_end_in_a_sentence(arguments, sentence, chats, tmp_path):
     write_scripted_record(tmp_path / "ids", num_steps=1)
     places = {"chats": chats, "nothing": tmp_path / "nothing", "ids": tmp_path / "ids"}
     done = call(*(argument.format(**places) for argument in arguments))
     assert done.exit_code == 2
-    assert said in done.output
+    assert sentence in done.output

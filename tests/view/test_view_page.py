@@ -67,15 +67,17 @@ def test_hovering_a_token_shows_the_numbers_of_the_record(page, url, chats):
         "[[...document.querySelectorAll('#tip dt')], [...document.querySelectorAll('#tip dd')]]"
         ".map(nodes => nodes.map(n => n.textContent))"
     )
-    told = dict(zip(names, values, strict=True))
-    assert float(told["logprob"]) == pytest.approx(float(batch["logprobs"][place]), rel=1e-4)
-    assert float(told["trainer logprob"]) == pytest.approx(float(learning["prox_logp"][place - 1]), rel=1e-4)
-    assert float(told["advantage"]) == pytest.approx(
+    displayed = dict(zip(names, values, strict=True))
+    assert float(displayed["logprob"]) == pytest.approx(float(batch["logprobs"][place]), rel=1e-4)
+    assert float(displayed["trainer logprob"]) == pytest.approx(
+        float(learning["prox_logp"][place - 1]), rel=1e-4
+    )
+    assert float(displayed["advantage"]) == pytest.approx(
         float(learning["advantages"][place - 1]), rel=1e-4, abs=1e-6
     )
-    assert told["weights"] == f"version {batch['versions'][place]}"
-    assert int(told["token id"]) == batch["input_ids"][place]
-    assert int(told["position"]) == place
+    assert displayed["weights"] == f"version {batch['versions'][place]}"
+    assert int(displayed["token id"]) == batch["input_ids"][place]
+    assert int(displayed["position"]) == place
 
 
 def test_text_of_the_page_is_the_decoded_row(page, url, chats):
@@ -91,7 +93,7 @@ def test_text_of_the_page_is_the_decoded_row(page, url, chats):
     assert shown.replace("↵", "") == page.evaluate("textOf(app.step, 0)")
 
 
-def test_sorting_and_filtering_pick_the_rows_that_they_say(page, url, chats):
+def test_sorting_and_filtering_select_the_matching_rows(page, url, chats):
     open_ready(page, url)
     rewards = open_record(chats).step(2).batch(0)["rewards"]
     page.press("/")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# vLLM for the CPU, in an environment of its own beside .venv (its torch is another one). Prints its Python; does nothing when
-# there is one. Exit 77 where it cannot be had, with the reason.
+# Install vLLM for the CPU into a separate environment next to .venv (it needs another torch), if
+# there is none, and print its Python. Exit 77 with the reason where that is impossible.
 set -euo pipefail
 
 version=0.32.0

@@ -73,7 +73,7 @@ def embedded(tiny_model, http_thread):
 
 
 def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[ModelResponse]:
-    """The responses to a client that knows this version."""
+    """Return the responses to a client that knows this version."""
     sampling = Sampling(max_new_tokens=16, temperature=TEMPERATURE, ignore_eos=True)
     client = SGLangClient(servers, lora_name="tiny")
     if version:
@@ -93,14 +93,14 @@ def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[Mo
 
 @torch.no_grad()
 def logprobs_of(model, r: ModelResponse) -> torch.Tensor:
-    """The model's logprobs of the sampled tokens."""
+    """Return the model's logprobs of the sampled tokens."""
     tokens = torch.tensor([r.input_tokens + r.output_tokens])
     logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
     return logprobs[len(r.input_tokens) - 1 :, 0]
 
 
 def worst_difference(model, responses: list[ModelResponse]) -> float:
-    """Between the logprobs of the engine and of the model."""
+    """Return the largest difference between the logprobs of the engine and of the model."""
     return max(
         float((torch.tensor(r.output_logprobs) - logprobs_of(model, r)).abs().max()) for r in responses
     )
@@ -139,8 +139,8 @@ def test_an_update_writes_a_folder_loads_it_aborts_requests_in_flight_and_unload
         ("/continue_generation", {}),
     ]
     assert len(written) == 2 * len([n for n in trained_parameters(adapted) if "lora_A" in n])
-    held = dict(adapted.named_parameters())["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
-    assert torch.equal(written["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"], held)
+    trained = dict(adapted.named_parameters())["model.layers.0.self_attn.q_proj.lora_B.default.weight"]
+    assert torch.equal(written["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"], trained)
     assert list((tmp_path / "update").iterdir()) == []
 
 
@@ -250,13 +250,13 @@ class Gate:
 
     def __init__(self, forward) -> None:
         self.forward, self.calls = forward, 0
-        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.reached, self.released = threading.Event(), threading.Event()
 
     def __call__(self, *arguments):
         self.calls += 1
         if self.calls == 20:
             self.reached.set()
-            assert self.go_on.wait(20)
+            assert self.released.wait(20)
         return self.forward(*arguments)
 
     def load(self, named_tensors) -> None:
@@ -287,7 +287,7 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
         tensors = AdapterTensors(adapted, torch.device("cpu"))
         updating = asyncio.create_task(asyncio.to_thread(update.send, tensors, 2))
         assert await asyncio.to_thread(is_cut)
-        gate.go_on.set()
+        gate.released.set()
         await updating
         response = await task
         await client.aclose()
@@ -372,7 +372,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
 
 
 async def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> list[ModelResponse]:
-    """A long completion of version 3 that an update to version 4 aborts."""
+    """Return a long completion of version 3 that an update to version 4 aborts."""
     client = SGLangClient([server], lora_name="tiny")
     await asyncio.to_thread(client.set_version, 3)
     sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)

@@ -1,0 +1,123 @@
+"""The vocabulary: standard terms of the field in code, comments, messages and documents."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor", "areal_debug")
+LONGEST_LINE_OF_PROSE = 100
+DRAWN = re.compile("  |->|<-|─>|│")
+# Pattern -> the term to use instead.
+BANNED = {
+    r"\b(tells?|told|telling)\b": "report, print, message, known",
+    r"\bnot told\b": "inconclusive",
+    r"\banew\b": "again",
+    r"\bfor ever\b": "indefinitely",
+    r"\bforetell\w*\b": "predict",
+    r"\bparts? (first|ways)\b": "diverges",
+    r"\b(runs?|records?|replays?|bits|numbers) part\b": "diverge",
+    r"\bown noise\b": "noise floor, run-to-run variation",
+    r"\bpromised?\b": "guarantee",
+    r"\bsampling ahead\b": "asynchronous rollouts",
+    r"\bdealt\b": "resharded, redistributed",
+    r"\bby hand\b": "manually",
+    r"\b(goes|went) on\b": "continues",
+    r"\b(gives|gave|given) back\b": "returns, releases",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bbegun\b": "started",
+    r"\breckon\w*\b": "estimate, compute",
+    r"\bin a blink\b": "fast",
+    r"\bon its way out\b": "exiting",
+    r"\btakes? of a step\b": "repeats of a step",
+    r"\blearned from\b": "in the loss mask",
+    r"\b(weight|adapter) push(es)?\b": "weight update",
+}
+PATTERN = re.compile("|".join(f"(?:{pattern})" for pattern in BANNED), re.IGNORECASE)
+
+
+def tracked(*endings: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.splitlines() if name.endswith(endings)]
+
+
+def texts_of(file: Path) -> list[tuple[int, str]]:
+    """Return line numbers and texts for a reader: of Python files, strings and comments."""
+    text = file.read_text()
+    if file.suffix != ".py":  # quoted code, such as a former name, is no prose
+        return [(n, re.sub(r"`[^`]*`", "", line)) for n, line in enumerate(text.splitlines(), 1)]
+    strings = [
+        (node.lineno, node.value)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return strings + [(t.start[0], t.string) for t in comments(text)]
+
+
+def comments(text: str) -> list[tokenize.TokenInfo]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token for token in tokens if token.type == tokenize.COMMENT]
+
+
+def banned_words(texts: list[tuple[int, str]]) -> list[str]:
+    return [f"{line}: {match[0]}" for line, text in texts for match in PATTERN.finditer(text)]
+
+
+def prose_files() -> list[Path]:
+    """Everything but tests: their names and inputs quote what users and other tools write."""
+    python = [f for f in tracked(".py") if f.relative_to(ROOT).parts[0] in (*PACKAGES, "examples")]
+    documents = [f for f in tracked(".md", ".html", ".js") if f.relative_to(ROOT).parts[0] != "tests"]
+    return python + documents
+
+
+def test_only_standard_terms_are_used():
+    found = {str(f.relative_to(ROOT)): words for f in prose_files() if (words := banned_words(texts_of(f)))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("text", ["where two runs part", "Not told: bits differ", "a weight push"])
+def test_a_banned_word_would_be_found(text):
+    assert banned_words([(1, text)])
+
+
+def test_documents_wrap_at_100_columns():
+    """Tables, code blocks, links and pictures excepted."""
+    too_long = []
+    for file in tracked(".md"):
+        in_code = False
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            in_code ^= line.lstrip().startswith("```")
+            exempt = in_code or line.lstrip().startswith(("|", "!", "<", "[", "```"))
+            if len(line) > LONGEST_LINE_OF_PROSE and not exempt:
+                too_long.append(f"{file.relative_to(ROOT)}:{number}")
+    assert too_long == []
+
+
+def test_docstrings_and_comments_wrap_at_100_columns():
+    """Diagrams and tables, which have arrows or align with two spaces or more, excepted."""
+    too_long = []
+    for file in tracked(".py"):
+        text = file.read_text()
+        lines = text.splitlines()
+        prose = {t.start[0] for t in comments(text) if t.line.lstrip().startswith("#")}
+        for node in ast.walk(ast.parse(text)):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and ast.get_docstring(node) is not None:
+                prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        too_long += [
+            f"{file.relative_to(ROOT)}:{number}"
+            for number in sorted(prose)
+            if len(lines[number - 1]) > LONGEST_LINE_OF_PROSE and not DRAWN.search(lines[number - 1].strip())
+        ]
+    assert too_long == []
+
+
+def test_architecture_fits_in_300_lines_of_100_columns():
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    assert len(lines) <= 300
+    assert max(map(len, lines)) <= LONGEST_LINE_OF_PROSE
