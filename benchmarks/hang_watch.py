@@ -17,7 +17,7 @@ from pathlib import Path
 from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.process import process_table
 from hangdoctor.heartbeat import VARIABLE, beat, read_beats
-from hangdoctor.watch.liveness import Limits, Track, follow, judge
+from hangdoctor.watch.liveness import Limits, Track, follow, judge_liveness
 from hangdoctor.watch.loop import RESCAN_S, Plan
 from hangdoctor.watch.signs import read_signs
 
@@ -53,7 +53,7 @@ def measure(num_ranks: int) -> dict[str, float]:
             started = time.process_time()
             for look in range(NUM_LOOKS):
                 tracks = follow(tracks, read_signs(job, read_beats(folder), None), float(look))
-                judge(tracks, float(look), Limits())
+                judge_liveness(tracks, float(look), Limits())
             look_s = (time.process_time() - started) / NUM_LOOKS
         finally:
             for process in ranks:

@@ -100,7 +100,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Sample:
+class LogitSample:
     """Complete rows, few enough for full logits.
 
     `places` index the scored tokens; `hidden` [sample, dim] predicts them.
@@ -138,7 +138,7 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
     def predict(
-        tokens: Sample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
+        tokens: LogitSample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
     ) -> list[Prediction]:
         points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
         candidates: list[Transform] = [
@@ -221,7 +221,7 @@ def likelihood(base: Floats, predicted: Floats) -> float:
     return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
 
 
-def select_sample(scorer: Scorer, sequences: Sequences) -> Sample:
+def select_sample(scorer: Scorer, sequences: Sequences) -> LogitSample:
     """Select rows of the batch and compute the hidden states that predict their tokens."""
     limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
     row_of_place = sequences.row_of_token[sequences.scored]
@@ -234,7 +234,7 @@ def select_sample(scorer: Scorer, sequences: Sequences) -> Sample:
             hidden = states.new_empty(len(places), states.shape[1])
         hidden[torch.as_tensor(at, device=states.device)] = states
     tokens = sequences.scored[places]
-    return Sample(
+    return LogitSample(
         rows, places, tokens, hidden, torch.as_tensor(sequences.input_ids[tokens], device=scorer.device)
     )
 
@@ -252,9 +252,9 @@ def tokens_within(logits: int, vocabulary_size: int) -> int:
     return min(MOST_TOKENS, max(FEWEST_TOKENS, logits // vocabulary_size))
 
 
-def subsampled(sample: Sample, stride: int) -> Sample:
+def subsampled(sample: LogitSample, stride: int) -> LogitSample:
     """Keep every `stride`-th token."""
-    return Sample(
+    return LogitSample(
         sample.rows,
         sample.places[::stride],
         sample.tokens[::stride],
@@ -277,7 +277,11 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
 
 
 def evaluate(
-    scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, candidates: Sequence[Transform]
+    scorer: Scorer,
+    sequences: Sequences,
+    sample: LogitSample,
+    temperature: float,
+    candidates: Sequence[Transform],
 ) -> Floats:
     """Compute logprobs of the sample under each transform, float64 [transforms, sample]."""
     result = np.empty((len(candidates), len(sample.places)))
@@ -292,7 +296,7 @@ def evaluate(
 
 
 def logit_rows(
-    scorer: Scorer, sequences: Sequences, sample: Sample, temperature: float, chunk: slice
+    scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float, chunk: slice
 ) -> Rows:
     """Compute the full logits of a chunk of the sample, with the counts of preceding tokens."""
     uncapped = scorer.head.uncapped(sample.hidden[chunk])

@@ -18,7 +18,7 @@ from consistency.check import Checked, Rescorer, check
 from consistency.cross_checks import Rescoring, rescore
 from consistency.engine.connect import connect, sample_all, worker_of
 from consistency.engine.http import open_session
-from consistency.engine.reply import Engine, Identity, Reply, SamplingParams, Top
+from consistency.engine.reply import Engine, EngineIdentity, Reply, SamplingParams, Top
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.score import Progress, Scorer
 from consistency.source import Sampled, Sampling, concatenate
@@ -83,7 +83,7 @@ class EngineSamples:
     """Completions sampled by engines; `replies[i]` answers `prompts[i]`."""
 
     addresses: tuple[str, ...]
-    identities: tuple[Identity, ...]
+    identities: tuple[EngineIdentity, ...]
     prompts: tuple[Prompt, ...]
     replies: tuple[Reply, ...]
     params: SamplingParams

@@ -72,7 +72,7 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
-class Identity:
+class ArithmeticCheck:
     """Two computations of the same number; if they differ, the report itself is wrong."""
 
     name: str
@@ -110,7 +110,7 @@ class Measurement:
     num_sequences: int
     excluded: Excluded
     metrics: dict[str, float]
-    identities: tuple[Identity, ...]
+    identities: tuple[ArithmeticCheck, ...]
     by: dict[str, tuple[Group, ...]]
     histogram: tuple[tuple[float, int], ...]
 
@@ -132,14 +132,14 @@ def measure(table: TokenTable) -> Measurement:
     # A dot product, so that the identity does not repeat the sums it checks.
     mean_ratio = float(ratio(difference) @ np.full(len(difference), 1 / len(difference)))
     identities = (
-        Identity("k3 = k1 + mean(rho) - 1", metrics["k3"], metrics["k1"] + mean_ratio - 1),
-        Identity(
+        ArithmeticCheck("k3 = k1 + mean(rho) - 1", metrics["k3"], metrics["k1"] + mean_ratio - 1),
+        ArithmeticCheck(
             "k1 = log_ppl_diff weighted by length",
             metrics["k1"],
             -float(sequence.total.sum() / sequence.count.sum()),
         ),
-        Identity("rmse^2 = 2 k2", metrics["rmse"] ** 2, 2 * metrics["k2"]),
-        Identity(
+        ArithmeticCheck("rmse^2 = 2 k2", metrics["rmse"] ** 2, 2 * metrics["k2"]),
+        ArithmeticCheck(
             "ess = 1 / (1 + var / mean^2)",
             metrics["ess_token"],
             1 / (1 + (metrics["ratio_std"] / metrics["ratio_mean"]) ** 2),

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from hangdoctor.frames import is_library, python_only
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
-from hangdoctor.recorded_operations import Finding, findings_of
-from hangdoctor.threads import ThreadStance, best_sample, effective, view
+from hangdoctor.recorded_operations import OperationFinding, findings_of
+from hangdoctor.threads import ThreadState, best_sample, effective, view
 from hangdoctor.waits import ThreadWait
 
 # Measured: the main thread of a hung rank is not switched to once between two samples; that of a
@@ -99,7 +99,7 @@ class ProcessState:
     parent: str | None
     thread_wait: ThreadWait
     thread: str
-    threads: tuple[ThreadStance, ...]
+    threads: tuple[ThreadState, ...]
     moved: bool | None
     ran: bool | None
     cpu_fraction: float | None
@@ -134,7 +134,7 @@ class Case:
     missing: dict[int, Status]
     certain_missing: bool
     span_s: float
-    findings: tuple[Finding, ...]
+    findings: tuple[OperationFinding, ...]
 
     @property
     def num_samples(self) -> int:
@@ -161,11 +161,11 @@ def build_case(snapshot: Snapshot) -> Case:
     by_process: dict[str, list[ProcessDump]] = defaultdict(list)
     for dump in snapshot.dumps:
         by_process[dump.name].append(dump)
-    seen: dict[int, tuple[ThreadStance, ...]] = {}
+    seen: dict[int, tuple[ThreadState, ...]] = {}
     process_states = [process_state_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
     role = primary_role(process_states)
     ranks = [s for s in process_states if s.role == role and s.rank is not None and s.threads]
-    others = [named(s) for s in process_states if s.role != role or s.rank is None]
+    others = [ranked_by_name(s) for s in process_states if s.role != role or s.rank is None]
     present = {s.rank for s in ranks}
     if role == "trainer" and snapshot.expected:
         missing = {rank: status for rank, status in snapshot.expected.items() if rank not in present}
@@ -196,7 +196,7 @@ def primary_role(process_states: list[ProcessState]) -> str:
     return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
 
 
-def named(process_state: ProcessState) -> ProcessState:
+def ranked_by_name(process_state: ProcessState) -> ProcessState:
     """Identify a rank of another role by its process name: number 1 of the engine is not rank 1."""
     return (
         replace(process_state, rank=process_state.name) if process_state.rank is not None else process_state
@@ -204,7 +204,7 @@ def named(process_state: ProcessState) -> ProcessState:
 
 
 def process_state_of(
-    dumps: list[ProcessDump], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
+    dumps: list[ProcessDump], seen: dict[int, tuple[ThreadState, ...]], source: dict[str, str]
 ) -> ProcessState:
     """Return the state of one process from its dumps. `seen` caches the waits of equal thread
     lists.

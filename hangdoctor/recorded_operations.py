@@ -17,7 +17,7 @@ UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "allgather_v", "reduce_
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class OperationFinding:
     """One disagreement on one group: `odd_ranks` differ from `agreeing_ranks` in `detail`."""
 
     kind: Literal["behind", "operation", "size", "dtype", "same"]
@@ -29,7 +29,7 @@ class Finding:
     detail: str
 
 
-def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
+def findings_of(records: Iterable[CollectiveRecord]) -> tuple[OperationFinding, ...]:
     """Return the disagreements of all groups, the most specific first: operation, dtype, size,
     behind, same.
     """
@@ -42,7 +42,7 @@ def findings_of(records: Iterable[CollectiveRecord]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda f: order.index(f.kind)))
 
 
-def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> Finding | None:
+def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> OperationFinding | None:
     """Return the first sequence number at which the ranks of one group diverge, or None where all
     are done.
     """
@@ -64,15 +64,15 @@ def finding_of(group: str, ranks: dict[int, list[CollectiveRecord]]) -> Finding 
         operation = next(r.operation for r in ranks[agreeing[0]] if r.sequence == top)
         lowest = min(last[rank] for rank in behind)
         detail = f"enqueued {lowest} of {top} collectives: {operation} number {lowest + 1} waits for them"
-        return Finding("behind", group, top, operation, behind, agreeing, detail)
+        return OperationFinding("behind", group, top, operation, behind, agreeing, detail)
     if not open_ranks or len(ranks) < 2:
         return None
     current = by_sequence[top][agreeing[0]]
     detail = f"all {len(last)} ranks enqueued {current.operation} number {top}"
-    return Finding("same", group, top, current.operation, (), agreeing, detail)
+    return OperationFinding("same", group, top, current.operation, (), agreeing, detail)
 
 
-def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> Finding | None:
+def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> OperationFinding | None:
     """Return the ranks whose operation, dtype or size at one number differs from the majority."""
     if len(at) < 2:
         return None
@@ -89,7 +89,7 @@ def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> 
         if odd:
             this, other = value(at[odd[0]]), value(at[usual[0]])
             detail = f"{this} where the others have {other}"
-            return Finding(kind, group, sequence, at[odd[0]].operation, odd, usual, detail)
+            return OperationFinding(kind, group, sequence, at[odd[0]].operation, odd, usual, detail)
     return None
 
 

@@ -26,7 +26,7 @@ SPECIFIC_KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadStance:
+class ThreadState:
     """One thread: its name, its wait, and its relation to the GIL."""
 
     thread: str
@@ -36,8 +36,8 @@ class ThreadStance:
 
 
 def view(
-    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadStance, ...]], source: dict[str, str]
-) -> tuple[ThreadStance, ...]:
+    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadState, ...]], source: dict[str, str]
+) -> tuple[ThreadState, ...]:
     """Return the thread_waits of all threads, main thread first. Equal dumps are one object, so
     they are cached by identity.
     """
@@ -45,7 +45,7 @@ def view(
         main = main_thread(threads)
         ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
         seen[id(threads)] = tuple(
-            ThreadStance(
+            ThreadState(
                 thread.name or ("MainThread" if thread is main else UNNAMED),
                 refined(thread_wait_of(thread.frames), thread, source),
                 bool(thread.holds_gil),
@@ -83,7 +83,7 @@ def kind_from_source(thread_wait: ThreadWait, python: list[Frame], source: dict[
     return replace(thread_wait, kind="blocked")
 
 
-def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
+def best_sample(views: list[tuple[ThreadState, ...]]) -> int:
     """Return the index of the last sample, or of one with the same Python stack and native frames
     below it.
     """
@@ -101,7 +101,7 @@ def best_sample(views: list[tuple[ThreadStance, ...]]) -> int:
     return last
 
 
-def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[ThreadWait, str]:
+def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[ThreadWait, str]:
     """Return the wait of the process: its main thread's, unless that only waits for a thread with a
     more specific wait.
     """
@@ -129,7 +129,7 @@ def effective(threads: tuple[ThreadStance, ...], dump: ProcessDump) -> tuple[Thr
     return thread_wait, main.thread
 
 
-def from_autograd(thread: ThreadStance) -> bool:
+def from_autograd(thread: ThreadState) -> bool:
     """True for autograd's own threads: they have no name and no Python entry frame at the bottom of
     their stacks.
     """

@@ -33,7 +33,7 @@ REPEAT_FILE = "repeat.json"
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """Result of one check.
 
     A "problem" can change bits from run to run; a "note" only between machines.
@@ -65,7 +65,7 @@ class Process:
     dropouts: Mapping[str, float]
 
 
-def check_process(config: Mapping[str, Any], process: Process) -> list[Finding]:
+def check_process(config: Mapping[str, Any], process: Process) -> list[PreflightFinding]:
     """Return all findings of a rank.
 
     Args:
@@ -83,29 +83,31 @@ def check_process(config: Mapping[str, Any], process: Process) -> list[Finding]:
     ]
 
 
-def mode(wanted: bool, on: bool) -> Finding:
+def mode(wanted: bool, on: bool) -> PreflightFinding:
     """Require `deterministic: true`, and torch's own switch on."""
     if not wanted:
-        return Finding(
+        return PreflightFinding(
             "mode", "problem", "deterministic is false", "set deterministic=true, as --dump-rollout does"
         )
     if not on:
-        return Finding(
+        return PreflightFinding(
             "mode", "problem", "torch's deterministic algorithms are off", "see the environment below"
         )
-    return Finding("mode", "ok", "deterministic algorithms are on; operations without one raise")
+    return PreflightFinding("mode", "ok", "deterministic algorithms are on; operations without one raise")
 
 
-def warn_only(on: bool) -> Finding:
+def warn_only(on: bool) -> PreflightFinding:
     """Reject `use_deterministic_algorithms(True, warn_only=True)`: attention would only warn."""
     if on:
-        return Finding(
+        return PreflightFinding(
             "warn_only", "problem", "algorithms only warn", "remove warn_only=True from your script"
         )
-    return Finding("warn_only", "ok", "operations without a deterministic algorithm raise, not only warn")
+    return PreflightFinding(
+        "warn_only", "ok", "operations without a deterministic algorithm raise, not only warn"
+    )
 
 
-def environment(process: Process) -> Iterator[Finding]:
+def environment(process: Process) -> Iterator[PreflightFinding]:
     """Require the variables that libraries read once, at their start."""
     bad = False
     for name, wanted in DETERMINISTIC.items():
@@ -117,53 +119,53 @@ def environment(process: Process) -> Iterator[Finding]:
             seen, action = f"{name} was set after Python had started: too late", "export it before"
         else:
             seen, action = f"{name} is {now!r}, {wanted!r} is needed", f"export {name}={wanted}"
-        yield Finding("environment", "problem", seen, f"{action}, or start with `areal-debug train`")
+        yield PreflightFinding("environment", "problem", seen, f"{action}, or start with `areal-debug train`")
     if not bad:
-        yield Finding(
+        yield PreflightFinding(
             "environment", "ok", f"all {len(DETERMINISTIC)} variables were set before Python started"
         )
 
 
-def nccl(process: Process) -> Finding:
+def nccl(process: Process) -> PreflightFinding:
     """Require Ring and Simple: the order of a tree's sums follows the topology.
 
     Even a ring follows the machines that it connects.
     """
     if process.device != "cuda" or process.world_size == 1:
-        return Finding("NCCL", "ok", f"not used: {process.world_size} rank(s) on {process.device}")
+        return PreflightFinding("NCCL", "ok", f"not used: {process.world_size} rank(s) on {process.device}")
     algorithm = process.at_start.get("NCCL_ALGO")
     if algorithm != "Ring":
-        return Finding("NCCL", "problem", f"NCCL_ALGO is {algorithm!r}", "export NCCL_ALGO=Ring")
-    return Finding(
+        return PreflightFinding("NCCL", "problem", f"NCCL_ALGO is {algorithm!r}", "export NCCL_ALGO=Ring")
+    return PreflightFinding(
         "NCCL", "note", "Ring: the same on the same machines", "keep the allocation to compare bits"
     )
 
 
-def attention(implementation: str, process: Process) -> Finding:
+def attention(implementation: str, process: Process) -> PreflightFinding:
     """Require deterministic attention: the backward of our kernels follows torch's switch."""
     if process.device != "cuda":
-        return Finding("attention", "ok", "torch's own kernels, on a CPU")
+        return PreflightFinding("attention", "ok", "torch's own kernels, on a CPU")
     if not process.algorithms_deterministic:
-        return Finding(
+        return PreflightFinding(
             "attention", "problem", f"{implementation}: its backward uses atomic adds", "deterministic=true"
         )
-    return Finding("attention", "ok", "backward uses torch's deterministic kernels")
+    return PreflightFinding("attention", "ok", "backward uses torch's deterministic kernels")
 
 
-def autotune(process: Process) -> Finding:
+def autotune(process: Process) -> PreflightFinding:
     """Reject kernels chosen by timing: the choice may differ in the next run."""
     if process.cudnn_benchmark:
-        return Finding(
+        return PreflightFinding(
             "autotune", "problem", "cudnn.benchmark is on", "set torch.backends.cudnn.benchmark=False"
         )
     if process.now.get("TORCHINDUCTOR_MAX_AUTOTUNE", "0") not in ("", "0"):
-        return Finding(
+        return PreflightFinding(
             "autotune", "problem", "inductor chooses kernels by timing", "unset TORCHINDUCTOR_MAX_AUTOTUNE"
         )
-    return Finding("autotune", "ok", "no kernel is chosen by timing")
+    return PreflightFinding("autotune", "ok", "no kernel is chosen by timing")
 
 
-def order_of_record(record: Record) -> Finding:
+def order_of_record(record: Record) -> PreflightFinding:
     """Require rows sorted by (prompt_id, sample_id) in every recorded step and rank."""
     for step in record.steps:
         recorded = record.step(step)
@@ -172,39 +174,45 @@ def order_of_record(record: Record) -> Finding:
             pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
             if pairs != sorted(pairs):
                 seen = f"rows of step {step}, rank {rank} are not in canonical order"
-                return Finding("order", "problem", seen, "sort them by (prompt_id, sample_id) in your source")
-    return Finding(
+                return PreflightFinding(
+                    "order", "problem", seen, "sort them by (prompt_id, sample_id) in your source"
+                )
+    return PreflightFinding(
         "order", "ok", f"rows of all {len(record.steps)} recorded steps are sorted by prompt and sample"
     )
 
 
-def dropout(disabled: bool, dropouts: Mapping[str, float]) -> Finding:
+def dropout(disabled: bool, dropouts: Mapping[str, float]) -> PreflightFinding:
     """Note dropout: its random numbers are equal on the same ranks, different on others."""
     active = {name: p for name, p in dropouts.items() if p > 0}
     if active and not disabled:
         named = ", ".join(f"{name} {p:g}" for name, p in active.items())
-        return Finding("dropout", "note", f"on: {named}", "disable_dropout=true, to replay on other ranks")
-    return Finding("dropout", "ok", "off")
+        return PreflightFinding(
+            "dropout", "note", f"on: {named}", "disable_dropout=true, to replay on other ranks"
+        )
+    return PreflightFinding("dropout", "ok", "off")
 
 
-def threads(process: Process) -> Finding:
+def threads(process: Process) -> PreflightFinding:
     """Require OMP_NUM_THREADS: sums are split over threads, by default one per core."""
     if "OMP_NUM_THREADS" not in process.at_start:
         advice = "export OMP_NUM_THREADS, or other machines split sums differently"
-        return Finding(
+        return PreflightFinding(
             "threads", "note", f"{process.num_threads} of {process.num_cores} cores, chosen by torch", advice
         )
-    return Finding("threads", "ok", f"{process.num_threads} threads a rank, set by OMP_NUM_THREADS")
+    return PreflightFinding("threads", "ok", f"{process.num_threads} threads a rank, set by OMP_NUM_THREADS")
 
 
-def check_script(file: Path) -> list[Finding]:
+def check_script(file: Path) -> list[PreflightFinding]:
     """Find late environment variables, warn_only and unsorted listings in a user's script."""
     tree = ast.parse(file.read_text(), str(file))
     found = [*late_environment(tree), *warn_only_calls(tree), *unsorted_listings(tree)]
-    return found or [Finding("script", "ok", f"{file.name} sets nothing late and lists nothing unsorted")]
+    return found or [
+        PreflightFinding("script", "ok", f"{file.name} sets nothing late and lists nothing unsorted")
+    ]
 
 
-def late_environment(tree: ast.Module) -> Iterator[Finding]:
+def late_environment(tree: ast.Module) -> Iterator[PreflightFinding]:
     """Find `os.environ["CUBLAS_WORKSPACE_CONFIG"] = ...`: too late, imports have read it."""
     for node in ast.walk(tree):
         match node:
@@ -212,10 +220,10 @@ def late_environment(tree: ast.Module) -> Iterator[Finding]:
                 name in DETERMINISTIC and ast.unparse(place) == "os.environ"
             ):
                 seen = f"line {node.lineno} sets {name} after Python has started"
-                yield Finding("script", "problem", seen, "export it before Python starts")
+                yield PreflightFinding("script", "problem", seen, "export it before Python starts")
 
 
-def warn_only_calls(tree: ast.Module) -> Iterator[Finding]:
+def warn_only_calls(tree: ast.Module) -> Iterator[PreflightFinding]:
     """Find `use_deterministic_algorithms(..., warn_only=True)`."""
     for node in ast.walk(tree):
         match node:
@@ -223,10 +231,12 @@ def warn_only_calls(tree: ast.Module) -> Iterator[Finding]:
                 word.arg == "warn_only" and isinstance(word.value, ast.Constant) and word.value.value
                 for word in keywords
             ):
-                yield Finding("script", "problem", f"line {node.lineno} sets warn_only=True", "remove it")
+                yield PreflightFinding(
+                    "script", "problem", f"line {node.lineno} sets warn_only=True", "remove it"
+                )
 
 
-def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
+def unsorted_listings(tree: ast.Module) -> Iterator[PreflightFinding]:
     """Find listings in the order of the file system; a call inside `sorted(...)` is fine."""
     in_sorted = {
         id(inner)
@@ -238,7 +248,7 @@ def unsorted_listings(tree: ast.Module) -> Iterator[Finding]:
     for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         if (name := ast.unparse(node.func).rpartition(".")[2]) in LISTINGS:
             seen = f"line {node.lineno} uses {name}() in file-system order"
-            yield Finding("script", "note", seen, f"write sorted({ast.unparse(node)})")
+            yield PreflightFinding("script", "note", seen, f"write sorted({ast.unparse(node)})")
 
 
 @dataclass(frozen=True)
@@ -265,7 +275,7 @@ class PreflightReport:
     first.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[PreflightFinding, ...]
     num_compared: int
     differences: tuple[Difference, ...]
     noise: tuple[ParameterNoise, ...]
@@ -276,7 +286,7 @@ class PreflightReport:
         return self.num_compared > 0 and not self.differences
 
     @property
-    def problems(self) -> list[Finding]:
+    def problems(self) -> list[PreflightFinding]:
         """Findings that can change bits from run to run."""
         return [finding for finding in self.findings if finding.status == "problem"]
 
@@ -285,16 +295,18 @@ class PreflightReport:
         return {"identical": self.identical, "problems": len(self.problems)} | asdict(self)
 
 
-def write_repeat(folder: Path, outcome: Outcome, findings: list[Finding]) -> None:
+def write_repeat(folder: Path, outcome: Outcome, findings: list[PreflightFinding]) -> None:
     """Save rank 0's outcome and findings."""
     document = {"outcome": outcome_document(outcome), "findings": [asdict(finding) for finding in findings]}
     (folder / REPEAT_FILE).write_text(json.dumps(document))
 
 
-def read_repeat(folder: Path) -> tuple[Outcome, tuple[Finding, ...]]:
+def read_repeat(folder: Path) -> tuple[Outcome, tuple[PreflightFinding, ...]]:
     """Read rank 0's outcome and findings."""
     document = json.loads((folder / REPEAT_FILE).read_text())
-    return parse_outcome(document["outcome"], REPEAT_FILE), tuple(Finding(**f) for f in document["findings"])
+    return parse_outcome(document["outcome"], REPEAT_FILE), tuple(
+        PreflightFinding(**f) for f in document["findings"]
+    )
 
 
 def compare_repeats(first: Path, second: Path) -> StepComparison:

@@ -85,7 +85,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowSpan:
     """Position of a row in its rank's flat tensors; the prompt has `prompt_length` tokens."""
 
     rank: int
@@ -100,7 +100,7 @@ class Row:
         return arrays[self.rank][begin:end]
 
 
-Rows = dict[tuple[int, int], Row]
+Rows = dict[tuple[int, int], RowSpan]
 Files = list[tuple[str, BatchEntry]]
 
 
@@ -186,7 +186,7 @@ def find_rows(step: RecordedStep) -> Rows:
         for row, name in enumerate(names):
             begin, end = bounds[row], bounds[row + 1]
             trained = np.flatnonzero(mask[begin:end])
-            rows[name] = Row(rank, row, begin, end, int(trained[0]) if len(trained) else end - begin)
+            rows[name] = RowSpan(rank, row, begin, end, int(trained[0]) if len(trained) else end - begin)
     return rows
 
 
@@ -206,7 +206,7 @@ def compare_rows(left: Rows, right: Rows) -> Iterator[StageDifference]:
         )
 
 
-def place_of(name: tuple[int, int], row: Row, token: int | None = None) -> Place:
+def place_of(name: tuple[int, int], row: RowSpan, token: int | None = None) -> Place:
     """Return the row as a place."""
     return Place(row.rank, row.row, name[0], name[1], token, token is not None and token < row.prompt_length)
 

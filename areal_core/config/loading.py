@@ -18,7 +18,7 @@ from areal_core.config.checks import check_config
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
 from areal_core.config.older_names import translate_older_names
 from areal_core.config.option import REQUIRED
-from areal_core.config.presets import expand_preset, leaves, named, split_algorithm
+from areal_core.config.presets import expand_preset, leaves, option_name, split_algorithm
 from areal_core.errors import ConfigError
 
 C = TypeVar("C")  # any dataclass of options
@@ -70,7 +70,7 @@ def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str
     if issubclass(cls, PPOConfig):
         chosen, overrides = split_algorithm(overrides)
         if chosen:
-            algorithm, given = chosen[-1], [named(override) for override in overrides]
+            algorithm, given = chosen[-1], [option_name(override) for override in overrides]
     if algorithm:
         notes.append(expand_preset(tree, str(algorithm), given))
     for override in overrides:

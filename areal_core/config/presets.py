@@ -141,11 +141,11 @@ MODELS = ("ref", "critic", "teacher")
 
 def split_algorithm(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (names given by `algorithm=name`, "" for `~algorithm`; the other overrides)."""
-    chosen = [override for override in overrides if named(override) == "algorithm"]
+    chosen = [override for override in overrides if option_name(override) == "algorithm"]
     return [override.partition("=")[2] for override in chosen], [o for o in overrides if o not in chosen]
 
 
-def named(override: str) -> str:
+def option_name(override: str) -> str:
     """Return the option name of an override."""
     return override.lstrip("+~").partition("=")[0]
 

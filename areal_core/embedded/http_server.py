@@ -38,7 +38,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Identity:
+class ServedModel:
     """Model facts that the server reports."""
 
     model_path: str
@@ -72,7 +72,7 @@ class EmbeddedServer:
         self._replica = Replica(model_path, dtype or "auto", torch.device("cpu"))
         config = self._replica.model.config
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path)
-        self.identity = Identity(
+        self.identity = ServedModel(
             model_path,
             list(config.architectures or []),
             config.model_type,

@@ -257,12 +257,12 @@ class WeightCheck:
             if found.not_compared and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "not compared with what %s holds: %s", server.address, named(found.not_compared)
+                    "not compared with what %s holds: %s", server.address, join_names(found.not_compared)
                 )
             if found.differ:
                 raise WeightsDiffer(
                     f"after the weight update to version {version} the server at {server.address} holds other weights "
-                    f"than the trainer: {named([describe(name) for name in found.differ])}; its engine may have accepted "
+                    f"than the trainer: {join_names([describe(name) for name in found.differ])}; its engine may have accepted "
                     f"a tensor of another shape or dtype without an error "
                     f"(this check is set by rollout.verify_weights_every={self.every})"
                 )
@@ -294,7 +294,7 @@ def describe(name: str) -> str:
     return name if len(parts) == 1 else f"{name} (sent as {', '.join(part.split('.')[-2] for part in parts)})"
 
 
-def named(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     """Return the number of tensors and the first few names."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)}, {', '.join(names[:MAX_NAMED])}{rest}"

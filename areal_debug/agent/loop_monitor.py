@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Sample:
+class StackSample:
     """The loop's stack at one moment; `callback` identifies the running callback, 0 if none."""
 
     time_s: float
@@ -98,7 +98,7 @@ class LoopMonitor:
         self.name, self.blocking_s = name, blocking_s
         self._loop, self._thread = loop, thread
         self._beats: list[float] = []
-        self._samples: list[Sample] = []
+        self._samples: list[StackSample] = []
         self._ended = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True)
 
@@ -144,7 +144,7 @@ class LoopMonitor:
             if late_s > self.blocking_s / 2:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 if frame is not None:
-                    self._samples.append(Sample(now, late_s, *callback_and_stack(frame)))
+                    self._samples.append(StackSample(now, late_s, *callback_and_stack(frame)))
 
 
 def lags_over_time(lags: Sequence[float]) -> Iterator[float]:
@@ -176,7 +176,7 @@ def callback_and_stack(frame: FrameType) -> tuple[int, tuple[Place, ...]]:
     return 0, ()
 
 
-def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> list[Stall]:
+def find_stalls(samples: Sequence[StackSample], blocking_s: float, late_s: float) -> list[Stall]:
     """Find the places where callbacks blocked, the longest total time first.
 
     A stall is one long callback, or short ones at one place that sum to a fifth of the lag.
@@ -205,9 +205,9 @@ def find_stalls(samples: Sequence[Sample], blocking_s: float, late_s: float) -> 
     return sorted(reported, key=lambda stall: stall.total_s, reverse=True)
 
 
-def callbacks_in_consecutive_samples(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+def callbacks_in_consecutive_samples(samples: Sequence[StackSample]) -> Iterator[list[StackSample]]:
     """Yield the samples of each callback that was found in at least two consecutive samples."""
-    seen: list[Sample] = []
+    seen: list[StackSample] = []
     for sample in samples:
         # If lateness has decreased since the previous sample, there was a beat in between.
         continues = seen and sample.callback == seen[-1].callback and sample.late_s > seen[-1].late_s

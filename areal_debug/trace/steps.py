@@ -53,7 +53,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TraceFinding:
     """The cause of a slow step, what to change, and what would refute it."""
 
     because: str
@@ -72,7 +72,7 @@ class TraceReport:
     median_s: float
     slow: list[int]
     shown: StepTimes
-    finding: Finding
+    finding: TraceFinding
     episodes: dict[str, int] = field(default_factory=dict)  # number by status
 
 
@@ -170,13 +170,13 @@ def episodes_of(trace: RunTrace, times: StepTimes) -> list[Episode]:
     return sorted(found, key=lambda episode: -episode.seconds)
 
 
-def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) -> Finding:
+def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) -> TraceFinding:
     """Explain the longest stage of a step."""
     if times.bottleneck != "rollout":
         return STAGE_FINDINGS[times.bottleneck]
     total = sum(episode.seconds for episode in episodes)
     if not episodes or not total:
-        return Finding(
+        return TraceFinding(
             "the batch came from a source that is not traced",
             "trace the run whose rollouts it waits for",
             "episodes in the trace",
@@ -186,7 +186,7 @@ def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) 
     if rewards > 0.5:
         return reward_finding(rewards, times)
     if own > 0.5:
-        return Finding(
+        return TraceFinding(
             f"episodes spend {own:.0%} of their time neither generating nor in the reward, but in the workflow's own code",
             "run the agent alone (`areal-debug agent stress`): it names the blocking code; make tool calls asynchronous",
             "generation that takes longer than half of an episode",
@@ -194,7 +194,7 @@ def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) 
     half_s = percentile(sorted(episode.seconds for episode in episodes), 50)
     if times.longest is not None and times.longest.seconds > LONG_TAIL * half_s:
         return tail_finding(times.longest, half_s, options)
-    return Finding(
+    return TraceFinding(
         f"its {len(episodes)} episodes generate evenly slowly: half take {half_s:.2f} s, the longest "
         f"{episodes[0].seconds:.2f} s",
         f"add inference servers, or allow more concurrency (rollout.max_concurrent_rollouts is "
@@ -204,17 +204,17 @@ def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) 
     )
 
 
-def reward_finding(share: float, times: StepTimes) -> Finding:
+def reward_finding(share: float, times: StepTimes) -> TraceFinding:
     """Explain a step whose episodes spend most of their time in the reward."""
     longest = f", the longest {times.reward.longest_s:.2f} s" if times.reward else ""
-    return Finding(
+    return TraceFinding(
         f"episodes spend {share:.0%} of their time in the reward{longest}, the wait for a free worker included",
         "give the reward more worker processes, or make it faster; a reward that calls a service should be asynchronous",
         "workers that are idle while episodes wait",
     )
 
 
-def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> Finding:
+def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> TraceFinding:
     """Explain a step that waited for its longest episodes."""
     ahead = options.max_head_offpolicyness
     start_earlier = (
@@ -222,7 +222,7 @@ def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> Findin
         if ahead == 0
         else f"allow more staleness (rollout.max_head_offpolicyness is {ahead})"
     )
-    return Finding(
+    return TraceFinding(
         f"{longest.name} of rank {longest.rank} took {longest.seconds:.2f} s ({longest.num_tokens:,} tokens), half of the "
         f"episodes {half_s:.2f} s or less: the batch waited for stragglers",
         f"{start_earlier}, or sample shorter completions (gconfig.max_new_tokens is {options.max_new_tokens})",
@@ -231,29 +231,29 @@ def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> Findin
 
 
 STAGE_FINDINGS = {
-    "compute_advantage": Finding(
+    "compute_advantage": TraceFinding(
         "logprobs and advantages took longest",
         "use larger micro-batches (actor.mb_spec.max_tokens_per_mb), or turn off what is not used: "
         "actor.recompute_logprob, the reference",
         "torch.profiler (perf_tracer.profile_steps) showing little time in forward passes",
     ),
-    "train_step": Finding(
+    "train_step": TraceFinding(
         "the optimizer's steps took longest",
         "use larger micro-batches (actor.mb_spec.max_tokens_per_mb), turn gradient checkpointing off if memory "
         "allows, or train on more ranks",
         "torch.profiler (perf_tracer.profile_steps) showing ranks that wait for each other",
     ),
-    "update_weights": Finding(
+    "update_weights": TraceFinding(
         "the weight sync took longest",
         "broadcast instead of writing files (actor.weight_update_mode), or connect trainer and servers by faster links",
         "a weight sync that is fast when no generation is running: then pausing generation takes long",
     ),
-    "save": Finding(
+    "save": TraceFinding(
         "writing checkpoints took longest",
         "save less often (saver.freq_steps), or to a faster disk",
         "a fast write of the same number of bytes to the same folder",
     ),
-    "other": Finding(
+    "other": TraceFinding(
         "most of the step is outside the traced stages",
         "inspect the trainer's track in the trace file; `areal-debug hang` shows the stack of each rank",
         "stages that cover the step in the trace file",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from consistency.engine import openai, sglang, vllm
 from consistency.engine.http import HttpClient, base_url
-from consistency.engine.reply import Engine, Identity, Reply, SamplingParams
+from consistency.engine.reply import Engine, EngineIdentity, Reply, SamplingParams
 from consistency.errors import EngineError
 
 MAX_CONCURRENT = 64
@@ -36,7 +36,7 @@ async def identify(client: HttpClient, decode: Decode, vocabulary_size: int) -> 
     name = parse_model_name(client.address, models)
     return openai.OpenAI(
         client,
-        Identity("an OpenAI-compatible server", name),
+        EngineIdentity("an OpenAI-compatible server", name),
         name,
         openai.ids_of_texts(decode, vocabulary_size),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.engine.http import HttpClient
-from consistency.engine.reply import Identity, Reply, SamplingParams
+from consistency.engine.reply import EngineIdentity, Reply, SamplingParams
 from consistency.errors import EngineError
 
 AMBIGUOUS = -1
@@ -19,7 +19,7 @@ class OpenAI:
     """
 
     client: HttpClient
-    identity: Identity
+    identity: EngineIdentity
     model: str
     ids: Mapping[str, int]
 

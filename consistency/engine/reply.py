@@ -34,7 +34,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Identity:
+class EngineIdentity:
     """Identity that an engine reports; unknown fields are None."""
 
     software: str
@@ -58,7 +58,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> EngineIdentity:
         """Identity that the server reports."""
         ...
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.engine.http import HttpClient
-from consistency.engine.reply import NUM_TOPS, Identity, Reply, SamplingParams
+from consistency.engine.reply import NUM_TOPS, EngineIdentity, Reply, SamplingParams
 from consistency.errors import EngineError
 
 
@@ -17,7 +17,7 @@ class SGLang:
     """An SGLang server."""
 
     client: HttpClient
-    identity: Identity
+    identity: EngineIdentity
 
     @property
     def address(self) -> str:
@@ -50,10 +50,10 @@ class SGLang:
         return parse_rescored(self.address, answer, list(input_ids[num_prompt:]))
 
 
-def parse_identity(address: str, info: Any, model: Any) -> Identity:
+def parse_identity(address: str, info: Any, model: Any) -> EngineIdentity:
     """Parse `/server_info` and `/model_info`. Raises EngineError."""
     try:
-        return Identity(
+        return EngineIdentity(
             software=f"SGLang {info['version']}",
             model=str(model["model_path"]),
             dtype=None if info["dtype"] == "auto" else str(info["dtype"]),

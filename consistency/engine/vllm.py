@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.engine.http import HttpClient
-from consistency.engine.reply import NUM_TOPS, Identity, Reply, SamplingParams, Top
+from consistency.engine.reply import NUM_TOPS, EngineIdentity, Reply, SamplingParams, Top
 from consistency.errors import EngineError
 
 
@@ -17,7 +17,7 @@ class VLLM:
     """A vLLM server; `model` is the served model name."""
 
     client: HttpClient
-    identity: Identity
+    identity: EngineIdentity
     model: str
 
     @property
@@ -55,11 +55,11 @@ class VLLM:
         return parse_rescored(self.address, answer, list(input_ids), num_prompt)
 
 
-def parse_identity(address: str, version: Any, models: Any) -> tuple[Identity, str]:
+def parse_identity(address: str, version: Any, models: Any) -> tuple[EngineIdentity, str]:
     """Parse `/version` and `/v1/models` into identity and model name. Raises EngineError."""
     try:
         card = models["data"][0]
-        identity = Identity(
+        identity = EngineIdentity(
             software=f"vLLM {version['version']}",
             model=str(card["root"]),
         )

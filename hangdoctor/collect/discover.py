@@ -39,7 +39,7 @@ MAX_CHILDREN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ProcessIdentity:
     """What a process claims to be.
 
     `job` groups the ranks of one rendezvous; `inferred` is true for schedulers' variables, which
@@ -53,15 +53,17 @@ class Identity:
     inferred: bool = False
 
 
-def identify(environment: dict[str, str], command: tuple[str, ...]) -> Identity:
+def identify(environment: dict[str, str], command: tuple[str, ...]) -> ProcessIdentity:
     """Return the rank, world size, role and job that an environment and a command line define."""
     job = job_key(environment)
     for rank_name, world_name in RANK_AND_WORLD:
         rank = _number(environment, rank_name)
         if rank is not None:
             role = role_of_rank(environment, command)
-            return Identity(rank, _number(environment, world_name), role, job, rank_name.startswith("SLURM"))
-    return Identity(_rank_argument(command), None, role_of_server(command), job)
+            return ProcessIdentity(
+                rank, _number(environment, world_name), role, job, rank_name.startswith("SLURM")
+            )
+    return ProcessIdentity(_rank_argument(command), None, role_of_server(command), job)
 
 
 def role_of_rank(environment: dict[str, str], command: tuple[str, ...]) -> str:
@@ -208,7 +210,7 @@ class Claim:
     """A process and what it claims to be."""
 
     process: Process
-    identity: Identity
+    identity: ProcessIdentity
 
 
 def find_job(search: Search, table: dict[int, Process]) -> Job:
@@ -343,7 +345,7 @@ def _unranked(search: Search, scope: list[int], table: dict[int, Process]) -> li
     tops = [pid for pid in sorted(python) if not python & set(ancestors(pid, table))]
     if search == Search() or not tops:
         raise NoRanksFound(_nothing_found(search, scope, table))
-    return [Claim(table[pid], Identity(index, None, "trainer", "")) for index, pid in enumerate(tops)]
+    return [Claim(table[pid], ProcessIdentity(index, None, "trainer", "")) for index, pid in enumerate(tops)]
 
 
 def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) -> str:

@@ -18,7 +18,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
-    named,
+    name_ranks,
     operation,
     place,
     plural,
@@ -53,7 +53,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     certain = bool(staying) and all(last_call(s) or in_exit_handler(s, case) for s in culprits)
     where = place(culprits[0])
     if staying:
-        others = f"{named(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
+        others = f"{name_ranks(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
     else:
         others = (
             "the others are exiting too" if len(leaving) > len(culprits) else "no rank waits for it any more"
@@ -62,7 +62,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         "cleanup_deadlock",
         confidence(case, graph, culprits, "high" if certain else "medium"),
         ranks_of(culprits),
-        f"{named(culprits).capitalize()} {plural(culprits, 'is', 'are')} exiting ({operation(culprits[0])} at {where}) "
+        f"{name_ranks(culprits).capitalize()} {plural(culprits, 'is', 'are')} exiting ({operation(culprits[0])} at {where}) "
         f"while {others}.",
         stack_evidence(culprits, f"exiting: {operation(culprits[0])}", graph)
         + waiting_evidence(graph, culprits)

@@ -20,11 +20,11 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Cluster, Graph, same_place
 from hangdoctor.groups import common_prefix, rank_ranges
 from hangdoctor.model import Confidence, Evidence
-from hangdoctor.recorded_operations import Finding
+from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
-    named,
+    name_ranks,
     operation,
     place,
     plural,
@@ -79,8 +79,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         "collective_mismatch",
         confidence(case, graph, odd, best),
         ranks_of(odd),
-        f"{named(odd).capitalize()} {plural(odd, 'waits', 'wait')} in {operation(odd[0])} at {place(odd[0])}, "
-        f"while {named(usual or against) if usual or against else 'the others'} wait in {operation(other)} at {place(other)}.",
+        f"{name_ranks(odd).capitalize()} {plural(odd, 'waits', 'wait')} in {operation(odd[0])} at {place(odd[0])}, "
+        f"while {name_ranks(usual or against) if usual or against else 'the others'} wait in {operation(other)} at {place(other)}.",
         stack_evidence(odd, f"waits in {operation(odd[0])}", graph)
         + (record_evidence(behind) if behind else ())
         + waiting_evidence(graph, odd)
@@ -130,7 +130,7 @@ def certainty(clusters: list[Cluster], odd: list[ProcessState], recorded: bool) 
     return "high" if len(odd) == 1 and len(clusters) == 2 and len(clusters[0].members) > 1 else "medium"
 
 
-def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
+def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict:
     """Return the verdict for recorded operations that contradict each other, which needs no
     assumption about groups; stacks show where the odd ranks are.
     """
@@ -152,7 +152,7 @@ def from_records(case: Case, graph: Graph, finding: Finding) -> Verdict:
     )
 
 
-def record_evidence(finding: Finding) -> tuple[Evidence, ...]:
+def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
     """Return a Flight Recorder finding as evidence."""
     fact = f"Flight Recorder, group {finding.group}, collective {finding.sequence}: {finding.detail}"
     return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)

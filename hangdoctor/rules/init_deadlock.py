@@ -17,7 +17,7 @@ from hangdoctor.model import Confidence
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
-    named,
+    name_ranks,
     operation,
     place,
     plural,
@@ -95,12 +95,14 @@ def verdict(
 ) -> Verdict:
     """Return the verdict that blames `culprits`, with `fact` in the summary and the evidence."""
     peers = [s for s in graph.waiting_ranks if s not in culprits]
-    others = f"; {named(peers)} {plural(peers, 'waits', 'wait')} in {operation(peers[0])}" if peers else ""
+    others = (
+        f"; {name_ranks(peers)} {plural(peers, 'waits', 'wait')} in {operation(peers[0])}" if peers else ""
+    )
     return Verdict(
         "init_deadlock",
         confidence(case, graph, culprits, best),
         ranks_of(culprits),
-        f"{named(culprits).capitalize()} {fact}: it is at {place(culprits[0])}{others}.",
+        f"{name_ranks(culprits).capitalize()} {fact}: it is at {place(culprits[0])}{others}.",
         stack_evidence(culprits, fact, graph) + waiting_evidence(graph, culprits) + stillness(case),
         STEPS,
         (

@@ -16,7 +16,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
-    named,
+    name_ranks,
     operation,
     place,
     plural,
@@ -37,13 +37,17 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     everybody = len(peers) == len(case.ranks)
     others = [s for s in graph.waiting_ranks if s not in peers]
-    rest = f"; {named(others)} {plural(others, 'waits', 'wait')} in {operation(others[0])}" if others else ""
+    rest = (
+        f"; {name_ranks(others)} {plural(others, 'waits', 'wait')} in {operation(others[0])}"
+        if others
+        else ""
+    )
     kinds = sorted({operation(s) for s in peers})
     return Verdict(
         "p2p_shape_mismatch",
         confidence(case, graph, peers, "high" if everybody else "low"),
         ranks_of(peers),
-        f"{named(peers).capitalize()} wait for each other in {' and '.join(kinds)} at {place(peers[0])}: "
+        f"{name_ranks(peers).capitalize()} wait for each other in {' and '.join(kinds)} at {place(peers[0])}: "
         f"no rank is on the other side{rest}.",
         stack_evidence(peers, "waits for a peer", graph) + stillness(case),
         (

@@ -15,7 +15,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
-    named,
+    name_ranks,
     place,
     plural,
     ranks_of,
@@ -135,7 +135,8 @@ def slow(case: Case, graph: Graph, sources: tuple[ProcessState, ...]) -> Verdict
     summary = (
         f"No rank waits for another: all ranks are {doing}."
         if everybody
-        else f"{named(sources).capitalize()} {plural(sources, 'is', 'are')} still {doing} at {place(sources[0])}; {waiting_for(graph)}."
+        else f"{name_ranks(sources).capitalize()} {plural(sources, 'is', 'are')} still {doing} "
+        f"at {place(sources[0])}; {waiting_for(graph)}."
     )
     return Verdict(
         "straggler_or_not_hung",

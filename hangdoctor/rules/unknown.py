@@ -12,7 +12,7 @@ from hangdoctor.model import Evidence
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
-    named,
+    name_ranks,
     place,
     plural,
     ranks_of,
@@ -30,12 +30,12 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     few = len(sources) * 2 <= len(case.ranks)
     if sources and graph.waiting:
         summary = (
-            f"{named(sources).capitalize()} {plural(sources, 'is', 'are')} at {place(sources[0])}, outside the operation of the others "
-            f"({waiting_for(graph)}), but the stack does not show why."
+            f"{name_ranks(sources).capitalize()} {plural(sources, 'is', 'are')} at {place(sources[0])}, "
+            f"outside the operation of the others ({waiting_for(graph)}), but the stack does not show why."
         )
     elif len(case.ranks) == 1:
         only = case.ranks[0]
-        summary = f"Only {named([only])} was read: it is at {place(only)}; the other ranks are needed for a diagnosis."
+        summary = f"Only {name_ranks([only])} was read: it is at {place(only)}; the other ranks are needed for a diagnosis."
     elif not case.ranks:
         return from_records_alone(case)
     else:

@@ -91,7 +91,7 @@ def ranks_of(process_states: Sequence[ProcessState]) -> tuple[Rank, ...]:
     )
 
 
-def named(process_states: Sequence[ProcessState]) -> str:
+def name_ranks(process_states: Sequence[ProcessState]) -> str:
     """Return `rank 3` or `ranks 0-2,5`."""
     found = ranks_of(process_states)
     if len(found) == 1:
@@ -116,7 +116,7 @@ def waiting_for(graph: Graph) -> str:
     if not graph.waiting:
         return "no peer waits for it"
     first = graph.waiting[0]
-    return f"{named(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
+    return f"{name_ranks(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
 
 
 def operation(process_state: ProcessState) -> str:
@@ -214,7 +214,7 @@ def source_verdict(
         label,
         level,
         ranks_of(culprits),
-        f"{named(culprits).capitalize()} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
+        f"{name_ranks(culprits).capitalize()} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
         stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
         next_steps,
         would_refute,

@@ -87,7 +87,7 @@ def _has_moved(before: Track, signs: Signs, now: float) -> bool:
     return signs.cpu_s - before.signs.cpu_s > CPU_SHARE * (now - before.seen_at)
 
 
-def judge(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
+def judge_liveness(tracks: dict[str, Track], now: float, limits: Limits) -> Judgement:
     """Return the state of the job at `now`.
 
     Every process beats once a step, so one that stops is sufficient; logs and CPU time exist for

@@ -21,7 +21,14 @@ from hangdoctor.collect.pyspy import Options
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
-from hangdoctor.watch.liveness import Judgement, Limits, Track, finished_without_steps, follow, judge
+from hangdoctor.watch.liveness import (
+    Judgement,
+    Limits,
+    Track,
+    finished_without_steps,
+    follow,
+    judge_liveness,
+)
 from hangdoctor.watch.signs import gpu_watts, read_signs
 from hangdoctor.watch.tree import adopt_orphans, end_all, lives, signals_forwarded_to
 
@@ -48,7 +55,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class WatchFinding:
     """A hang that was found: the diagnosis, its post-mortem folder, and the time (monotonic s)."""
 
     diagnosis: Diagnosis
@@ -60,7 +67,7 @@ class Finding:
 class Watched:
     """The end of a watch: the hang that the job was in, its last tracks, whether we ended it."""
 
-    finding: Finding | None
+    finding: WatchFinding | None
     tracks: dict[str, Track]
     ended_by_us: bool
 
@@ -159,7 +166,7 @@ def _watch(
         if now - scanned_at >= RESCAN_S or not job.targets:
             job, watts, scanned_at = _find(search), gpu_watts(), now
         tracks = follow(tracks, read_signs(job, read_beats(beats), watts), now)
-        judgement = judge(tracks, now, plan.limits)
+        judgement = judge_liveness(tracks, now, plan.limits)
         if judgement.silent_s < judgement.limit_s / 2:
             if finding is not None:
                 report("it moves again")
@@ -185,7 +192,7 @@ def _find(search: Search) -> Job:
 
 def _examine(
     search: Search, judgement: Judgement, plan: Plan, diagnose: Diagnose, report: Report
-) -> Finding | None:
+) -> WatchFinding | None:
     """Collect and diagnose a silent job. Return None when its stacks move: slow, not stuck."""
     folder = plan.folder / time.strftime("hang-%Y%m%d-%H%M%S")
     quiet = f"{', '.join(judgement.names)} silent for {judgement.silent_s:.0f} s (limit {judgement.limit_s:.0f} s)"
@@ -199,14 +206,14 @@ def _examine(
     if diagnosis.label == "straggler_or_not_hung":
         report(f"{quiet}, but it moves: {diagnosis.summary}")
         return None
-    finding = Finding(diagnosis, folder, time.monotonic())
+    finding = WatchFinding(diagnosis, folder, time.monotonic())
     others = "; others have ended" if judgement.state == "partly_done" else ""
     report(f"{quiet}{others}: {diagnosis.label}: {diagnosis.summary} Post-mortem: {folder}")
     _run_hook(finding, plan, report)
     return finding
 
 
-def _run_hook(finding: Finding, plan: Plan, report: Report) -> None:
+def _run_hook(finding: WatchFinding, plan: Plan, report: Report) -> None:
     """Run the user's command, with the finding in its environment."""
     if not plan.hook:
         return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recorder.checksum_json import json_text
-from recorder.exporters.rows import Row, check_file, read_rows
+from recorder.exporters.rows import ExportedRow, check_file, read_rows
 from recorder.reader import Record
 
 
@@ -22,7 +22,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     return [file]
 
 
-def document_of(row: Row) -> dict[str, object]:
+def document_of(row: ExportedRow) -> dict[str, object]:
     """Return the row as JSON types."""
     document: dict[str, object] = {
         "step": row.step,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.exporters.rows import Row, check_file, file_of_step, read_rows
+from recorder.exporters.rows import ExportedRow, check_file, file_of_step, read_rows
 from recorder.reader import Record
 
 PER_TOKEN = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
@@ -30,7 +30,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     return list(files.values())
 
 
-def padded(rows: Sequence[Row]) -> dict[str, np.ndarray[Any, Any]]:
+def padded(rows: Sequence[ExportedRow]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the rows as [B, T] and [B] arrays, padded with 0 on the right."""
     width = max((len(row.token_ids) for row in rows), default=0)
     mask = np.arange(width) < np.array([len(row.token_ids) for row in rows], np.int64)[:, None]

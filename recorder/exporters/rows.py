@@ -13,7 +13,7 @@ STEP_FIELD = "{step}"
 
 
 @dataclass(frozen=True)
-class Row:
+class ExportedRow:
     """A sample of T tokens.
 
     `prompt_len` counts the tokens before the first one in the loss mask; `text` is prompt and
@@ -33,7 +33,7 @@ class Row:
     text: tuple[str, str] | None
 
 
-def read_rows(record: Record, steps: Sequence[int]) -> Iterator[Row]:
+def read_rows(record: Record, steps: Sequence[int]) -> Iterator[ExportedRow]:
     """Yield the samples of some steps, all ranks. Raises StepNotRecorded, DamagedRecord."""
     for number in steps:
         step = record.step(number)
@@ -43,7 +43,7 @@ def read_rows(record: Record, steps: Sequence[int]) -> Iterator[Row]:
             for row in range(step.num_rows(rank)):
                 part = slice(bounds[row], bounds[row + 1])
                 mask = arrays["loss_mask"][part]
-                yield Row(
+                yield ExportedRow(
                     step=number,
                     prompt_id=int(arrays["prompt_id"][row]),
                     sample_id=int(arrays["sample_id"][row]),

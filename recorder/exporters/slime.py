@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recorder.exporters.rows import Row, check_file, file_of_step, read_rows
+from recorder.exporters.rows import ExportedRow, check_file, file_of_step, read_rows
 from recorder.reader import Record
 
 STATUS = ("completed", "truncated", "aborted")  # by finish reason
@@ -28,7 +28,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     return list(files.values())
 
 
-def sample_of(row: Row, index: int) -> dict[str, Any]:
+def sample_of(row: ExportedRow, index: int) -> dict[str, Any]:
     """Return a row as `Sample.to_dict()` of slime.
 
     The response begins at the first token in the loss mask.

@@ -14,7 +14,7 @@ from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     STOP,
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     files_in_order,
     full_sequence,
@@ -70,13 +70,13 @@ def read(path: Path) -> Foreign:
     return Foreign("areal", steps, list(dict.fromkeys(notes)))
 
 
-def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
+def parse_batch(document: Mapping[str, Any], group: int | None) -> list[ImportedSample]:
     """Parse the rows of a padded batch; without `group`, by `prompt_id` or by the prompt."""
     lengths = np.asarray(document["attention_mask"]).astype(bool).sum(axis=1)
     return [parse_row(document, row, int(length), group) for row, length in enumerate(lengths)]
 
 
-def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> Sample:
+def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> ImportedSample:
     """Parse one row, without its padding."""
     tokens = np.asarray(document["input_ids"])[row, :length].astype(np.int32)
     mask = np.asarray(document["loss_mask"])[row, :length].astype(np.int32)
@@ -85,7 +85,7 @@ def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | N
         optional(document, name) for name in ("logprobs", "versions", "prompt_id", "finish_reason")
     )
     prompt = tokens[:first].tobytes() if prompt_ids is None else int(prompt_ids[row])
-    return Sample(
+    return ImportedSample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=None if logprobs is None else full_sequence(logprobs[row, :length], mask, np.float32),

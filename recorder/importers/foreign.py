@@ -31,7 +31,7 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class ImportedSample:
     """One sequence of T tokens.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
     """One batch; `name` is its name in the source."""
 
     name: str
-    samples: Sequence[Sample]
+    samples: Sequence[ImportedSample]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def completion_sample(
     versions: Any = None,
     text: tuple[str, str] | None = None,
     where: str,
-) -> Sample:
+) -> ImportedSample:
     """Build a sample; mask, logprobs and versions have one value per completion token.
 
     Raises ForeignFormat if their lengths differ.
@@ -102,7 +102,7 @@ def completion_sample(
             raise ForeignFormat(f"{where}: {len(values)} {name} for {size} tokens of completion")
     zeros = np.zeros(len(prompt), np.int32)
     mask = np.concatenate([zeros, mask])
-    return Sample(
+    return ImportedSample(
         tokens=as_tokens(np.concatenate([prompt, completion]), where),
         loss_mask=mask,
         logprobs=None
@@ -158,6 +158,6 @@ def files_in_order(path: Path, pattern: str) -> list[Path]:
     return sorted(files, key=lambda file: (number_in(file.stem), file.name))
 
 
-def count_without(samples: Sequence[Sample], field_name: str) -> int:
+def count_without(samples: Sequence[ImportedSample], field_name: str) -> int:
     """Count the samples that lack a field."""
     return sum(getattr(sample, field_name) is None for sample in samples)

@@ -25,7 +25,7 @@ from recorder.importers import (
     verl,
     xtuner,
 )
-from recorder.importers.foreign import Foreign, Sample, Step, count_without
+from recorder.importers.foreign import Foreign, ImportedSample, Step, count_without
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten
 
@@ -180,9 +180,9 @@ def write_step(destination: Path, number: int, step: Step) -> None:
     commit_step(folder, number, number + 1, [written])
 
 
-def canonical(samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[int]]:
+def canonical(samples: Sequence[ImportedSample]) -> tuple[list[ImportedSample], list[int], list[int]]:
     """Sort samples by group, in order of appearance; return them, `prompt_id`s and `sample_id`s."""
-    groups: dict[Any, list[Sample]] = {}
+    groups: dict[Any, list[ImportedSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     rows = [sample for group in groups.values() for sample in group]
@@ -192,7 +192,7 @@ def canonical(samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[
 
 
 def pad(
-    rows: Sequence[Sample], prompt_ids: list[int], sample_ids: list[int], version: int
+    rows: Sequence[ImportedSample], prompt_ids: list[int], sample_ids: list[int], version: int
 ) -> dict[str, np.ndarray]:
     """Build the padded batch of ARCHITECTURE.md."""
     shape = (len(rows), max(len(row.tokens) for row in rows))
@@ -219,7 +219,7 @@ def pad(
     return batch
 
 
-def text_lines(rows: Sequence[Sample]) -> bytes | None:
+def text_lines(rows: Sequence[ImportedSample]) -> bytes | None:
     """Return the text file of a step, None if the format has no text."""
     if not any(row.text for row in rows):
         return None

@@ -13,7 +13,7 @@ import numpy as np
 
 from recorder.importers.foreign import (
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     as_tokens,
     files_in_order,
@@ -51,7 +51,7 @@ def read(path: Path) -> Foreign:
     return Foreign("nemo-rl", steps, NOTES)
 
 
-def parse_row(row: Mapping[str, Any], where: str) -> Sample:
+def parse_row(row: Mapping[str, Any], where: str) -> ImportedSample:
     """Parse one sample."""
     length = int(unwrapped(row, "input_lengths", where))
     columns = {
@@ -61,7 +61,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Sample:
     mask = (columns["token_loss_mask"] * unwrapped(row, "sample_loss_mask", where)).astype(np.int32)
     tokens = as_tokens(columns["token_ids"], where)
     first = int(mask.argmax()) if mask.any() else length
-    return Sample(
+    return ImportedSample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=full_sequence(columns["generation_logprobs"], mask, np.float32),

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import Foreign, Sample, Step, as_tokens, full_sequence, member, number_in
+from recorder.importers.foreign import (
+    Foreign,
+    ImportedSample,
+    Step,
+    as_tokens,
+    full_sequence,
+    member,
+    number_in,
+)
 from recorder.importers.msgpack import unpack
 
 IDS, MASK, ADVANTAGES, LOGPROBS, LENGTHS, ENVIRONMENTS = 0, 1, 2, 3, 5, 7
@@ -63,7 +71,7 @@ def read(path: Path) -> Foreign:
     return Foreign("prime-rl", steps, NOTES)
 
 
-def read_bin(file: Path) -> Iterator[Sample]:
+def read_bin(file: Path) -> Iterator[ImportedSample]:
     """Yield the samples of a rank, without padding and without fully masked copies."""
     try:
         micro_batches = unpack(file.read_bytes())
@@ -78,7 +86,7 @@ def read_bin(file: Path) -> Iterator[Sample]:
         yield from split(micro_batch, where)
 
 
-def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
+def split(micro_batch: list[Any], where: str) -> Iterator[ImportedSample]:
     """Yield the sequences of a micro-batch."""
     columns = {name: np.asarray(micro_batch[name]) for name in (IDS, MASK, ADVANTAGES, LOGPROBS)}
     real = np.array([name != "" for name in micro_batch[ENVIRONMENTS]], bool)
@@ -95,10 +103,10 @@ def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
             )
 
 
-def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
+def make_sample(columns: Mapping[int, np.ndarray], where: str) -> ImportedSample:
     """Build the sample of a sequence; its reward is its mean advantage."""
     mask = columns[MASK].astype(np.int32)
-    return Sample(
+    return ImportedSample(
         tokens=as_tokens(columns[IDS], where),
         loss_mask=mask,
         logprobs=full_sequence(columns[LOGPROBS], mask, np.float32),
@@ -107,7 +115,7 @@ def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
     )
 
 
-def read_export(file: Path) -> Iterator[Sample]:
+def read_export(file: Path) -> Iterator[ImportedSample]:
     """Yield the sequences of a token export."""
     for number, line in enumerate(file.read_text().splitlines()):
         where = f"{file}, line {number + 1}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from recorder.importers.foreign import (
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     as_tokens,
     completion_sample,
@@ -63,7 +63,9 @@ def num_rows(tensors: Mapping[str, np.ndarray], file: Path) -> int:
     return len(member(tensors, "input_ids", str(file)))
 
 
-def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str) -> Sample:
+def parse_row(
+    tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str
+) -> ImportedSample:
     """Parse one row of either kind of batch."""
     where = f"{where}, row {row}"
     group = others["traj_group_id"][row] if "traj_group_id" in others else None
@@ -77,7 +79,7 @@ def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row:
         shifted = np.concatenate([[0], tensors["infer_logprobs"][row]])
         logprobs = full_sequence(shifted[kept], mask, np.float32)
     first = int(mask.argmax()) if mask.any() else len(tokens)
-    return Sample(
+    return ImportedSample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=logprobs,
@@ -86,7 +88,7 @@ def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row:
     )
 
 
-def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: Any, where: str) -> Sample:
+def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: Any, where: str) -> ImportedSample:
     """Parse one row of a batch with left-padded prompts."""
     width = tensors["prompts"].shape[1]
     attention = tensors["attention_mask"][row].astype(bool)

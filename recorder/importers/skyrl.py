@@ -13,7 +13,7 @@ import numpy as np
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     as_tokens,
     files_in_order,
@@ -93,7 +93,7 @@ def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable]:
     return groups
 
 
-def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where: str) -> Sample:
+def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where: str) -> ImportedSample:
     """Parse one row, without its padding."""
     kept = batch["attention_mask"][row].astype(bool)
 
@@ -104,7 +104,7 @@ def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where:
 
     mask = all_columns("loss_mask").astype(np.int32)
     advantages = all_columns("advantages")[mask != 0]
-    return Sample(
+    return ImportedSample(
         tokens=as_tokens(batch["sequences"][row][kept], where),
         loss_mask=mask,
         logprobs=full_sequence(all_columns("rollout_logprobs"), mask, np.float32)

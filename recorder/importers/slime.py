@@ -15,7 +15,7 @@ from recorder.importers.foreign import (
     ABORT,
     FINISH_REASONS,
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     completion_sample,
     files_in_order,
@@ -67,7 +67,7 @@ def read(path: Path) -> Foreign:
     return Foreign("slime", steps, NOTES)
 
 
-def parse_sample(document: Mapping[str, Any], where: str) -> Sample:
+def parse_sample(document: Mapping[str, Any], where: str) -> ImportedSample:
     """Parse one sample."""
     tokens = np.asarray(member(document, "tokens", where), np.int64)
     size = member(document, "response_length", where)

@@ -14,7 +14,7 @@ import numpy as np
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     completion_sample,
     member,
@@ -79,7 +79,9 @@ def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values
 
 
-def parse_rows(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], where: str) -> list[Sample]:
+def parse_rows(
+    tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], where: str
+) -> list[ImportedSample]:
     """Parse all rows."""
     prompts, responses = member(tensors, "prompts", where), member(tensors, "responses", where)
     attention = np.asarray(member(tensors, "attention_mask", where)).astype(bool)

@@ -14,7 +14,7 @@ import numpy as np
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     Foreign,
-    Sample,
+    ImportedSample,
     Step,
     as_tokens,
     completion_sample,
@@ -62,7 +62,7 @@ def read(path: Path) -> Foreign:
     return Foreign("xtuner", steps, NOTES)
 
 
-def parse_state(state: Any, group: int, where: str) -> Sample:
+def parse_state(state: Any, group: int, where: str) -> ImportedSample:
     """Parse one RolloutState."""
     if not isinstance(state, Instance) or not isinstance(state.state, dict):
         raise ForeignFormat(f"{where} is not a RolloutState")
@@ -86,7 +86,9 @@ def parse_state(state: Any, group: int, where: str) -> Sample:
     )
 
 
-def parse_trace(fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str) -> Sample:
+def parse_trace(
+    fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str
+) -> ImportedSample:
     """Parse a complete sequence, in which labels define the loss mask."""
     tokens = as_tokens(np.asarray(fields["input_ids"], np.int64), where)
     labels = np.asarray(fields["labels"], np.int64)
@@ -95,7 +97,7 @@ def parse_trace(fields: Mapping[str, Any], reward: Any, group: int, reason: int,
         raise ForeignFormat(f"{where}: its labels are neither the token itself nor {IGNORED}")
     mask = trained.astype(np.int32)
     logprobs = optional(fields, "logprobs")
-    return Sample(
+    return ImportedSample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=None if logprobs is None else full_sequence(logprobs, mask, np.float32),

@@ -10,7 +10,7 @@ from areal_debug.agent.loop_monitor import (
     BEAT_S,
     LoopMonitor,
     Place,
-    Sample,
+    StackSample,
     find_stalls,
     lags_over_time,
     percentile,
@@ -63,8 +63,8 @@ def test_a_loop_that_waits_is_not_late(loop):
     assert report.lag_p50_s < 0.05
 
 
-def sample(time_s: float, late_s: float, callback: int, line: int = 1) -> Sample:
-    return Sample(time_s, late_s, callback, (Place("agent.py", line, "run"),))
+def sample(time_s: float, late_s: float, callback: int, line: int = 1) -> StackSample:
+    return StackSample(time_s, late_s, callback, (Place("agent.py", line, "run"),))
 
 
 def test_different_callbacks_in_a_row_are_busyness_and_no_stall():

@@ -2,7 +2,13 @@
 
 import pytest
 
-from hangdoctor.collect.discover import Identity, identify, is_launcher, ranks_of_host, spans_hosts
+from hangdoctor.collect.discover import (
+    ProcessIdentity,
+    identify,
+    is_launcher,
+    ranks_of_host,
+    spans_hosts,
+)
 
 TORCHRUN = {
     "RANK": "9",
@@ -20,37 +26,41 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     ("environment", "command", "expected"),
     [
-        (TORCHRUN, ("python", "train.py"), Identity(9, 16, "trainer", "node-0:29500")),
+        (TORCHRUN, ("python", "train.py"), ProcessIdentity(9, 16, "trainer", "node-0:29500")),
         (
             {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"},
             ("python", "train.py"),
-            Identity(3, 4, "trainer", "77", inferred=True),
+            ProcessIdentity(3, 4, "trainer", "77", inferred=True),
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
             ("python", "train.py"),
-            Identity(2, 4, "trainer", ""),
+            ProcessIdentity(2, 4, "trainer", ""),
         ),
-        ({}, ("python", "train.py", "--rank", "5"), Identity(5, None, "trainer", "")),
-        ({}, ("python", "train.py", "--global-rank=6"), Identity(6, None, "trainer", "")),
-        ({}, ("python", "train.py", "--local_rank=6"), Identity(None, None, "trainer", "")),
-        ({"RANK": "not a number"}, ("python", "train.py"), Identity(None, None, "trainer", "")),
+        ({}, ("python", "train.py", "--rank", "5"), ProcessIdentity(5, None, "trainer", "")),
+        ({}, ("python", "train.py", "--global-rank=6"), ProcessIdentity(6, None, "trainer", "")),
+        ({}, ("python", "train.py", "--local_rank=6"), ProcessIdentity(None, None, "trainer", "")),
+        ({"RANK": "not a number"}, ("python", "train.py"), ProcessIdentity(None, None, "trainer", "")),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             ("python", "train_reward_model.py"),
-            Identity(0, 2, "trainer", ""),
+            ProcessIdentity(0, 2, "trainer", ""),
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "ROLE_NAME": "reference"},
             ("python", "score.py"),
-            Identity(0, 2, "reference", ""),
+            ProcessIdentity(0, 2, "reference", ""),
         ),
-        ({}, ("sglang::scheduler_TP0",), Identity(None, None, "engine", "")),
-        ({}, ("python", "-m", "sglang.launch_server", "--port", "1"), Identity(None, None, "engine", "")),
-        ({}, ("VLLM::EngineCore",), Identity(None, None, "engine", "")),
-        ({}, ("python", "/app/reward_server.py"), Identity(None, None, "reward", "")),
-        ({}, ("python", "serve_ref_model.py"), Identity(None, None, "reference", "")),
-        ({}, ("ray::RewardWorker.score",), Identity(None, None, "reward", "")),
+        ({}, ("sglang::scheduler_TP0",), ProcessIdentity(None, None, "engine", "")),
+        (
+            {},
+            ("python", "-m", "sglang.launch_server", "--port", "1"),
+            ProcessIdentity(None, None, "engine", ""),
+        ),
+        ({}, ("VLLM::EngineCore",), ProcessIdentity(None, None, "engine", "")),
+        ({}, ("python", "/app/reward_server.py"), ProcessIdentity(None, None, "reward", "")),
+        ({}, ("python", "serve_ref_model.py"), ProcessIdentity(None, None, "reference", "")),
+        ({}, ("ray::RewardWorker.score",), ProcessIdentity(None, None, "reward", "")),
     ],
 )
 def test_claim_is_read_from_environment_and_command(environment, command, expected):

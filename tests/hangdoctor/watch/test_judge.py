@@ -2,7 +2,7 @@
 
 import pytest
 
-from hangdoctor.watch.liveness import Judgement, Limits, finished_without_steps, follow, judge
+from hangdoctor.watch.liveness import Judgement, Limits, finished_without_steps, follow, judge_liveness
 from hangdoctor.watch.signs import Signs
 
 
@@ -20,37 +20,39 @@ def beating(name, step, alive=True, done=False):
 
 def test_job_that_beats_is_moving():
     tracks = tracks_of((0, beating("rank_0", 0)), (10, beating("rank_0", 1)))
-    assert judge(tracks, 15, Limits()).state == "moving"
+    assert judge_liveness(tracks, 15, Limits()).state == "moving"
 
 
 def test_silence_is_measured_against_the_longest_pause_between_beats():
     tracks = tracks_of(*((30 * step, beating("rank_0", step)) for step in range(5)))
-    assert judge(tracks, 120 + 149, Limits()) == Judgement("moving", (), 149, 150)
-    assert judge(tracks, 120 + 151, Limits()) == Judgement("quiet", ("rank_0",), 151, 150)
+    assert judge_liveness(tracks, 120 + 149, Limits()) == Judgement("moving", (), 149, 150)
+    assert judge_liveness(tracks, 120 + 151, Limits()) == Judgement("quiet", ("rank_0",), 151, 150)
 
 
 def test_short_steps_do_not_make_the_watch_impatient():
     tracks = tracks_of(*((step, beating("rank_0", step)) for step in range(5)))
-    assert judge(tracks, 4 + 119, Limits()).state == "moving"
-    assert judge(tracks, 4 + 121, Limits()).state == "quiet"
+    assert judge_liveness(tracks, 4 + 119, Limits()).state == "moving"
+    assert judge_liveness(tracks, 4 + 121, Limits()).state == "quiet"
 
 
 def test_collection_comes_in_time_before_the_watchdog():
     tracks = tracks_of(*((200 * step, beating("rank_0", step)) for step in range(3)))
-    assert judge(tracks, 400 + 301, Limits(watchdog_s=600)) == Judgement("quiet", ("rank_0",), 301, 300)
+    assert judge_liveness(tracks, 400 + 301, Limits(watchdog_s=600)) == Judgement(
+        "quiet", ("rank_0",), 301, 300
+    )
 
 
 def test_one_silent_rank_among_beating_ones_is_enough():
     tracks = tracks_of(
         (0, beating("rank_0", 0), beating("rank_1", 0)), (8, beating("rank_0", 1), beating("rank_1", 0))
     )
-    assert judge(tracks, 11, Limits(quiet_s=10)) == Judgement("quiet", ("rank_1",), 11, 10)
+    assert judge_liveness(tracks, 11, Limits(quiet_s=10)) == Judgement("quiet", ("rank_1",), 11, 10)
 
 
 def test_first_step_gets_half_the_watchdogs_time():
     tracks = tracks_of((0, beating("rank_0", 0)))
-    assert judge(tracks, 299, Limits()) == Judgement("starting", (), 299, 300)
-    assert judge(tracks, 301, Limits()).state == "quiet"
+    assert judge_liveness(tracks, 299, Limits()) == Judgement("starting", (), 299, 300)
+    assert judge_liveness(tracks, 301, Limits()).state == "quiet"
 
 
 def test_without_beats_one_growing_log_is_enough_to_be_alive():
@@ -58,13 +60,13 @@ def test_without_beats_one_growing_log_is_enough_to_be_alive():
         return Signs("rank_0", True, log_bytes=size), Signs("rank_1", True, log_bytes=0)
 
     tracks = tracks_of((0, *look(10)), (50, *look(20)))
-    assert judge(tracks, 55, Limits(quiet_s=10)).state == "moving"
-    assert judge(tracks, 61, Limits(quiet_s=10)).state == "quiet"
+    assert judge_liveness(tracks, 55, Limits(quiet_s=10)).state == "moving"
+    assert judge_liveness(tracks, 61, Limits(quiet_s=10)).state == "quiet"
 
 
 def test_cpu_time_counts_only_without_a_better_sign():
     def looks(*signs):
-        return judge(tracks_of(*enumerate_by_ten(signs)), 50, Limits(quiet_s=15)).state
+        return judge_liveness(tracks_of(*enumerate_by_ten(signs)), 50, Limits(quiet_s=15)).state
 
     busy = [Signs("rank_0", True, cpu_s=4.0 * look) for look in range(6)]
     idle = [*busy[:3], *(Signs("rank_0", True, cpu_s=8.1 + 0.3 * look) for look in range(3))]
@@ -84,7 +86,9 @@ def test_gpus_that_draw_the_same_power_are_quiet_though_the_host_spins():
         signs = [
             Signs("rank_0", True, gpu_watts=drawn, cpu_s=10.0 * look) for look, drawn in enumerate(watts)
         ]
-        return judge(tracks_of(*enumerate_by_ten(signs)), 10 * len(watts) - 10, Limits(quiet_s=25)).state
+        return judge_liveness(
+            tracks_of(*enumerate_by_ten(signs)), 10 * len(watts) - 10, Limits(quiet_s=25)
+        ).state
 
     assert looks(600, 500, 610, 480, 600, 500) == "moving"
     assert looks(600, 500, 121, 122, 121, 120) == "quiet"
@@ -93,17 +97,17 @@ def test_gpus_that_draw_the_same_power_are_quiet_though_the_host_spins():
 @pytest.mark.parametrize("last", [beating("rank_0", 5, done=True), beating("rank_0", 5, alive=False)])
 def test_some_ranks_done_and_others_not_is_reported(last):
     tracks = tracks_of((0, beating("rank_0", 4), beating("rank_1", 4)), (1, last, beating("rank_1", 5)))
-    assert judge(tracks, 12, Limits(quiet_s=10)) == Judgement("partly_done", ("rank_1",), 11, 10)
+    assert judge_liveness(tracks, 12, Limits(quiet_s=10)) == Judgement("partly_done", ("rank_1",), 11, 10)
 
 
 def test_process_that_is_no_longer_seen_has_ended():
     tracks = tracks_of((0, beating("rank_0", 4), beating("rank_1", 4)), (1, beating("rank_1", 5)))
-    assert judge(tracks, 12, Limits(quiet_s=10)).state == "partly_done"
+    assert judge_liveness(tracks, 12, Limits(quiet_s=10)).state == "partly_done"
 
 
 def test_job_whose_ranks_are_all_done_is_not_quiet():
     tracks = tracks_of((0, beating("rank_0", 4, done=True)))
-    assert judge(tracks, 1000, Limits(quiet_s=10)).state == "moving"
+    assert judge_liveness(tracks, 1000, Limits(quiet_s=10)).state == "moving"
 
 
 @pytest.mark.parametrize(("steps", "expected"), [((0, 0), True), ((0, 1), False), ((), False)])
