@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "consistency": {"areal_core", "recorder"},
     "areal_debug": {"areal_core", "recorder", "replayer", "consistency", "hangdoctor"},
 }
+VERBS = sorted(path.parent.name for path in (ROOT / "areal_debug").glob("*/command.py"))
 HEAVY = ("torch", "transformers", "sglang")
 MOST_MODULES_IN_A_FOLDER = 20
 MOST_LINES_IN_A_FILE = 600
@@ -131,9 +132,13 @@ def test_package_name_resolves_to_ours(package):
     assert Path(importlib.import_module(package).__file__).parent == ROOT / package
 
 
-@pytest.mark.parametrize("start", ["import recorder", "import hangdoctor", "import areal_debug.cli"])
-def test_light_packages_start_without_heavy_imports(start):
-    code = f"import sys; {start}; print([m for m in {HEAVY} if m in sys.modules])"
+# Started on stuck nodes, or where a mistake in a command must be reported at once.
+LIGHT = ["recorder", "hangdoctor", "replayer.preconditions", "replayer.request", "areal_core.launch.run"]
+
+
+@pytest.mark.parametrize("names", [[name] for name in LIGHT] + [[f"areal_debug.{v}.command" for v in VERBS]])
+def test_light_packages_start_without_heavy_imports(names):
+    code = f"import sys, {', '.join(names)}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

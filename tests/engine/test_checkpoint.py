@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from areal_core.engine.checkpoint import distributed as checkpoints
-from areal_core.engine.checkpoint import files
+from areal_core.engine.checkpoint import files, shards
 from areal_core.engine.checkpoint.background_save import BackgroundSave
 from areal_core.engine.checkpoint.distributed import (
     load_checkpoint,
@@ -209,9 +209,9 @@ def test_a_failed_write_is_reported_by_the_training_thread_in_one_sentence(engin
 
 
 def test_a_disk_that_returns_other_bytes_is_detected(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "file_checksum", lambda file: "00000000")
+    monkeypatch.setattr(shards, "file_checksum", lambda file: "00000000")
     with pytest.raises(
-        CheckpointNotWritten, match=r"reads back with crc32c 00000000, and [0-9a-f]{8} was written"
+        CheckpointNotWritten, match=r"reads back with crc32c 00000000, but [0-9a-f]{8} was written"
     ):
         save_checkpoint(tmp_path / "c", {"actor": engine}, {})
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_waits_for_another_rank_is_abandoned_when_that_has_fai
     writing = BackgroundSave()
     writing.start(tmp_path / "c", lambda given_up: write_snapshot(of_two, given_up))
     writing.close()
-    with pytest.raises(CheckpointNotWritten, match="before rank 1 had written its part"):
+    with pytest.raises(CheckpointNotWritten, match="before rank 1 had written its files"):
         writing.wait()
     assert not (tmp_path / "c").exists()
 

@@ -140,7 +140,9 @@ def test_compiled_layers_train_as_plain_ones_within_rounding(ranks, tiny_model):
 
 def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ModelError, match=r"fsdp\.compile is true and no-such-compiler .* is not installed"):
+    with pytest.raises(
+        ModelError, match=r"fsdp\.compile is true and no-such-compiler is not installed, which"
+    ):
         refuse_without_compiler(on_gpu=False)
 
 

@@ -121,7 +121,7 @@ def test_compiled_layers_are_not_split(ranks, folder):
 
 def test_a_family_without_a_plan_is_refused_by_name():
     with pytest.raises(
-        ModelError, match=r"no plan for 'gemma2' models, only for gemma3_text, llama, .*leave t2 out"
+        ModelError, match=r"does not support 'gemma2' models, only gemma3_text, llama, .*leave t2 out"
     ):
         check_tensor_parallel(AutoConfig.for_model("gemma2"), 2)
 
@@ -145,5 +145,7 @@ def test_an_adapter_on_a_layer_to_be_split_is_refused_by_name(ranks, folder):
     model = load_model(str(folder / "llama"))
     attention = model.model.layers[1].self_attn
     attention.o_proj = torch.nn.Sequential(attention.o_proj)
-    with pytest.raises(ModelError, match=r"model.layers.1.self_attn.o_proj, which is no plain .* Sequential"):
+    with pytest.raises(
+        ModelError, match=r"model.layers.1.self_attn.o_proj, which is not a plain .* Sequential"
+    ):
         split_over_ranks(model, ranks.tensor_mesh)

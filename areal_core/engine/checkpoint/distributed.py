@@ -39,16 +39,14 @@ from torch.optim import Optimizer
 
 from areal_core.engine.checkpoint.files import (
     Checkpoint,
-    Piece,
     SavedEngine,
     check_files,
-    local_pieces,
     read_checkpoint_file,
     sync_folder,
     write_checkpoint_file,
     write_durably,
-    write_pieces,
 )
+from areal_core.engine.checkpoint.shards import Piece, local_pieces, write_pieces
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine

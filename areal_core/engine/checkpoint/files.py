@@ -1,46 +1,25 @@
-"""The files of a checkpoint: checkpoint.json, and each rank's tensors as safetensors.
+"""checkpoint.json, the file that makes a checkpoint complete: the crc32c of every other file, and its
+own.
 
-checkpoint.json contains the crc32c of every other file, and of itself. Format 2; format 1, of runs
-with one engine, kept the actor's tensors in `tensors/`, named files relative to that, and had no
-checksum of its own.
-
-A rank writes its pieces of sharded tensors to one safetensors file. torch's distributed checkpoint
-reads and reshards these files. Its `save` does not write them: it starts with collectives, which a
-background thread must not make, since they would interleave with those of training. Each rank
-determines without communication which pieces it writes.
+Imports no torch, because a replay checks its checkpoint before it starts ranks. Format 2; format 1,
+of runs with one engine, kept the actor's tensors in `tensors/`, named files relative to that, and
+had no checksum of its own.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from crc32c import crc32c
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor
 
 from areal_core.engine.errors import CheckpointError
-from areal_core.engine.sharding import mesh_coordinates
 
 CHECKPOINT_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 2
 BLOCK_BYTES = 1 << 24
-NAMES_OF_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -166,84 +145,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor that starts at `offsets` of the full tensor; on the CPU and contiguous."""
-
-    name: str
-    offsets: tuple[int, ...]
-    data: Tensor
-
-
-def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> list[Piece]:
-    """Return the pieces that this rank writes; exactly one rank writes each piece.
-
-    Args:
-        tensors: sharded, or equal on all ranks.
-        copy: own the memory, because training continues while the pieces are written.
-    """
-    pieces = []
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not _is_writer(tensor, rank) or (local.numel() == 0 and tensor.numel() > 0):
-            continue
-        [item] = create_default_local_save_plan({name: tensor}, is_coordinator=True).items
-        assert item.tensor_data is not None, "a tensor's item has its chunk"
-        offsets = tuple(item.tensor_data.chunk.offsets)
-        host = local.detach().to("cpu", copy=copy and not local.is_cuda)
-        pieces.append(Piece(name, offsets, host.contiguous()))
-    return pieces
-
-
-def _is_writer(tensor: Tensor, rank: int) -> bool:
-    """Return whether this rank writes its piece: of replicas, only the first rank's is written."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinates = mesh_coordinates(tensor)
-    return all(
-        i == 0
-        for i, placement in zip(coordinates, tensor.placements, strict=True)
-        if placement.is_replicate()
-    )
-
-
-def write_pieces(file: Path, pieces: list[Piece]) -> str:
-    """Write a safetensors file with fsync, read it back, and return its crc32c as 8 hex digits.
-
-    Raises:
-        OSError: it cannot be written, or reads back with different bytes.
-    """
-    checksum = 0
-    with open(file, "wb") as stream:
-        for block in _blocks(pieces):
-            checksum = crc32c(block, checksum)
-            stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
-    written = f"{checksum:08x}"
-    if (seen := file_checksum(file)) != written:
-        raise OSError(f"{file} reads back with crc32c {seen}, but {written} was written: the disk is damaged")
-    return written
-
-
-def _blocks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the file: the size of the header, the header, the tensors in order."""
-    header: dict[str, object] = {}
-    sharding, end = {}, 0
-    for piece in pieces:
-        start, end = end, end + piece.data.nbytes
-        header[piece.name] = {
-            "dtype": NAMES_OF_DTYPES[piece.data.dtype],
-            "shape": list(piece.data.shape),
-            "data_offsets": [start, end],
-        }
-        sharding[piece.name] = {"saved_offsets": list(piece.offsets)}
-    # The names that torch.distributed.checkpoint.HuggingFaceStorageReader expects.
-    header["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    yield len(text).to_bytes(8, "little") + text
-    for piece in pieces:
-        yield piece.data.reshape(-1).view(torch.uint8).numpy().data
