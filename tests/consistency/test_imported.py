@@ -42,4 +42,4 @@ def test_imported_dump_is_checked_at_the_given_temperature(model, tmp_path):
 def test_imported_dump_without_a_model_is_one_sentence(model, tmp_path):
     done = run("consistency", imported(write_record(tmp_path / "record", model), tmp_path))
     assert done.exit_code == 2
-    assert "does not say which model sampled it: give --model PATH" in done.stderr
+    assert "does not name the model that sampled it: give --model PATH" in done.stderr

@@ -60,7 +60,7 @@ def test_a_shell_at_a_step_has_the_complete_state(recorded):
         (["replay", "RECORD", "actor.eps_clip=-1"], "actor.eps_clip is -1"),
         (["replay", "RECORD", "--edit", "/no/such.py"], "there is no edit script"),
         (["replay", "RECORD", "-o", "RECORD"], "already holds a record"),
-        (["replay", "RECORD", "--explain", 9], "holds steps 0 to 2"),
+        (["replay", "RECORD", "--explain", 9], "has 0 to 2"),
         (["preflight", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
         (["bisect", "RECORD", "--good", "nowhere"], "nowhere"),
         (["bisect", "RECORD", "--good", "HEAD", "--repository", "/"], "not a git repository"),

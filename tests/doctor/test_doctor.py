@@ -217,7 +217,7 @@ def test_folder_of_several_runs_names_the_run_read_and_how_to_choose_another(tmp
     assert (code, found["source"], found["other_runs"]) == (1, newest, [middle, oldest])
     sentence = f"3 runs found in {tmp_path}, the newest was read ({newest}); for another: areal-debug doctor {middle}"
     page = tmp_path / "doctor.html"
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "--html", str(page)])
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "-o", str(page)])
     assert done.stdout.splitlines()[1] == sentence
     assert sentence in page.read_text()
     code, found = examined(middle)

@@ -65,5 +65,5 @@ def test_a_plan_names_the_attention_kernel():
     assert describe_attention("cpu", PLAIN) == "SDPA, one sequence at a time: no flash-attention on a CPU"
     assert describe_attention("cuda", PLAIN) == "torch's flash-attention over packed sequences"
     assert describe_attention("auto", dataclasses.replace(PLAIN, attn_impl="sdpa")).endswith(
-        "as attn_impl asks"
+        "as attn_impl requests"
     )

@@ -38,11 +38,11 @@ def test_the_committed_record_is_small():
 
 # file of areal_core/algorithm, its code, and a plausible wrong edit
 BREAKS = {
-    "clip": ("policy_loss.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
+    "clip": ("losses.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
     "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
     "deviation": ("normalization.py", "self.count - int(unbiased)", "self.count"),
     "alignment": ("alignment.py", "[values[:, 1:], end]", "[end, values[:, 1:]]"),
-    "weights": ("policy_loss.py", "loss = loss * weights", "loss = loss"),
+    "weights": ("losses.py", "loss = loss * weights", "loss = loss"),
 }
 
 

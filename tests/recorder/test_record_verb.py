@@ -140,7 +140,7 @@ def test_show_by_token_gives_numbers_in_columns(record_of_text):
 def test_show_falls_back_to_ids_when_the_tokenizer_is_another_one(record_of_text, tmp_path, bytes_tokenizer):
     (tmp_path / "model/tokenizer.json").write_text("{}")
     result = run("show", record_of_text)
-    assert "tokenizer.json is not the one recorded: showing ids" in result.stderr
+    assert "tokenizer.json differs from the recorded one: showing ids" in result.stderr
     assert "".join(f"<{token}>" for token in bytes_tokenizer.encode("2+2= café").ids) in result.stdout
 
 

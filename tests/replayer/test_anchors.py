@@ -101,7 +101,7 @@ def test_a_damaged_anchor_is_reported_before_any_rank_starts(tmp_path):
     check_anchor(open_record(tmp_path / "record"), 3)
     file = tmp_path / "record/anchors/000002/checkpoint/checkpoint.json"
     file.write_text(file.read_text().replace('"format": 2', '"format": 9'))
-    with pytest.raises(CheckpointError, match=r"has format 9, this version reads up to 2"):
+    with pytest.raises(CheckpointError, match=r"has format 9, this version reads formats up to 2"):
         check_anchor(open_record(tmp_path / "record"), 3)
     check_anchor(open_record(tmp_path / "record"), 1)  # starts from the model folder
 

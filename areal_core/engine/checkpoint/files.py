@@ -1,4 +1,4 @@
-"""checkpoint.json, the file that makes a checkpoint complete: the crc32c of every other file, and its
+"""checkpoint.json, which makes a checkpoint complete: the crc32c of every other file, and its
 own.
 
 Imports no torch, because a replay checks its checkpoint before it starts ranks. Format 2; format 1,
