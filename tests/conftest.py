@@ -65,6 +65,18 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_rank():
+    """Remove the variables that `join_ranks` sets for a job of one rank.
+
+    Programs that later tests start would inherit them, and claim to be ranks of one job with those
+    of another worker.
+    """
+    yield
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """This process as the only rank of a job."""
