@@ -13,7 +13,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
-SLOWEST_FOLDERS = ("tests/debug", "tests/rollout", "tests/launch", "tests/engine")
+SLOWEST_FOLDERS = [
+    *("tests/debug", "tests/consistency", "tests/engine", "tests/rollout"),
+    *("tests/launch", "tests/hangdoctor/real", "tests/replayer", "tests/trainer"),
+]
 EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -31,7 +34,8 @@ def folder_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items):
     """Start with the slowest folders, so that the workers end at about the same time."""
-    items.sort(key=lambda item: folder_of(item.nodeid) not in SLOWEST_FOLDERS)
+    order = {folder: place for place, folder in enumerate(SLOWEST_FOLDERS)}
+    items.sort(key=lambda item: order.get(folder_of(item.nodeid), len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)

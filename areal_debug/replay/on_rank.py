@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_debug.train.script import mistakes_as_sentences
+from areal_debug.train.script import collect_garbage_rarely, mistakes_as_sentences
 
 if TYPE_CHECKING:
     from areal_core.trainer.rl import Observer, PPOTrainer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 def main(task: str, *arguments: str) -> None:
     """Run a task on this rank. A user's error ends it with one sentence instead of a traceback."""
+    collect_garbage_rarely()
     with mistakes_as_sentences():
         TASKS[task](*arguments)
 

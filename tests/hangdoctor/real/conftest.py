@@ -168,11 +168,13 @@ def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator
 def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> None:
     deadline = time.monotonic() + REACH_HANG_POINT_S
     while True:
-        # Looked at before the markers: a rank may set its marker and die at once.
-        stats = [read_stat(pid) for pid in pids]
-        if len(list((folder / "markers").iterdir())) == len(program.starts):
+        # Read before the markers: a rank may set its marker and die at once, before its peers set theirs.
+        stats = dict(zip(program.starts, map(read_stat, pids), strict=False))  # of torchrun: only its own
+        reached = {path.name for path in (folder / "markers").iterdir()}
+        if len(reached) == len(program.starts):
             return
-        if time.monotonic() > deadline or any(stat is None or stat.state == "Z" for stat in stats):
+        dead = [rank for rank, stat in stats.items() if stat is None or stat.state == "Z"]
+        if time.monotonic() > deadline or any(f"rank_{rank}" not in reached for rank in dead):
             logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
             pytest.fail(f"{program.path.name} did not reach its hang point:\n{logs[-4000:]}")
         time.sleep(0.05)
