@@ -25,7 +25,7 @@ demo-real: env
 quick: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) $(QUICK)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(QUICK)
 
 # mypy runs next to the tests: they often wait.
 test: env

@@ -168,7 +168,7 @@ def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator
 def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> None:
     deadline = time.monotonic() + REACH_HANG_POINT_S
     while True:
-        # Read before the markers: a rank may set its marker and die at once, before its peers set theirs.
+        # Read before the markers: a rank may set its marker and die before its peers set theirs.
         stats = dict(zip(program.starts, map(read_stat, pids), strict=False))  # of torchrun: only its own
         reached = {path.name for path in (folder / "markers").iterdir()}
         if len(reached) == len(program.starts):
