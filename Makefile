@@ -4,7 +4,7 @@ LIGHT_TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 # Of `make test`; tests of one folder run in one worker.
-WORKERS ?= 3
+WORKERS ?= 2
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
 # One thread a process: two ranks and a server share the cores, more threads only wait.
 export OMP_NUM_THREADS ?= 1
