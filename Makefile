@@ -3,7 +3,7 @@ PYTHON ?= python3
 LIGHT_TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
-# Of `make test`; tests of one folder run in one worker.
+# Of `make test`, where one worker runs the tests of a folder, and `make quick`.
 WORKERS ?= 2
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
 # One thread a process: two ranks and a server share the cores, more threads only wait.
@@ -25,13 +25,13 @@ demo-real: env
 quick: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(QUICK)
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(QUICK)
 
 # mypy runs next to the tests: they often wait.
 test: env
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
-pytest:
+pytest: env
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --no-loadscope-reorder
 
 test-long: env lint
