@@ -4,10 +4,8 @@ client (any thread) ── HTTP ──> event loop of one thread: samples or sco
 `serving` ends: the loop is stopped, its thread joined
 """
 
-import asyncio
 import itertools
 import math
-import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from areal_core.rollout.loop_thread import LoopThread
 from consistency.testing import FaultyEngine, report, sample_rows, sequences_of
 from consistency.tokens import Sequences
 
@@ -56,18 +55,13 @@ def serving_rows(sequences: Sequences) -> Iterator[str]:
 @contextmanager
 def hosting(served: web.Application) -> Iterator[str]:
     """Yield the address of a server of the application, on a separate event loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="faulty-engine", daemon=True)
-    thread.start()
+    thread = LoopThread("faulty-engine")
     runner = web.AppRunner(served)
     try:
-        port = asyncio.run_coroutine_threadsafe(listen(runner), loop).result()
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{thread.run(listen(runner))}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        thread.run(runner.cleanup())
+        thread.close()
 
 
 async def listen(runner: web.AppRunner) -> int:

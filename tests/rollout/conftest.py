@@ -1,8 +1,6 @@
 """A fake server with SGLang's wire format, in a thread, and a real SGLang server on the CPU."""
 
-import asyncio
 import multiprocessing
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +8,7 @@ from aiohttp import web
 
 from areal_core.config import SGLangConfig
 from areal_core.embedded.http_server import serve
+from areal_core.rollout.loop_thread import LoopThread
 from areal_core.sglang.server import Server, is_healthy
 from areal_core.sglang.start import SGLangServer, cpu_environment, free_port, server_args
 from areal_core.testing import make_tiny_model
@@ -19,34 +18,29 @@ class HttpThread:
     """An aiohttp application served from a thread, at `server`, until `stop`."""
 
     def __init__(self, application: web.Application) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._thread = LoopThread("fake-server")
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.server = Server(f"127.0.0.1:{port}")
+        self._stopped = False
+        self.server = Server(f"127.0.0.1:{self._thread.run(self._listen())}")
 
     async def _listen(self) -> int:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return self._runner.addresses[0][1]
 
     def stop(self) -> None:
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Stop listening, and end the handlers in flight before the loop ends."""
+        if not self._stopped:
+            self._stopped = True
+            self._thread.run(self._runner.cleanup())
+            self._thread.close()
 
 
 class FakeServer:
     """Continue a prompt by counting up from its last token, with logprob -token / 100.
 
     `script` is a list of replies that precede that: a status with a body, or a number of tokens
-    after
-    which the request is aborted. `refuse` maps a control route to the status and JSON of its reply;
+    after which the request is aborted. `refuse` maps a control route to the status and JSON of its reply;
     `model_info` and `server_info` are added to the replies of these routes.
     """
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
+from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang.client import SGLangClient
 from areal_core.sglang.discovery import Discovery, FolderNames, register_server
@@ -67,16 +68,14 @@ class Run:
         self.answers: Counter[int] = Counter()
         self.responses: list[ModelResponse] = []
         self.stopping = threading.Event()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
+        self.thread = LoopThread("requests")
 
     def register(self, process) -> None:
         register_server(self.names, "exp", "trial", process.wait_until_ready().server.address)
 
     def start_requests(self, concurrency: int) -> Future[int]:
         """Sample in `concurrency` tasks until `stopping`; return the number of prompts."""
-        return asyncio.run_coroutine_threadsafe(self._requests(concurrency), self.loop)
+        return self.thread.submit(self._requests(concurrency))
 
     async def _requests(self, concurrency: int) -> int:
         prompts = iter(range(10**9))
@@ -107,9 +106,7 @@ class Run:
         self.stopping.set()
         self.client.close()
         self.weight_update.close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+        self.thread.close()
 
 
 @pytest.fixture
