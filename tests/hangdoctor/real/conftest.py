@@ -1,7 +1,7 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
-`launch`). By default its ranks are forked in the nursery, several programs at a time; the long
+`launch`). By default its ranks are forked in the fork server, several programs at a time; the long
 tests start them with torchrun.
 """
 
@@ -31,7 +31,7 @@ from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-NURSERY = Path(__file__).with_name("nursery.py")
+FORK_SERVER_PROGRAM = Path(__file__).with_name("fork_server.py")
 PROGRAMS_AT_ONCE = 4
 REACH_HANG_POINT_S = 120
 STILL_S = 0.5
@@ -65,7 +65,7 @@ def read_program(name: str) -> Program:
     )
 
 
-class Nursery:
+class ForkServer:
     """The process that forks ranks; one for the whole session."""
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class Nursery:
         self.folder = folder
         self.lock = threading.Lock()
         self.process = subprocess.Popen(
-            [sys.executable, str(NURSERY)],
+            [sys.executable, str(FORK_SERVER_PROGRAM)],
             env=_environment() | placeholders | {"MASTER_ADDR": "127.0.0.1"},
             cwd=folder,
             stdin=subprocess.PIPE,
@@ -92,7 +92,7 @@ class Nursery:
         """Fork the ranks of a program; return their pids. Markers go to `folder / "markers"`."""
         with self.lock:
             self.num_runs += 1
-            markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the nursery
+            markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the fork server
             (self.folder / markers).symlink_to(folder / "markers")
             port = free_port()
             return tuple(
@@ -120,7 +120,7 @@ class Nursery:
 
 
 def free_port() -> int:
-    """Return a free port; five digits, as the nursery needs."""
+    """Return a free port; five digits, as the fork server needs."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -146,14 +146,14 @@ def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
 
 
 @contextmanager
-def running(program: Program, folder: Path, nursery: Nursery | None) -> Iterator[tuple[int, ...]]:
-    """Yield the pids of the ranks at the hang point, or of torchrun without a nursery; kill all
+def running(program: Program, folder: Path, fork_server: ForkServer | None) -> Iterator[tuple[int, ...]]:
+    """Yield the pids of the ranks at the hang point, or of torchrun without a fork server; kill all
     afterwards."""
     (folder / "markers").mkdir(parents=True)
     launcher = None
-    if nursery is None or program.launch == "network_namespace":
+    if fork_server is None or program.launch == "network_namespace":
         launcher = start_torchrun(program, folder)
-    pids = (launcher.pid,) if launcher else nursery.start(program, folder)
+    pids = (launcher.pid,) if launcher else fork_server.start(program, folder)
     try:
         _wait_for_markers(program, pids, folder)
         _wait_until_still(pids)
@@ -201,29 +201,29 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
             continue
 
 
-def diagnose_program(program: Program, folder: Path, nursery: Nursery | None) -> Diagnosis:
+def diagnose_program(program: Program, folder: Path, fork_server: ForkServer | None) -> Diagnosis:
     """Run a program until it hangs, collect it with the real py-spy, diagnose the collection."""
-    with running(program, folder / "run", nursery) as pids:
+    with running(program, folder / "run", fork_server) as pids:
         collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
     return diagnose(read_snapshot((folder / "collection",), None, {}))
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory) -> Iterator[Nursery]:
+def fork_server(tmp_path_factory) -> Iterator[ForkServer]:
     """The process that forks ranks."""
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
 def hanging(tmp_path):
     """Context manager: run a program under torchrun to its hang point; yields the pids."""
-    return lambda name: running(read_program(name), tmp_path / "run", nursery=None)
+    return lambda name: running(read_program(name), tmp_path / "run", fork_server=None)
 
 
 @pytest.fixture(scope="session")
-def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]:
+def diagnoses(request, fork_server, tmp_path_factory) -> Iterator[dict[str, Future]]:
     """Map test id to future diagnosis, for the program tests of this session, several at a time."""
     items = [item for item in request.session.items if "diagnoses" in item.fixturenames]
     pool = ThreadPoolExecutor(PROGRAMS_AT_ONCE)
@@ -232,7 +232,7 @@ def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]
             diagnose_program,
             read_program(item.callspec.params["program"]),
             tmp_path_factory.mktemp(item.callspec.params["program"]),
-            nursery,
+            fork_server,
         )
         for item in items
     }
@@ -241,7 +241,7 @@ def diagnoses(request, nursery, tmp_path_factory) -> Iterator[dict[str, Future]]
 
 @pytest.fixture
 def diagnosis(request, diagnoses) -> Diagnosis:
-    """The diagnosis of the program of this test, run in the nursery."""
+    """The diagnosis of the program of this test, run in the fork server."""
     return diagnoses[request.node.nodeid].result()
 
 
@@ -251,4 +251,4 @@ def diagnosis_under_torchrun(request, tmp_path) -> Diagnosis:
     program = read_program(request.node.callspec.params["program"])
     if program.launch == "plain":
         pytest.skip("torchrun would end, start or serve what this fault leaves dead, absent or unserved")
-    return diagnose_program(program, tmp_path, nursery=None)
+    return diagnose_program(program, tmp_path, fork_server=None)
