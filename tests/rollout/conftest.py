@@ -40,8 +40,8 @@ class FakeServer:
     """Continue a prompt by counting up from its last token, with logprob -token / 100.
 
     `script` is a list of replies that precede that: a status with a body, or a number of tokens
-    after which the request is aborted. `refuse` maps a control route to the status and JSON of its reply;
-    `model_info` and `server_info` are added to the replies of these routes.
+    after which the request is aborted. `refuse` maps a control route to the status and JSON of its
+    reply; `model_info` and `server_info` are added to the replies of these routes.
     """
 
     def __init__(self) -> None:

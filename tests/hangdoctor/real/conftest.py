@@ -1,7 +1,7 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
-`launch`). By default its ranks are forked in the fork server, several programs at a time; the long
+`launch`). By default its ranks are forks of a fork server, several programs at a time; the long
 tests start them with torchrun.
 """
 
@@ -147,8 +147,10 @@ def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
 
 @contextmanager
 def running(program: Program, folder: Path, fork_server: ForkServer | None) -> Iterator[tuple[int, ...]]:
-    """Yield the pids of the ranks at the hang point, or of torchrun without a fork server; kill all
-    afterwards."""
+    """Yield the pids of the ranks at the hang point; kill all afterwards.
+
+    Without a fork server torchrun starts the ranks, and its pid is yielded.
+    """
     (folder / "markers").mkdir(parents=True)
     launcher = None
     if fork_server is None or program.launch == "network_namespace":
