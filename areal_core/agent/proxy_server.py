@@ -15,7 +15,8 @@ from aiohttp import web
 
 from areal_core.agent.errors import UnreachableProxy, UnsafeProxy
 from areal_core.agent.proxy import AgentProxy, Reply
-from areal_core.rollout.loop_thread import FewPerTurn, LoopThread
+from areal_core.rollout.http_thread import HttpThread
+from areal_core.rollout.loop_thread import FewPerTurn
 
 DEFAULT_ADMIN_KEY = "areal-admin-key"
 SHORTEST_ADMIN_KEY = 16
@@ -43,33 +44,22 @@ class ProxyServer:
         check_exposure(host, proxy.admin_key)
         self.proxy = proxy
         self.max_body_bytes = max_body_bytes
-        self.thread = LoopThread("agent-proxy")
         application = web.Application(client_max_size=max_body_bytes)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         try:
-            self.port = self.thread.run(self._listen(host, port))
-        except UnreachableProxy:
-            self.close()
-            raise
+            self._http = HttpThread(application, "agent-proxy", host, port, backlog=4096)
+        except OSError as error:
+            raise UnreachableProxy(
+                f"the agent proxy cannot listen on {host}:{port}: {error.strerror}; set rollout.agent.port to 0 for a free one"
+            ) from error
+        self.thread = self._http.thread
+        self.port = self._http.port
         reached_at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.base_url = f"http://{reached_at}:{self.port}"
 
     def close(self) -> None:
         """Stop listening and end the calls in flight."""
-        self.thread.run(self._runner.cleanup())
-        self.thread.close()
-
-    async def _listen(self, host: str, port: int) -> int:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=4096)
-        try:
-            await site.start()
-        except OSError as error:
-            raise UnreachableProxy(
-                f"the agent proxy cannot listen on {host}:{port}: {error.strerror}; set rollout.agent.port to 0 for a free one"
-            ) from error
-        return self._runner.addresses[0][1]
+        self._http.close()
 
     async def _handle(self, request: web.Request) -> web.Response:
         try:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from areal_core.rollout.loop_thread import LoopThread
+from areal_core.rollout.http_thread import HttpThread
 from consistency.testing import FaultyEngine, report, sample_rows, sequences_of
 from consistency.tokens import Sequences
 
@@ -55,22 +55,8 @@ def serving_rows(sequences: Sequences) -> Iterator[str]:
 @contextmanager
 def hosting(served: web.Application) -> Iterator[str]:
     """Yield the address of a server of the application, on a separate event loop."""
-    thread = LoopThread("faulty-engine")
-    runner = web.AppRunner(served)
-    try:
-        yield f"http://127.0.0.1:{thread.run(listen(runner))}"
-    finally:
-        thread.run(runner.cleanup())
-        thread.close()
-
-
-async def listen(runner: web.AppRunner) -> int:
-    """Start on a free loopback port and return it."""
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port: int = runner.addresses[0][1]
-    return port
+    with closing(HttpThread(served, "faulty-engine")) as http:
+        yield f"http://127.0.0.1:{http.port}"
 
 
 def application(routes: dict[str, Any | Answer]) -> web.Application:

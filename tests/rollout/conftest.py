@@ -2,38 +2,17 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 from aiohttp import web
 
 from areal_core.config import SGLangConfig
 from areal_core.embedded.http_server import serve
-from areal_core.rollout.loop_thread import LoopThread
+from areal_core.rollout.http_thread import HttpThread
 from areal_core.sglang.server import Server, is_healthy
 from areal_core.sglang.start import SGLangServer, cpu_environment, free_port, server_args
 from areal_core.testing import make_tiny_model
-
-
-class HttpThread:
-    """An aiohttp application served from a thread, at `server`, until `stop`."""
-
-    def __init__(self, application: web.Application) -> None:
-        self._thread = LoopThread("fake-server")
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        self._stopped = False
-        self.server = Server(f"127.0.0.1:{self._thread.run(self._listen())}")
-
-    async def _listen(self) -> int:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return self._runner.addresses[0][1]
-
-    def stop(self) -> None:
-        """Stop listening, and end the handlers in flight before the loop ends."""
-        if not self._stopped:
-            self._stopped = True
-            self._thread.run(self._runner.cleanup())
-            self._thread.close()
 
 
 class FakeServer:
@@ -51,8 +30,8 @@ class FakeServer:
         self.weight_version = "default"
         self.model_info: dict = {"architectures": ["LlamaForCausalLM"]}
         self.server_info: dict = {"version": "0.5.23", "model_path": "/models/tiny"}
-        self._http = HttpThread(self._application())
-        self.server = self._http.server
+        self._http = HttpThread(self._application(), "fake-server")
+        self.server = Server(f"127.0.0.1:{self._http.port}")
 
     def _application(self) -> web.Application:
         application = web.Application()
@@ -103,21 +82,19 @@ class FakeServer:
         return [route for route, _ in self.calls]
 
     def stop(self) -> None:
-        self._http.stop()
+        self._http.close()
 
 
 @pytest.fixture
-def http_thread() -> Iterator[Callable[[web.Application], HttpThread]]:
-    """Serve applications; all are stopped at the end."""
-    started: list[HttpThread] = []
+def serve_application() -> Iterator[Callable[[web.Application], Server]]:
+    """Serve applications from threads; all are closed at the end."""
+    with ExitStack() as started:
 
-    def start(application: web.Application) -> HttpThread:
-        started.append(HttpThread(application))
-        return started[-1]
+        def start(application: web.Application) -> Server:
+            http = started.enter_context(closing(HttpThread(application, "application")))
+            return Server(f"127.0.0.1:{http.port}")
 
-    yield start
-    for http in started:
-        http.stop()
+        yield start
 
 
 @pytest.fixture

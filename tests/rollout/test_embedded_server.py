@@ -55,8 +55,8 @@ def gate(embedded, monkeypatch):
 
 
 @pytest.fixture
-def query(embedded, http_thread):
-    address = http_thread(embedded.application()).server.address
+def query(embedded, serve_application):
+    address = serve_application(embedded.application()).address
 
     def query(path: str, body=None, status: int = 200):
         connection = http.client.HTTPConnection(address, timeout=30)

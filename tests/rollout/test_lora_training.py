@@ -33,10 +33,10 @@ def served_config(folder: Path, model: Path) -> PPOConfig:
 
 
 def test_the_server_samples_each_step_with_the_adapter_of_its_version(
-    http_thread, tiny_model, tmp_path, monkeypatch
+    serve_application, tiny_model, tmp_path, monkeypatch
 ):
     engine = EmbeddedServer(str(tiny_model))
-    server = http_thread(engine.application()).server
+    server = serve_application(engine.application())
     monkeypatch.setitem(os.environ, ADDRESSES_VARIABLE, server.address)
     config = served_config(tmp_path, tiny_model)
     assert check_config(config) == []

@@ -59,13 +59,13 @@ def update_of(tiny_model, tmp_path):
 
 
 @pytest.fixture
-def embedded(tiny_model, http_thread):
+def embedded(tiny_model, serve_application):
     """Start embedded servers of the tiny model in this process."""
     started = []
 
     def start() -> Server:
         started.append(EmbeddedServer(str(tiny_model)))
-        return http_thread(started[-1].application()).server
+        return serve_application(started[-1].application())
 
     yield start
     for server in started:
@@ -264,10 +264,10 @@ class Gate:
 
 
 def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
-    http_thread, update_of, adapted, tiny_model
+    serve_application, update_of, adapted, tiny_model
 ):
     engine = EmbeddedServer(str(tiny_model))
-    server, sampler = http_thread(engine.application()).server, engine.sampler
+    server, sampler = serve_application(engine.application()), engine.sampler
     update = update_of(server)
     update.send(AdapterTensors(adapted, torch.device("cpu")), 1)
     first = copy.deepcopy(adapted)

@@ -260,7 +260,7 @@ def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(s
     assert asyncio.run(work()).output_versions == [4, 4, 4]
 
 
-def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thread, monkeypatch):
+def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_application, monkeypatch):
     monkeypatch.setattr(server, "ASK_TIMEOUT_S", 0.05)
 
     async def never(request):
@@ -268,10 +268,10 @@ def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, http_thre
 
     application = web.Application()
     application.router.add_route("*", "/{route}", never)
-    hung, good = http_thread(application), start_fake()
+    hung, good = serve_application(application), start_fake()
 
     async def work():
-        client = SGLangClient([hung.server, good.server], health_interval_s=0.01)
+        client = SGLangClient([hung, good.server], health_interval_s=0.01)
         response = await asyncio.wait_for(sample(client), 20)
         await client.aclose()
         return response
