@@ -32,6 +32,7 @@ WITHIN_K, BEYOND_K = 10.0, 100.0
 ROUNDING = 2.0**-23  # of float32: the floor of a statistic that is equal in all repeats
 # One token changes these by a discrete step, however small the noise; times depend on the machine.
 NOT_SMOOTH = ("timeperf/", "clip", "filtered", "__count", "num_micro_batches", "update_successful")
+OF_LOGPROB_DIFFERENCES = ("kl", "importance_weight", "imp_weight")
 MIN_STEPS, FAR_T = 5, 4.0  # of a statistical comparison
 # Options of the shape: they change the order of sums, not what is summed.
 DIVISION = ("mb_spec.max_tokens_per_mb", "mb_spec.n_mbs")
@@ -151,15 +152,24 @@ def noise_floor(run: Trajectory, others: Sequence[Trajectory]) -> Trajectory:
 def rounding_sizes(stats: Mapping[str, float]) -> dict[str, float]:
     """Return the magnitude of the numbers behind each statistic, to which rounding is relative.
 
-    It is that of the largest related statistic, and for a divergence that of the logprobs whose
-    difference it is: if two logprobs of -5 agree, other kernels change their difference by 5e-7 and
-    not by a fraction of 0.
+    It is that of the largest related statistic. A divergence and an importance weight follow from
+    differences of logprobs, a total loss is the sum of the terms of `actor_loss` and others: if two
+    logprobs of -5 agree, other kernels change their difference by 5e-7 and not by a fraction of 0.
     """
-    logprobs = max([abs(value) for name, value in stats.items() if "logp" in name], default=0.0)
     sizes: dict[str, float] = {}
     for name, value in stats.items():
         sizes[family(name)] = max(abs(value), sizes.get(family(name), 0.0))
-    return {name: max(sizes[family(name)], logprobs if "kl" in name else 0.0) for name in stats}
+    logprobs = max([size for related, size in sizes.items() if "logp" in related], default=0.0)
+    losses = max([size for related, size in sizes.items() if related.endswith("loss")], default=0.0)
+
+    def size(name: str) -> float:
+        if name.endswith("/loss"):
+            return losses
+        if any(part in name for part in OF_LOGPROB_DIFFERENCES):
+            return max(sizes[family(name)], logprobs)
+        return sizes[family(name)]
+
+    return {name: size(name) for name in stats}
 
 
 def family(name: str) -> str:

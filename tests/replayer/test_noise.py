@@ -68,15 +68,20 @@ def test_the_noise_floor_is_never_below_rounding_and_is_shared_by_related_statis
     assert noise_floor(run(4.0), [run(4.0)]) == run(4.0 * ROUNDING)
 
 
-def test_rounding_of_a_divergence_is_that_of_the_logprobs_whose_difference_it_is():
+def test_rounding_is_relative_to_the_numbers_of_which_a_statistic_is_a_difference_or_a_sum():
     stats = {
         "x/approx_kl/avg": 0.0,
+        "x/importance_weight/min": 1.0,
+        "x/loss": 0.001,
+        "x/actor_loss/avg": 0.002,
+        "x/actor_loss/min": -3.0,
         "x/new_logp/min": -4.0,
         "x/advantages/avg": 1e-9,
         "x/advantages/max": 2.0,
     }
     noise = noise_floor({0: stats}, [{0: stats}])[0]
-    assert noise["x/approx_kl/avg"] == 4.0 * ROUNDING
+    assert noise["x/approx_kl/avg"] == noise["x/importance_weight/min"] == 4.0 * ROUNDING
+    assert noise["x/loss"] == 3.0 * ROUNDING
     assert noise["x/advantages/avg"] == 2.0 * ROUNDING
 
 
