@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,11 +73,13 @@ def end_tree(process: Child, grace_s: float = 10.0) -> None:
 
     The process may have ended already.
     """
+    members = find_members(process)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for member in running_members(process):
+        for member in members:
             send(member, number)
         deadline = time.monotonic() + grace_s
-        while running_members(process) and time.monotonic() < deadline:
+        # A process that is exiting has no environment any more, so it is found once and then kept.
+        while (members := running(members | find_members(process))) and time.monotonic() < deadline:
             if number == signal.SIGTERM and hurry.is_set():
                 break
             process.poll()  # collects the exit code as soon as there is one
@@ -84,15 +87,25 @@ def end_tree(process: Child, grace_s: float = 10.0) -> None:
     process.wait()
 
 
-def running_members(process: Child) -> list[psutil.Process]:
-    """Return the process and its descendants that run, in its session or not, orphans included."""
+def running(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Return those that have not ended; a zombie has."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+    return found
+
+
+def find_members(process: Child) -> set[psutil.Process]:
+    """Return the process and its descendants, in its session or not, orphans included."""
     children = _running_children(process.pid)
-    members = []
+    members = set()
     for candidate in psutil.process_iter():
         try:
             ours = candidate.pid in children or os.getsid(candidate.pid) == process.pid
-            if (ours or _is_marked(candidate, process.mark)) and candidate.status() != psutil.STATUS_ZOMBIE:
-                members.append(candidate)
+            if ours or _is_marked(candidate, process.mark):
+                members.add(candidate)
         except (OSError, psutil.NoSuchProcess):  # ended between the listing and the query
             continue
     return members
@@ -115,7 +128,5 @@ def _is_marked(candidate: psutil.Process, mark: str) -> bool:
 
 def send(process: psutil.Process, number: int) -> None:
     """Send a signal to a process that may have ended."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return

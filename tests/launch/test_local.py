@@ -260,6 +260,26 @@ def test_ending_a_process_ends_its_orphaned_grandchildren_too(tmp_path):
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
+def test_an_orphan_that_takes_long_to_free_its_memory_has_ended_too(tmp_path):
+    """While it exits, it is no zombie yet, and the mark in its environment is gone."""
+    memory = "import time; kept = bytearray(b'1') * 600_000_000; print('ready', flush=True); time.sleep(60)"
+    body = f"""if True:
+        import subprocess, sys
+        orphan = subprocess.Popen(
+            [sys.executable, "-c", {memory!r}], stdout=subprocess.PIPE, start_new_session=True
+        )
+        orphan.stdout.readline()
+        print(orphan.pid, flush=True)
+    """
+    with (tmp_path / "log").open("wb") as log:
+        parent = start([sys.executable, "-c", body], {}, log)
+    parent.wait(30)
+    orphan = int((tmp_path / "log").read_text())
+    assert is_running(orphan)
+    end_tree(parent)
+    assert not is_running(orphan)
+
+
 def test_server_options_become_flags():
     options = SGLangConfig(disable_cuda_graph=True, cuda_graph_bs=[1, 2], enable_multithread_load=True)
     args = option_args(options)
