@@ -7,8 +7,10 @@ On the CPU the name `sgl_kernel` must resolve to something that imports without 
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +23,7 @@ from areal_core.sglang.server import Server, wait_until_healthy
 
 SHIM = Path(__file__).parent / "sgl_kernel_cpu"
 CPU_CACHE_TOKENS = 32768
+LISTENING_PORTS = range(20_000, 32_768)  # Linux assigns outgoing connections those from 32,768
 NOT_FLAGS = {"model_path", "enable_multithread_load"}
 
 
@@ -140,7 +143,14 @@ def cpu_environment(num_threads: int = 1) -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free at this moment."""
+    """Return a port that is free at this moment, if possible none for outgoing connections.
+
+    The server binds it seconds later: a connection of any process may take one of those until then.
+    """
     with socket.socket() as listener:
+        for port in SystemRandom().sample(LISTENING_PORTS, 100):
+            with suppress(OSError):
+                listener.bind((host, port))
+                return port
         listener.bind((host, 0))
         return listener.getsockname()[1]

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.sglang.start import free_port
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
@@ -94,7 +94,7 @@ class ForkServer:
             self.num_runs += 1
             markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the fork server
             (self.folder / markers).symlink_to(folder / "markers")
-            port = free_port()
+            port = free_port()  # five digits, the length of its placeholder
             return tuple(
                 self._fork(program, rank, port, markers, folder / f"{rank}.log") for rank in program.starts
             )
@@ -117,15 +117,6 @@ class ForkServer:
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
-
-
-def free_port() -> int:
-    """Return a free port; five digits, as the fork server needs."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            if (port := probe.getsockname()[1]) >= 10_000:
-                return port
 
 
 def _environment() -> dict[str, str]:
