@@ -4,7 +4,8 @@
     watchdog thread               no beat for too long --> samples the stack until the next beat
 
 A callback that is on the stack in consecutive samples has blocked the loop, and its stack shows
-where. A loop that lags without one is busy: it has more short callbacks than time.
+where. A loop that lags without one is busy: it has more short callbacks than time. A wait of the
+thread for a core is lag, too, but no callback's: on Linux, samples do not count it.
 """
 
 import asyncio
@@ -42,10 +43,15 @@ class Place:
 class StackSample:
     """The loop's stack at one moment; `callback` identifies the running callback, 0 if none."""
 
-    time_s: float
-    late_s: float  # since the last beat
+    beat_s: float  # time of the last beat, without waits for a core
+    time_s: float  # without waits for a core
     callback: int
     stack: tuple[Place, ...]  # innermost last
+
+    @property
+    def late_s(self) -> float:
+        """Time since the last beat."""
+        return self.time_s - self.beat_s
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class LoopReport:
     def blocked(self) -> list[Stall]:
         """Return stalls beyond chance: one above a second, or a hundredth of the time in total.
 
-        A machine with more work than cores delays any callback by some tenths of a second.
+        Other threads with the interpreter lock delay any callback by some tenths of a second.
         """
         return [s for s in self.stalls if s.longest_s > 1.0 or s.total_s > self.watched_s / 100]
 
@@ -98,6 +104,7 @@ class LoopMonitor:
         self.name, self.blocking_s = name, blocking_s
         self._loop, self._thread = loop, thread
         self._beats: list[float] = []
+        self._last_beat_s = 0.0  # of `running_time`
         self._samples: list[StackSample] = []
         self._ended = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True)
@@ -135,16 +142,29 @@ class LoopMonitor:
     def _beat(self) -> None:
         if not self._ended.is_set():
             self._beats.append(time.monotonic())
+            self._last_beat_s = running_time(self._thread)
             self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
+        self._last_beat_s = running_time(self._thread)
         while not self._ended.wait(SAMPLE_S):
-            now = time.monotonic()
-            late_s = now - self._beats[-1]
-            if late_s > self.blocking_s / 2:
+            beat_s, now = self._last_beat_s, running_time(self._thread)
+            if now - beat_s > self.blocking_s / 2:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 if frame is not None:
-                    self._samples.append(StackSample(now, late_s, *callback_and_stack(frame)))
+                    self._samples.append(StackSample(beat_s, now, *callback_and_stack(frame)))
+
+
+def running_time(thread: threading.Thread) -> float:
+    """Return the time in seconds, less those in which the thread was ready and had no core.
+
+    Without the kernel's account of them (/proc/PID/task/TID/schedstat) they are taken as zero.
+    """
+    try:
+        waited_ns = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        waited_ns = 0
+    return time.monotonic() - waited_ns / 1e9
 
 
 def lags_over_time(lags: Sequence[float]) -> Iterator[float]:
@@ -209,8 +229,7 @@ def callbacks_in_consecutive_samples(samples: Sequence[StackSample]) -> Iterator
     """Yield the samples of each callback that was found in at least two consecutive samples."""
     seen: list[StackSample] = []
     for sample in samples:
-        # If lateness has decreased since the previous sample, there was a beat in between.
-        continues = seen and sample.callback == seen[-1].callback and sample.late_s > seen[-1].late_s
+        continues = seen and sample.callback == seen[-1].callback and sample.beat_s == seen[-1].beat_s
         if not continues:
             yield from [seen] if len(seen) > 1 else []
             seen = []

@@ -1,7 +1,11 @@
 """Blocked, busy and idle event loops, and the reports of the monitor."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +61,35 @@ def test_many_short_blocks_in_one_turn_of_the_loop_are_one_stall(loop):
     assert report.lag_p99_s > 0.3
 
 
+async def compute(seconds: float) -> None:
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits")
+def test_waits_for_a_core_are_no_callbacks(loop):
+    """The callback computes for 0.3 s, and for five times as long waits for the only core."""
+    core = min(os.sched_getaffinity(0))
+    busy = f"import os, time\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    others = [
+        subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, start_new_session=True)
+        for _ in range(5)
+    ]
+    try:
+        for other in others:
+            other.stdout.readline()
+        os.sched_setaffinity(loop.thread.native_id, [core])
+        report = watch(loop, compute(0.3))
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+    (stall,) = report.stalls
+    assert report.lag_max_s > 1.0
+    assert 0.2 < stall.longest_s < 0.8
+
+
 def test_a_loop_that_waits_is_not_late(loop):
     report = watch(loop, asyncio.sleep(0.3))
     assert report.stalls == []
@@ -64,7 +97,7 @@ def test_a_loop_that_waits_is_not_late(loop):
 
 
 def sample(time_s: float, late_s: float, callback: int, line: int = 1) -> StackSample:
-    return StackSample(time_s, late_s, callback, (Place("agent.py", line, "run"),))
+    return StackSample(round(time_s - late_s, 6), time_s, callback, (Place("agent.py", line, "run"),))
 
 
 def test_different_callbacks_in_a_row_are_busyness_and_no_stall():
@@ -74,9 +107,9 @@ def test_different_callbacks_in_a_row_are_busyness_and_no_stall():
 
 def test_the_length_of_a_stall_counts_from_the_last_beat_of_the_loop():
     (stall,) = find_stalls(
-        [sample(5.0, 0.06, 7), sample(5.02, 0.08, 7), sample(5.04, 0.10, 7)], 0.1, late_s=0.1
+        [sample(5.0, 0.07, 7), sample(5.02, 0.09, 7), sample(5.04, 0.11, 7)], 0.1, late_s=0.11
     )
-    assert stall.longest_s == pytest.approx(0.10)
+    assert stall.longest_s == pytest.approx(0.11)
     assert (stall.place, stall.count) == ("agent.py:1 in run", 1)
 
 

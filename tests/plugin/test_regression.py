@@ -54,8 +54,9 @@ def test_the_committed_record_is_small():
     assert RECORD.stat().st_size < 2_000_000
 
 
-# File of areal_core/algorithm, its code, and a plausible wrong edit. Behaviour weights are not among
-# them: they are 1 but for rounding in this record, so only the recording machine could show a change.
+# File of areal_core/algorithm, its code, and a plausible wrong edit. Behaviour weights are not
+# among them: but for rounding they are 1 in this record, so only the recording machine could show a
+# change.
 BREAKS = {
     "clip": ("losses.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
     "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
