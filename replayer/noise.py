@@ -153,18 +153,18 @@ def rounding_sizes(stats: Mapping[str, float]) -> dict[str, float]:
     """Return the magnitude of the numbers behind each statistic, to which rounding is relative.
 
     It is that of the largest related statistic. A divergence and an importance weight follow from
-    differences of logprobs, a total loss is the sum of the terms of `actor_loss` and others: if two
+    differences of logprobs, a total loss sums the losses of its scope, such as `actor_loss`: if two
     logprobs of -5 agree, other kernels change their difference by 5e-7 and not by a fraction of 0.
     """
     sizes: dict[str, float] = {}
     for name, value in stats.items():
         sizes[family(name)] = max(abs(value), sizes.get(family(name), 0.0))
     logprobs = max([size for related, size in sizes.items() if "logp" in related], default=0.0)
-    losses = max([size for related, size in sizes.items() if related.endswith("loss")], default=0.0)
 
     def size(name: str) -> float:
         if name.endswith("/loss"):
-            return losses
+            scope = name.removesuffix("loss")
+            return max(sizes[term] for term in sizes if term.startswith(scope) and term.endswith("loss"))
         if any(part in name for part in OF_LOGPROB_DIFFERENCES):
             return max(sizes[family(name)], logprobs)
         return sizes[family(name)]

@@ -111,6 +111,7 @@ class LoopMonitor:
 
     def __enter__(self) -> "LoopMonitor":
         self._beats.append(time.monotonic())
+        self._last_beat_s = running_time(self._thread)
         self._loop.call_soon_threadsafe(self._beat)
         self._watchdog.start()
         return self
@@ -146,7 +147,6 @@ class LoopMonitor:
             self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        self._last_beat_s = running_time(self._thread)
         while not self._ended.wait(SAMPLE_S):
             beat_s, now = self._last_beat_s, running_time(self._thread)
             if now - beat_s > self.blocking_s / 2:

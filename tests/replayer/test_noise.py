@@ -75,6 +75,7 @@ def test_rounding_is_relative_to_the_numbers_of_which_a_statistic_is_a_differenc
         "x/loss": 0.001,
         "x/actor_loss/avg": 0.002,
         "x/actor_loss/min": -3.0,
+        "y/critic_loss/max": 100.0,  # of another model
         "x/new_logp/min": -4.0,
         "x/advantages/avg": 1e-9,
         "x/advantages/max": 2.0,
