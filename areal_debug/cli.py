@@ -16,6 +16,7 @@ SECTIONS = {
         "demo": "Train a tiny model by GRPO, record every step and replay the record bit for bit",
         "train": "Run a training script on all its ranks and servers; record or replay it",
         "preflight": "Check that a run is deterministic before it starts",
+        "parity": "Check that training computes a model's own log-probs, on its real ranks",
     },
     "Replay and compare": {
         "replay": "Replay a record without an inference engine, unchanged or with changes",

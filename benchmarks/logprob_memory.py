@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from areal_core.engine.logits import LogitMap
 from areal_core.engine.logprobs import ChunkedLogprobs
 
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return ChunkedLogprobs.apply(hidden, weight, labels, 1.0, None)
+    return ChunkedLogprobs.apply(hidden, weight, None, labels, 1.0, LogitMap())
 
 
 def naive(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.batch import Batch, pack, select_rows, sequence_lengths
 from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal_core.engine.attention import PACKED
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
@@ -192,7 +193,7 @@ def measure(options: argparse.Namespace) -> None:
     lengths = [options.tokens // 8 * share for share in (1, 3, 2, 2, 4, 1, 2, 1)]  # two micro-batches
     batch = make_rows(lengths, options.vocabulary, seed=ranks.rank)
     engine = make_engine(ranks, options.model, options.tokens)
-    model, adam = make_bare(ranks, options.model, "packed_sdpa")
+    model, adam = make_bare(ranks, options.model, PACKED)
     packed = ready(batch, engine.divide(batch))
     num_tokens = int(batch["loss_mask"].sum()) * ranks.world_size
     scale = ranks.world_size / num_tokens

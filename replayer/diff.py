@@ -50,6 +50,7 @@ ACTS_FROM = (
     ("actor.fsdp", "logprobs"),
     ("actor.attn_impl", "logprobs"),
     ("actor.use_liger", "logprobs"),
+    ("actor.parity_check", "logprobs"),
     ("ref", "logprobs"),
     ("critic.ppo_n_minibatches", "loss"),
     ("critic.eps_clip", "loss"),

@@ -130,6 +130,9 @@ class TrainEngineConfig:
     grad_reduce_dtype: str = option(
         "float32", "Data type of the gradient reduction over ranks.", ("float32", "bfloat16")
     )
+    parity_check: bool = option(
+        True, "Compare log-probs of packed rows with the model's own forward before the first step."
+    )
     optimizer: OptimizerConfig | None = option(None, "Empty: the model is only evaluated.")
     weight_update_mode: str = option(
         "xccl", "Transport of weight updates to the servers: broadcast or disk.", ("xccl", "disk")

@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from areal_core.engine.errors import ModelError
 from areal_core.engine.sequence_parallel import exchange_heads
 
-PACKED, FLASH = "packed_sdpa", "packed_flash"  # names in Transformers
+# Names in Transformers, which asks a class whether it supports SDPA if the name contains "sdpa".
+PACKED, FLASH = "packed_rows", "packed_flash"
 OLDEST_CAPABILITY = (8, 0)  # of a GPU with flash-attention: Ampere
 WIDEST_HEAD = 256  # of flash-attention
 
@@ -60,6 +60,7 @@ class Packing:
         sequence_lengths: tokens of each sequence, in packed order.
         sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it.
         softcap: scores are soft-capped to (-softcap, softcap), as in Gemma 2.
+        sinks: per head, the score of a token without a value that every token attends to, [heads].
     """
 
     sequence_lengths: list[int]
@@ -67,6 +68,7 @@ class Packing:
     dropout: float = 0.0
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def packed_attention(
@@ -76,8 +78,8 @@ def packed_attention(
     value: Tensor,
     attention_mask: None,
     *,
-    sequence_lengths: list[int],
-    scaling: float,
+    sequence_lengths: list[int] | None = None,
+    scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -92,22 +94,20 @@ def packed_attention(
         query: [1, heads, tokens, head_dim]. key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: None; the lengths determine the mask.
         sequence_lengths, scaling, dropout, sliding_window, softcap: the fields of `Packing`; the
-            sum of the lengths is `tokens`.
+            sum of the lengths is `tokens`. A family whose layers do not pass the lengths on gets
+            attention over all tokens, as of one sequence: see `parity.py`.
+        s_aux: attention sinks, [heads].
         sequence_parallel: the ranks that share the sequences; `tokens` is then this rank's slice.
         kernel: has the arguments of `attend_each`, which is the default.
 
     Returns:
         [1, tokens, heads, head_dim], and None in place of the attention weights.
-
-    Raises:
-        ModelError: the model has attention sinks (`s_aux`, as GPT-OSS does).
     """
-    if s_aux is not None:
-        raise ModelError(
-            f"{type(module).__name__} has attention sinks, which packed attention does not compute: "
-            f"train a model without them"
-        )
-    packing = Packing(sequence_lengths, scaling, dropout, sliding_window, softcap)
+    lengths = sequence_lengths or [query.shape[2] * (sequence_parallel.size() if sequence_parallel else 1)]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if s_aux is not None and sequence_parallel is not None:
+        s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
+    packing = Packing(lengths, scale, dropout, sliding_window, softcap, s_aux)
     attend = partial(kernel or attend_each, packing=packing)
     if sequence_parallel is None:
         return attend(query, key, value), None
@@ -125,7 +125,7 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
     attended = []
     for q, k, v in pieces:
         window = _window_mask(q.shape[2], packing.sliding_window, q.device)
-        if packing.softcap is None:
+        if packing.softcap is None and packing.sinks is None:
             attended.append(
                 scaled_dot_product_attention(
                     q,
@@ -139,26 +139,31 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
                 )
             )
         else:
-            attended.append(_soft_capped_attention(q, k, v, window, packing, packing.softcap))
+            attended.append(_explicit_attention(q, k, v, window, packing))
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
-def _soft_capped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: Tensor | None,
-    packing: Packing,
-    softcap: float,
+def _explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: Tensor | None, packing: Packing
 ) -> Tensor:
-    """Attention of one sequence with soft-capped scores (arXiv 2408.00118, section 2).
+    """Attention of one sequence with what SDPA does not support; scores are [heads, length, length].
 
-    SDPA does not support them, so the scores are materialised: [heads, length, length].
+    Soft-capped scores (arXiv 2408.00118, section 2), and sinks (GPT-OSS): a further column of the
+    softmax, whose weight is discarded.
     """
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (packing.scaling / softcap))
+    if packing.softcap is None:
+        scores = query @ key.transpose(2, 3) * packing.scaling
+    else:
+        scores = packing.softcap * torch.tanh(
+            query @ key.transpose(2, 3) * (packing.scaling / packing.softcap)
+        )
     allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if window is None else window
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if packing.sinks is not None:
+        column = packing.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
     return torch.nn.functional.dropout(weights, packing.dropout) @ value
 
 
@@ -172,7 +177,8 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
     """Compute `attend_each` in one kernel, if it supports the options and the head size."""
-    if packing.dropout or packing.softcap is not None or query.shape[3] > WIDEST_HEAD:
+    is_explicit = packing.softcap is not None or packing.sinks is not None
+    if packing.dropout or is_explicit or query.shape[3] > WIDEST_HEAD or query.shape[3] != value.shape[3]:
         return attend_each(query, key, value, packing)
     from torch.nn.attention.varlen import varlen_attn
 

@@ -8,6 +8,7 @@ on how rows are divided into micro-batches.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ class FSDPEngine:
         step_groups: the `groups` of `offload.take_step`; None where optimizer states stay on the
             device.
         sleeps: release the engine's memory on the device while it is idle.
+        packs_rows: compute the rows of a micro-batch in one forward; otherwise each `granularity`
+            rows are a micro-batch, and each row a forward. See `parity.py`.
     """
 
     model: PreTrainedModel
@@ -109,6 +112,7 @@ class FSDPEngine:
     step_groups: list[list[Parameter]] | None = None
     sleeps: bool = False
     is_asleep: bool = False
+    packs_rows: bool = True
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
@@ -126,6 +130,8 @@ class FSDPEngine:
     def divide(self, batch: Batch) -> list[list[int]]:
         """Divide rows into micro-batches, the same number on every rank; a collective."""
         size = self.granularity
+        if not self.packs_rows:
+            return self._one_unit_each(len(batch["attention_mask"]) // size)
         lengths = sequence_lengths(batch).view(-1, size).sum(1).tolist()
         groups = split_rows(
             lengths,
@@ -136,6 +142,14 @@ class FSDPEngine:
             divisor=self.micro_batches_divisor,
         )
         return [[unit * size + row for unit in group for row in range(size)] for group in groups]
+
+    def _one_unit_each(self, num_units: int) -> list[list[int]]:
+        """Return micro-batches of `granularity` rows, the same number on every rank."""
+        divisor = self.micro_batches_divisor
+        count = -(-self.ranks.maximum(max(num_units, self.min_micro_batches)) // divisor) * divisor
+        rows = range(num_units * self.granularity)
+        units = [list(rows[start : start + self.granularity]) for start in rows[:: self.granularity]]
+        return units + [[] for _ in range(count - num_units)]
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the logprobs of `score`; a collective."""
@@ -155,12 +169,12 @@ class FSDPEngine:
 
     @torch.no_grad()
     def _score_rows(self, batch: Batch, num_columns: int) -> Tensor:
-        """Return the columns of `_forward` for a batch, float32 [columns, B, T]; a collective."""
+        """Return the columns of `forward` for a batch, float32 [columns, B, T]; a collective."""
         self.model.eval()
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
-            found = self._forward(part).cpu()
+            found = self.forward(part).cpu()
             if rows:
                 width = part["attention_mask"].shape[1]
                 for column, flat in zip(columns, found.unbind(1), strict=True):
@@ -175,7 +189,7 @@ class FSDPEngine:
         self.model.eval()
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
-            columns = self._forward(part)  # a collective: also without rows, other ranks may have some
+            columns = self.forward(part)  # a collective: also without rows, other ranks may have some
             if rows:
                 loss_fn(*columns.unbind(1), self._packed(part))
 
@@ -239,7 +253,7 @@ class FSDPEngine:
         Arguments are those of `train_batch`; `total_weight` is the weight over all ranks.
         """
         part = select_rows(batch, rows)
-        pairs = self._forward(part)
+        pairs = self.forward(part)
         if not rows:
             # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward of
             # weight 0.
@@ -257,7 +271,7 @@ class FSDPEngine:
     def _packed(self, part: Batch) -> Batch:
         return {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
 
-    def _forward(self, part: Batch) -> Tensor:
+    def forward(self, part: Batch) -> Tensor:
         """Return (logprob, entropy) of the next token at each packed position, float32 [tokens, 2].
 
         They are 0 outside of the loss mask. For a reward model: the score of each position, float32
@@ -265,17 +279,20 @@ class FSDPEngine:
         """
         self.wake()
         if part["attention_mask"].shape[0] == 0:
-            part = {
-                name: torch.ones(1, 1, dtype=torch.int32)
-                for name in ("input_ids", "attention_mask", "loss_mask")
-            }
-            part["attention_mask"] = part["attention_mask"].bool()
+            ones = torch.ones(1 if self.packs_rows else self.granularity, 1, dtype=torch.int32)
+            part = {"input_ids": ones, "attention_mask": ones.bool(), "loss_mask": ones}
+        if self.packs_rows:
+            return self._forward_packed(part)
+        rows = range(part["attention_mask"].shape[0])
+        return torch.cat([self._forward_alone(select_rows(part, [row])) for row in rows])
+
+    def _forward_packed(self, part: Batch) -> Tensor:
+        """Compute `forward` of the rows in one forward of the packed tokens."""
         lengths = sequence_lengths(part).tolist()
         tokens = slice_tokens(sum(lengths), self.ranks)
-        device = self.ranks.device
         flat = pack(part)
-        input_ids = flat["input_ids"].to(device, torch.int64)
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
+        positions = torch.cat([torch.arange(n, device=self.ranks.device) for n in lengths])
         inputs = {
             "input_ids": tokens.of(input_ids)[None],
             "position_ids": tokens.of(positions)[None],
@@ -285,16 +302,30 @@ class FSDPEngine:
         }
         if is_score_model(self.model):
             return tokens.gather(self.model(**inputs)[0])
-        # Logits are computed only in the loss mask, which leaves out the prompt tokens.
-        scored = tokens.of(flat["loss_mask"]).nonzero()[:, 0].to(device)
-        at = scored if len(scored) else scored.new_zeros(1)
         # The label of a sequence's last position is another sequence's first token; no loss mask
         # contains it.
-        labels = tokens.of(input_ids.roll(-1))[at]
-        pairs = self.model(**inputs, positions=at, labels=labels, temperature=self.temperature)[0]
+        return tokens.gather(self._pairs(inputs, tokens.of(flat["loss_mask"]), tokens.of(input_ids.roll(-1))))
+
+    def _forward_alone(self, row: Batch) -> Tensor:
+        """Compute `forward` of one row as Transformers would, with the model's own attention."""
+        flat = pack(row)
+        input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
+        inputs = {"input_ids": input_ids[None], "use_cache": False}
+        if is_score_model(self.model):
+            return self.model(**inputs)[0]
+        return self._pairs(inputs, flat["loss_mask"], input_ids.roll(-1))
+
+    def _pairs(self, inputs: dict[str, Any], loss_mask: Tensor, labels: Tensor) -> Tensor:
+        """Run the model where the loss mask is set: (logprob, entropy) of the labels, else 0.
+
+        The mask leaves out the prompt tokens. All are of this rank's tokens; float32 [tokens, 2].
+        """
+        scored = loss_mask.nonzero()[:, 0].to(self.ranks.device)
+        at = scored if len(scored) else scored.new_zeros(1)
+        pairs = self.model(**inputs, positions=at, labels=labels[at], temperature=self.temperature)[0]
         if not len(scored):
             pairs = pairs * 0.0
-        return tokens.gather(pairs.new_zeros(tokens.size, 2).index_copy(0, at, pairs))
+        return pairs.new_zeros(len(labels), 2).index_copy(0, at, pairs)
 
     def step_schedule(self) -> None:
         """Advance the learning rate; once per training step, whatever its number of minibatches."""

@@ -2,7 +2,7 @@
 
 ```
 model(positions, labels, temperature, **inputs)
-  base model -> hidden states [1, tokens, dim] -> those at `positions`
+  transformer -> hidden states [1, tokens, dim] -> those at `positions`
   output layer(hidden states, labels, temperature) -> (logprob, entropy) [1, positions, 2]
 ```
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_core.engine.errors import ModelError
+from areal_core.engine.logits import LogitMap, measure_logit_map, output_layer, transformer
 
 # Elements of float32 logits that exist at a time: 16 MB on a CPU, sized for its caches; 512 MB on a
 # GPU, sized for long kernels.
@@ -32,8 +32,6 @@ LOGITS_AT_A_TIME = {"cpu": 1 << 22, "cuda": 1 << 27}
 # Tokens whose logit gradients, in the compute dtype, are collected for one product with the hidden
 # states, which gives the gradient of the weight.
 TOKENS_PER_WEIGHT_GRADIENT = 1024
-# Config options by which a family scales its logits outside of the output layer.
-LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
@@ -45,23 +43,24 @@ class VocabularyShard:
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """(logprob, entropy) of labels under softmax(hidden @ weight.T / temperature), in chunks."""
+    """(logprob, entropy) of labels under softmax(map(hidden @ weight.T + bias) / temperature)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         temperature: float,
-        softcap: float | None,
+        logit_map: LogitMap,
         shard: VocabularyShard | None = None,
     ) -> Tensor:
         """Return float32 [1, tokens, 2].
 
-        `hidden` is [1, tokens, dim], `weight` [vocab, dim], `labels` int64 [tokens]. With `shard`,
-        `weight` has the rows of that part of the vocabulary; the other arguments and the result are
-        the same on every rank of the group.
+        `hidden` is [1, tokens, dim], `weight` [vocab, dim], `bias` [vocab], `labels` int64
+        [tokens]. With `shard`, `weight` and `bias` have the rows of that part of the vocabulary;
+        the other arguments and the result are the same on every rank of the group.
         """
         # The leading dimension is the model's batch; a view made later would trip FSDP's hook on
         # the output.
@@ -71,7 +70,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         # exp(l) l.
         found = torch.empty(4, hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for rows in _slices(hidden.shape[1], _rows_at_a_time(weight)):
-            logits, _ = _logits(hidden[0, rows], weight, temperature, softcap)  # [rows, vocab]
+            logits, _ = _logits(hidden[0, rows], weight, bias, temperature, logit_map)  # [rows, vocab]
             largest = logits.amax(1)
             shifted = logits.sub_(largest[:, None])
             at_label = shifted.gather(1, labels[rows, None])[:, 0]
@@ -83,17 +82,19 @@ class ChunkedLogprobs(torch.autograd.Function):
         largest, at_label, total, weighted = found
         result[0, :, 0] = at_label - total.log()
         result[0, :, 1] = total.log() - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, is_here, largest + total.log(), result)
-        ctx.temperature, ctx.softcap, ctx.shard = temperature, softcap, shard
+        ctx.save_for_backward(hidden, weight, bias, labels, is_here, largest + total.log(), result)
+        ctx.temperature, ctx.logit_map, ctx.shard = temperature, logit_map, shard
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_result: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         """Recompute the logits and apply the derivatives by them.
 
         d logprob / d logits = (onehot - p) / T;  d entropy / d logits = -p (log p + entropy) / T.
         """
-        hidden, weight, labels, is_here, log_total, result = ctx.saved_tensors
+        hidden, weight, bias, labels, is_here, log_total, result = ctx.saved_tensors
         grad_logprob, grad_entropy = grad_result[0].unbind(1)  # [tokens]
         has_entropy = bool(grad_entropy.any())
         at_label = grad_logprob if is_here is None else grad_logprob * is_here
@@ -101,12 +102,15 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with an adapter, where the output layer is frozen
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for block in _slices(hidden.shape[1], TOKENS_PER_WEIGHT_GRADIENT):
             width = hidden[0, block].shape[0]
             grad_logits = torch.empty(width, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
             for inner in _slices(width, _rows_at_a_time(weight)):
                 rows = slice(block.start + inner.start, block.start + min(inner.stop, width))
-                logits, slope = _logits(hidden[0, rows], weight, ctx.temperature, ctx.softcap)
+                logits, slope = _logits(hidden[0, rows], weight, bias, ctx.temperature, ctx.logit_map)
                 log_p = logits.sub_(log_total[rows, None])
                 factor = -grad_logprob[rows, None]
                 if has_entropy:
@@ -115,15 +119,21 @@ class ChunkedLogprobs(torch.autograd.Function):
                 grad.scatter_add_(1, labels[rows, None], at_label[rows, None])
                 if slope is not None:
                     grad *= slope
+                if ctx.logit_map.factor != 1.0:
+                    grad *= ctx.logit_map.factor
                 grad_logits[inner] = grad.div_(ctx.temperature) if ctx.temperature != 1.0 else grad
             grad_hidden[0, block] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[0, block]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden, group=ctx.shard.group)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _local_labels(
@@ -161,11 +171,15 @@ def _slices(count: int, size: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, logit_map: LogitMap
 ) -> tuple[Tensor, Tensor | None]:
     """float32 logits / temperature, and d capped / d logits with a soft cap (Gemma 2, sec. 2)."""
     logits = (hidden @ weight.T).float()
-    slope = None
+    if bias is not None:
+        logits += bias
+    if logit_map.factor != 1.0:
+        logits *= logit_map.factor
+    slope, softcap = None, logit_map.softcap
     if softcap is not None:
         tanh = torch.tanh(logits / softcap)
         logits, slope = softcap * tanh, 1 - tanh**2
@@ -177,38 +191,28 @@ def score_next_tokens(model: PreTrainedModel, shard: VocabularyShard | None = No
 
     They are float32 [1, positions, 2]. Its forward then has the keyword arguments `positions`
     (int64 [positions], of the hidden states to score), `labels` (int64 [positions]), `temperature`
-    (float) and those of the base model. A final soft cap of the logits is applied by the output
-    layer.
+    (float) and those of the base model. What the class does to logits after the output layer is
+    part of that layer.
 
     Args:
         shard: the rows of the output layer that this rank will have; None for all of them.
 
     Raises:
-        ModelError: the model scales its logits, as Granite and Cohere do.
+        ModelError: as in `measure_logit_map`.
     """
-    config = model.config.get_text_config()
-    for name in LOGIT_FACTORS:
-        if getattr(config, name, None) not in (None, 1):
-            raise ModelError(
-                f"{type(model).__name__} scales its logits ({name} is {getattr(config, name)}), which training "
-                f"does not support: use a model of another family"
-            )
-    softcap: float | None = getattr(config, "final_logit_softcapping", None)
-    head = output_layer(model)
+    logit_map, find_hidden, head = measure_logit_map(model), transformer(model), output_layer(model)
     assert head is not None, "a model without an output layer has no logits"
 
     def score(self: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        return ChunkedLogprobs.apply(hidden, self.weight, labels, temperature, softcap, shard)
+        if logit_map.input_factor != 1.0:
+            hidden = hidden * logit_map.input_factor
+        hidden = hidden.to(self.weight.dtype)  # Mamba adds its layers' outputs in float32
+        return ChunkedLogprobs.apply(hidden, self.weight, self.bias, labels, temperature, logit_map, shard)
 
     def forward(
         self: PreTrainedModel, *, positions: Tensor, labels: Tensor, temperature: float, **inputs: object
     ) -> Tensor:
-        hidden = self.base_model(**inputs).last_hidden_state[:, positions, :]  # from [1, tokens, dim]
+        hidden = find_hidden(**inputs).last_hidden_state[:, positions, :]  # from [1, tokens, dim]
         return head(hidden, labels, temperature)
 
     head.forward, model.forward = MethodType(score, head), MethodType(forward, model)
-
-
-def output_layer(model: PreTrainedModel) -> nn.Module | None:
-    """The layer that computes logits; None in a reward model, which has none."""
-    return model.get_output_embeddings()

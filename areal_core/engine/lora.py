@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.logprobs import output_layer
+from areal_core.engine.logits import output_layer
 from areal_core.engine.scores import HEAD, is_score_model, score_head
 from areal_core.engine.sharding import full_tensor
 

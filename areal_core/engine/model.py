@@ -14,7 +14,8 @@ Liger would replace them for every model in the process. Cross-entropy is comput
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
@@ -53,7 +55,8 @@ def load_model(
         path: a folder in Hugging Face format, or a hub name.
         dtype: of the parameters, "auto" for the checkpoint's own. Training loads float32, the
             master weights; the sharding policy casts for compute.
-        attn_implementation: `PACKED` for training; "sdpa" for generation.
+        attn_implementation: `PACKED` for training; "sdpa" for generation. A class that has no
+            exchangeable attention, or not this one, keeps its own.
         init_from_scratch: initialise random weights from the config, with torch's current seed.
         without_weights: build it on "meta", for weights from another source.
 
@@ -65,7 +68,8 @@ def load_model(
         config = AutoConfig.from_pretrained(path)
         if disable_dropout:
             without_dropout(config)
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
+        supported = attn_implementation if supports_attention(config, attn_implementation) else None
+        options = {"dtype": dtype, "attn_implementation": supported}
         if without_weights:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config, **options)
@@ -77,9 +81,45 @@ def load_model(
 
 
 def load_failure(path: str, error: Exception) -> ModelError:
-    """Return the error for a model that Transformers could not read."""
-    where = "is not a folder here" if not Path(path).is_dir() else "has no model that Transformers can read"
+    """Return the error for a model that Transformers could not load."""
+    where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
     return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
+
+
+def supports_attention(config: PretrainedConfig, implementation: str) -> bool:
+    """Return whether the class of a model of this config can compute attention by that name."""
+    try:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.get_text_config())]
+    except KeyError:  # code of its own, or no language model: loading says so
+        return True
+    needs_sdpa = "sdpa" in implementation
+    return model_class._can_set_attn_implementation() and (model_class._supports_sdpa or not needs_sdpa)
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention that computes what the class defines.
+
+    SDPA leaves out the soft cap of attention scores.
+    """
+    has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if model._supports_sdpa and not has_softcap else "eager"
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let the model compute attention by that name in the body, if its class can exchange it."""
+    before = model.config._attn_implementation
+    set_attention(model, implementation)
+    try:
+        yield
+    finally:
+        set_attention(model, before)
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Let the model compute attention by that name, if its class can exchange it."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(implementation)
 
 
 def without_dropout(config: PretrainedConfig) -> None:
@@ -115,7 +155,8 @@ def compile_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     AttentionInterface.register(between, _between_graphs(ALL_ATTENTION_FUNCTIONS[name]))
     model.set_attn_implementation(between)
     for layer in layers:
-        layer.forward = _with_opaque_options(torch.compile(layer.forward, dynamic=True, backend=BACKEND))
+        compiled = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+        layer.forward = _with_opaque_options(compiled, layer.forward)
 
 
 def refuse_without_compiler(on_gpu: bool) -> None:
@@ -138,8 +179,10 @@ def _between_graphs(attention: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(attend)
 
 
-def _with_opaque_options(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_opaque_options(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **options: Any) -> Any:
+        if not options.keys() >= set(ATTENTION_OPTIONS):  # one row, which is not packed
+            return plain(*args, **options)
         return compiled(*args, **options | {name: Opaque(options[name]) for name in ATTENTION_OPTIONS})
 
     return forward

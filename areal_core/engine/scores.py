@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
-from areal_core.engine.logprobs import output_layer
+from areal_core.engine.logits import output_layer
 from areal_core.engine.model import load_failure, without_dropout
 
 HEAD = "score"

@@ -136,6 +136,8 @@ def exchange_heads(
 
 def check_heads(config: PretrainedConfig, sequence_parallel: int, tensor_parallel: int) -> None:
     """Raise RanksError if the heads do not divide among the ranks that have the same rows."""
+    if sequence_parallel * tensor_parallel == 1:
+        return  # also for a model without attention
     heads = config.get_text_config().num_attention_heads
     if heads % (sequence_parallel * tensor_parallel):
         raise RanksError(

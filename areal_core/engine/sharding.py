@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.logprobs import output_layer, score_next_tokens
+from areal_core.engine.logits import output_layer, transformer
+from areal_core.engine.logprobs import score_next_tokens
 from areal_core.engine.model import compile_layers
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
 
@@ -51,13 +53,14 @@ def shard_model(
     Args:
         dtype: of compute; parameters keep their own dtype.
         grad_reduce_dtype: of the gradient reduction over ranks.
-        layer_classes: class names of the layers; by default those that the model forbids to split.
+        layer_classes: class names of the layers; by default those that the model forbids to split, or else
+            its longest list of modules.
         compiles: run layers through torch.compile.
         offloads: keep shards in host memory; a layer is on the device while it computes.
         from_rank_0: only rank 0 has weights; the model of the other ranks may be on "meta".
 
     Raises:
-        ModelError: no module of the model has one of the class names; the model scales its logits;
+        ModelError: no module of the model has one of the class names; its logits are not supported;
             tensor parallelism cannot split it, or is combined with compilation.
         RanksError: the ranks of a group cannot share its attention heads.
     """
@@ -69,8 +72,10 @@ def shard_model(
     if (head := output_layer(model)) is not None:
         is_split = ranks.tensor_parallel_size > 1
         score_next_tokens(model, vocabulary_shard(head, ranks.tensor_mesh) if is_split else None)
+    choose_frequencies_by_row(transformer(model) if head is not None else model.base_model)
     if from_rank_0:
         broadcast_buffers(model, ranks)
+    cast_saved_buffers(model, dtype)
     check_heads(model.config, ranks.sequence_parallel_size, ranks.tensor_parallel_size)
     if ranks.tensor_parallel_size > 1:
         # Tensor-parallel shards are cut from full layers, all of them before FSDP shards the first.
@@ -82,7 +87,10 @@ def shard_model(
     layers = _find_layers(model, layer_classes)
     if compiles:
         compile_layers(model, layers)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=True)
+    # Inputs of layers keep their dtype: some families compute rotary embeddings in float32 (OLMo).
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offloads else OffloadPolicy()
     for part in (*layers, model):
         if from_rank_0:
@@ -92,14 +100,33 @@ def shard_model(
 
 
 def _find_layers(model: PreTrainedModel, classes: tuple[str, ...] | None) -> list[nn.Module]:
+    """Find the layers to shard one by one: by class, or else the longest list of modules."""
     wanted = classes or tuple(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    if not layers and not classes:
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        layers = list(max(stacks, key=len, default=[]))
     if not layers:
         raise ModelError(
             f"no layer of {type(model).__name__} has a class in {list(wanted)}: "
             f"name its layers in actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap"
         )
-    return layers
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if layer not in inner]  # a class may name layers and their parts
+
+
+def cast_saved_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast buffers of a checkpoint to the dtype of compute, as Transformers does with parameters.
+
+    Not those that the class keeps in float32, nor those that it computes itself.
+    """
+    kept = model._keep_in_fp32_modules_strict or ()
+    saved = model.state_dict().keys()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}"
+            if buffer.is_floating_point() and full_name in saved and not any(k in full_name for k in kept):
+                module._buffers[name] = buffer.to(dtype)
 
 
 def broadcast_buffers(model: nn.Module, ranks: Ranks) -> None:

@@ -114,6 +114,22 @@ def vocabulary_shard(output_layer: nn.Module, mesh: DeviceMesh) -> VocabularySha
     return VocabularyShard(_first_row(num_rows, mesh), mesh.get_group())
 
 
+def whole_vocabulary(output_layer: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a split output layer that gathers the logits of the whole vocabulary."""
+
+    def compute(features: Tensor) -> Tensor:
+        with _plain_parameters(output_layer, None):
+            local = nn.functional.linear(features, cast(Tensor, output_layer.weight))
+        num_rows = cast(nn.Linear, output_layer).out_features
+        missing = _shard_size(num_rows, mesh) - local.shape[-1]  # of the last shards
+        local = nn.functional.pad(local, (0, missing)).contiguous()
+        shards = [torch.empty_like(local) for _ in range(mesh.size())]
+        dist.all_gather(shards, local, group=mesh.get_group())
+        return torch.cat(shards, dim=-1)[..., :num_rows]
+
+    return compute
+
+
 def _compute_on_shards(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Make the module compute on plain tensors; its input and output are the same on every rank."""
     compute = module.forward

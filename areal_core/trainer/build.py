@@ -40,6 +40,7 @@ from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
 from areal_core.engine.model import apply_liger, load_model
 from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.parity import require_parity
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
@@ -137,9 +138,33 @@ def build_engine(
     total_steps: int,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> FSDPEngine:
-    """Build a sharded model, read by `load`; a collective.
+    """Build a sharded model, read by `load`, and check its log-probs; a collective.
 
     It can train only if `options.optimizer` is set.
+
+    Raises:
+        ModelError: the model cannot be loaded or sharded, or its log-probs are not its own.
+    """
+    engine = shard_engine(options, ranks, load)
+    if options.parity_check:
+        require_parity(engine, options.path)
+    elif ranks.rank == 0:
+        logger.warning(
+            "%s: actor.parity_check is false: nothing checks that training computes the model's own log-probs",
+            options.path,
+        )
+    if options.optimizer is not None:
+        add_optimizer(engine, options.optimizer, options.fsdp, total_steps)
+    return engine
+
+
+def shard_engine(
+    options: TrainEngineConfig, ranks: Ranks, load: Callable[..., PreTrainedModel] = load_model
+) -> FSDPEngine:
+    """Load and shard a model, without optimizer and without a check; a collective.
+
+    Raises:
+        ModelError: the model cannot be loaded or sharded.
     """
     dtype = getattr(torch, options.dtype)
     policy = options.fsdp.wrap_policy
@@ -169,7 +194,7 @@ def build_engine(
         offloads=fsdp.offload_params,
         from_rank_0=fsdp.memory_efficient_load,
     )
-    engine = FSDPEngine(
+    return FSDPEngine(
         model,
         ranks,
         dtype,
@@ -181,9 +206,6 @@ def build_engine(
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
     )
-    if options.optimizer is not None:
-        add_optimizer(engine, options.optimizer, options.fsdp, total_steps)
-    return engine
 
 
 def add_optimizer(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from areal_core.engine.attention import PACKED
 from consistency import score as scoring
 from consistency.errors import StaleScores
 from consistency.score import ScoringKey, load_scorer, load_scores, save_scores, score, scorer_of
@@ -90,7 +91,7 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     )  # fmt: skip
     torch.manual_seed(0)
     plain = Gemma2ForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    packed = Gemma2ForCausalLM._from_config(config, attn_implementation="packed_sdpa")
+    packed = Gemma2ForCausalLM._from_config(config, attn_implementation=PACKED)
     packed.load_state_dict(plain.state_dict())
     sequences = some_sequences(90)
     logits = plain_logits(plain, sequences)

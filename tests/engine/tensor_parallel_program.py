@@ -17,6 +17,7 @@ from areal_core.batch import Batch
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.logits import LogitMap
 from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyShard
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model
@@ -66,7 +67,7 @@ def vocabulary_differences(
 
     def run(weight: torch.Tensor, part: VocabularyShard | None) -> list[torch.Tensor]:
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        result = ChunkedLogprobs.apply(*inputs, labels, temperature, softcap, part)
+        result = ChunkedLogprobs.apply(*inputs, None, labels, temperature, LogitMap(softcap=softcap), part)
         return [result.detach(), *torch.autograd.grad(result, inputs, upstream)]
 
     expected = run(weight, None)
@@ -78,7 +79,9 @@ def vocabulary_differences(
 def uniform(part: VocabularyShard) -> list[list[float]]:
     """Return (logprob, entropy) of three labels under eight equal logits, four on a rank."""
     labels = torch.tensor([0, 3, 7])
-    return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), labels, 1.0, None, part)[0].tolist()
+    return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), None, labels, 1.0, LogitMap(), part)[
+        0
+    ].tolist()
 
 
 def rows_of(ranks: Ranks) -> Batch:

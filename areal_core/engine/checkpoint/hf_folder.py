@@ -72,7 +72,16 @@ def take_hf(
     for name, tensor in tensors:  # a collective: every rank reaches its end
         if engine.ranks.rank == 0:
             weights[name] = tensor.to("cpu", copy=True)
+    if adapter is None and engine.ranks.rank == 0:
+        weights |= saved_buffers(engine.model)
     return HFFolder(Path(folder), engine.model, weights, adapter, tokenizer)
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint has, as DeepSeek's correction of its router."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in buffers.items()}
 
 
 def save_hf(

@@ -1,0 +1,287 @@
+"""Check, before the first step, that packed rows get the log-probs that each row has alone.
+
+A family may carry state from one packed row to the next, ignore the lengths of packed rows, or do
+more to its logits than training follows: every metric of the run would still look plausible. So a
+few rows of random tokens are computed both as training does and one at a time by the model's own
+forward, with the real weights on the real ranks.
+
+```
+packed rows -- as training computes them --> log-probs, entropies --+
+                                                                    +--> largest difference, against rounding
+each row alone -- the class's own forward --> logits ---------------+
+```
+
+Where packed rows differ, rows are computed one at a time, and checked again.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PretrainedConfig
+
+from areal_core.batch import Batch
+from areal_core.engine.errors import EngineError, ModelError
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.logits import output_layer, replaced_forward
+from areal_core.engine.model import attention_of, own_attention, set_attention
+from areal_core.engine.scores import is_score_model
+from areal_core.engine.tensor_parallel import whole_vocabulary
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (11, 1, 19, 6)  # of the rows; one more is longer than the sliding window
+LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is reported as not checked
+# Differences in nats below which no model is refused: rounding that the noise of two rows does not
+# show. Families that pack wrongly differ by 0.05 to 4 in float32.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+NOISE_FACTOR = 8.0  # of the measured noise
+LEAK_FACTOR = 1 / 8  # of the tolerance: the same shapes are computed twice, so rounding cancels
+# Layers that attend to a part of the tokens by position in the forward, and not in the row; a few
+# short rows do not show it.
+BY_POSITION_IN_FORWARD = ("attention_chunk_size", "attn_temperature_tuning", "index_topk")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result of a check: differences are the largest of any token, in nats.
+
+    Args:
+        is_equal: rows as training computes them are equal to rows alone, within `tolerance`.
+        packs_rows: training computes packed rows in one forward.
+        reason: why it does not, None if it does.
+        difference: of log-probs and entropies (scores, of a reward model), as training computes.
+        packed_difference: the same of packed rows; None if they were not tried.
+        tolerance: the larger of the dtype's minimum and `NOISE_FACTOR` times `noise`.
+        noise: between two forwards of the class with other shapes.
+        lengths: of the rows.
+        unchecked: what the rows are too short to show.
+    """
+
+    model_type: str
+    dtype: str
+    is_equal: bool
+    packs_rows: bool
+    reason: str | None
+    difference: float
+    packed_difference: float | None
+    tolerance: float
+    noise: float
+    lengths: tuple[int, ...]
+    unchecked: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+def require_parity(engine: FSDPEngine, name: str) -> Parity:
+    """Check an engine and choose how it computes rows; a collective.
+
+    Args:
+        name: of the model in messages.
+
+    Raises:
+        ModelError: its log-probs differ from those of the model's own forward, also with one row at
+            a time, or only that way on ranks that share a row.
+    """
+    parity = measure_parity(engine)
+    if not parity.is_equal:
+        raise ModelError(
+            f"{name}: a {parity.model_type!r} model gets log-probs that differ by {parity.difference:.3g} nats from "
+            f"those of its own forward in Transformers ({parity.dtype} rounding is up to {parity.tolerance:.2g}): "
+            f"{parity.reason}; train another model, or set actor.parity_check=false to train it nevertheless"
+        )
+    refuse_split_rows(engine, parity, name)
+    if parity.reason is not None and engine.ranks.rank == 0:
+        logger.warning(
+            "%s: rows of a %r model are computed one at a time, which is slower: %s",
+            name,
+            parity.model_type,
+            parity.reason,
+        )
+    return parity
+
+
+def refuse_split_rows(engine: FSDPEngine, parity: Parity, name: str) -> None:
+    """Raise ModelError if ranks share a row that must be computed alone."""
+    if not parity.packs_rows and engine.ranks.sequence_parallel_size > 1:
+        raise ModelError(
+            f"{name}: rows of a {parity.model_type!r} model cannot be split over "
+            f"c{engine.ranks.sequence_parallel_size} ranks: {parity.reason}; leave c out of the allocation"
+        )
+
+
+def measure_parity(engine: FSDPEngine) -> Parity:
+    """Compare rows as training computes them with rows alone; a collective.
+
+    Sets `engine.packs_rows`, and with it the model's attention.
+
+    Raises:
+        ModelError: the model's own forward fails, or has no finite log-probs.
+    """
+    try:
+        return _measure_parity(engine)
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        config = engine.model.config.get_text_config()
+        raise ModelError(
+            f"a {config.model_type!r} model cannot be computed in {engine.dtype}: {str(error).splitlines()[0]}; "
+            f"use another actor.dtype, or train another model"
+        ) from error
+
+
+def _measure_parity(engine: FSDPEngine) -> Parity:
+    config = engine.model.config.get_text_config()
+    lengths, unchecked = choose_lengths(config, engine.ranks.device.type)
+    rows = random_rows(lengths, config.vocab_size)
+    expected = [own_columns(engine, row) for row in rows]
+    if not all(bool(columns.isfinite().all()) for columns in expected):
+        raise ModelError(
+            f"a {config.model_type!r} model has log-probs that are not finite in its own forward: its weights are "
+            f"damaged, or {engine.dtype} is too narrow for them"
+        )
+    noise = _largest(engine, [own_columns(engine, rows[0], twice=True)], expected[:1])
+    tolerance = max(TOLERANCE[engine.dtype], NOISE_FACTOR * noise)
+    result = Parity(
+        config.model_type,
+        str(engine.dtype).removeprefix("torch."),
+        True,
+        True,
+        None,
+        0.0,
+        None,
+        tolerance,
+        noise,
+        lengths,
+        unchecked,
+    )
+    reason = by_position(config)
+    if reason is None:
+        found = columns_of(engine, rows)
+        difference = _largest(engine, found, expected)
+        other = [(rows[0] + 1) % config.vocab_size, *rows[1:]]
+        leak = _largest(engine, columns_of(engine, other)[1:], found[1:])
+        result = replace(result, difference=difference, packed_difference=difference)
+        if leak > LEAK_FACTOR * tolerance:
+            reason = (
+                f"other tokens in one packed row change the log-probs of the next by up to {leak:.2g} nats"
+            )
+        elif difference > tolerance:
+            reason = f"packed rows differ from rows alone by up to {difference:.2g} nats"
+    if reason is None:
+        return result
+    compute_rows_alone(engine)
+    difference = _largest(engine, columns_of(engine, rows), expected)
+    if difference > tolerance:
+        reason = "its class computes logits, masks or positions in a way that training does not follow"
+    return replace(
+        result, is_equal=difference <= tolerance, packs_rows=False, reason=reason, difference=difference
+    )
+
+
+def compute_rows_alone(engine: FSDPEngine) -> None:
+    """Compute each row in a forward of its own, with the attention of the model's class."""
+    engine.packs_rows = False
+    set_attention(engine.model, own_attention(engine.model))
+
+
+def choose_lengths(config: PretrainedConfig, device: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the lengths of the rows, and what they are too short to show."""
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window <= 0:
+        return LENGTHS, ()
+    if window + 3 > LONGEST[device]:
+        return LENGTHS, (f"rows longer than the sliding window of {window} tokens",)
+    return (*LENGTHS, window + 3), ()
+
+
+def by_position(config: PretrainedConfig) -> str | None:
+    """Name the option by which layers use positions in the forward; None if there is none."""
+    for name in BY_POSITION_IN_FORWARD:
+        if value := getattr(config, name, None):
+            return f"its layers count tokens from the start of the forward ({name} is {value})"
+    return None
+
+
+def random_rows(lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
+    """Draw int64 tokens [length] for each row, without using the random state of the run."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def batch_of(rows: Sequence[Tensor]) -> Batch:
+    """Return rows of tokens as a batch in which every next token is trained on."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    positions = torch.arange(width)
+    return {
+        "input_ids": torch.stack([pad(row, (0, width - len(row))) for row in rows]).int(),
+        "attention_mask": positions < lengths[:, None],
+        "loss_mask": (positions < lengths[:, None] - 1).int(),
+    }
+
+
+@torch.no_grad()
+def columns_of(engine: FSDPEngine, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Compute rows as training does; a collective.
+
+    Returns:
+        Per row, float32 [length - 1, 2] logprob and entropy of the next token; of a reward model,
+        [length, 1] scores.
+    """
+    engine.model.eval()
+    parts = engine.forward(batch_of(rows)).cpu().split([len(row) for row in rows])
+    return list(parts) if is_score_model(engine.model) else [part[:-1] for part in parts]
+
+
+@torch.no_grad()
+def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tensor:
+    """Compute one row by the forward of the model's class, without packing; a collective.
+
+    Args:
+        twice: in a batch of two rows, which changes the rounding only.
+
+    Returns:
+        As `columns_of`.
+    """
+    engine.wake()
+    engine.model.eval()
+    ids = torch.stack([row, row.roll(1)] if twice else [row]).to(engine.ranks.device)
+    if is_score_model(engine.model):
+        with attention_of(engine.model, own_attention(engine.model)):
+            scores: Tensor = engine.model(input_ids=ids, use_cache=False)[0]
+        return scores.float().cpu()
+    with own_forward(engine):
+        logits = engine.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [length - 1, vocab]
+    log_p = torch.log_softmax(logits.float() / engine.temperature, -1).cpu()
+    logprobs = log_p.gather(1, row[1:, None])[:, 0]
+    return torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)], 1)
+
+
+@contextmanager
+def own_forward(engine: FSDPEngine) -> Iterator[None]:
+    """Let the model compute logits by the forward and the attention of its class, in the body."""
+    model, ranks = engine.model, engine.ranks
+    head = output_layer(model)
+    assert head is not None
+    whole = whole_vocabulary(head, ranks.tensor_mesh) if ranks.tensor_parallel_size > 1 else None
+    with (
+        replaced_forward(model, None),
+        replaced_forward(head, whole),
+        attention_of(model, own_attention(model)),
+    ):
+        yield
+
+
+def _largest(engine: FSDPEngine, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference on any rank, infinity for one that is not finite; a collective."""
+    pairs = zip(found, expected, strict=True)
+    differences = torch.cat([(a - b).abs().nan_to_num(torch.inf, torch.inf).flatten() for a, b in pairs])
+    return max(engine.ranks.gather_objects(float(differences.max())))

@@ -1,0 +1,377 @@
+"""Measure which causal language models of the installed Transformers train on their own log-probs.
+
+For every model type: a tiny model with random weights, four rows of different lengths, and the
+largest difference, in nats, between the engine's log-probs and entropies and those of plain
+Transformers, which computes each row alone. Also the relative difference of the gradients of a
+loss, and of the log-probs after export and reload; and the log-probs on two ranks, tensor or
+sequence parallel.
+
+    python benchmarks/model_families.py [TYPE ...] [--json FILE] [--write docs/models.md]
+"""
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from areal_core.engine.checkpoint.hf_folder import save_hf
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model, own_attention
+from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.parity import batch_of, columns_of, measure_parity, require_parity
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.sharding import full_tensor, shard_model
+from areal_core.testing import likelihood_with_entropy
+
+LARGEST = 5_000_000  # parameters of a tiny model: above, a size below has another name there
+LENGTHS = (11, 1, 6, 19)  # the longest last: dynamic RoPE in Transformers remembers longer rows
+SPLITS = {"c2": {"sequence_parallel": 2}, "t2": {"tensor_parallel": 2}}
+
+HEADER = """# Models
+
+`benchmarks/model_families.py` measures every type of causal language model in Transformers {version}: a tiny
+model with random weights, rows of different lengths, against plain Transformers with one row at a time. Of
+{total} types and variants {equal} train on their own log-probs: {packed} with packed rows, {alone} with one row
+at a time, which is chosen before the first step and logged once. The others are refused, with the reason.
+`areal-debug parity MODEL` runs the same check on a real model.
+
+* float32, bfloat16: largest difference of a log-prob or entropy from plain Transformers in that dtype, in nats.
+* packed before: the difference that packed rows have, if they were computed together nevertheless.
+* gradient: largest relative difference of a gradient, float32. export: log-probs of the exported model.
+* c2, t2: two ranks, sequence or tensor parallel; float32, largest difference from plain Transformers.
+"""
+
+# Options of configs and their tiny values; used where a config has the option.
+SIZES: dict[str, int] = {
+    name: size
+    for size, names in {
+        512: "max_position_embeddings n_positions n_ctx max_seq_len",
+        128: "d_inner mamba_d_ssm",
+        105: "vocab_size vocab_size_per_layer_input",
+        96: "intermediate_size n_inner ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size ff_dim dim_ff "
+        "intermediate_size_mlp",
+        64: "hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim word_embed_proj_dim lru_width",
+        32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank",
+        16: "head_dim kv_channels attention_head_dim d_kv dim_head kv_lora_rank v_head_dim qk_head_dim "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_d_state mamba_head_dim "
+        "ssm_state_size state_size hidden_size_per_layer_input index_head_dim",
+        8: "qk_rope_head_dim qk_nope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank index_topk "
+        "sliding_window attention_window_size attention_chunk_size",
+        4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
+        "decoder_attention_heads encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts "
+        "n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads",
+        2: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_key_value_heads "
+        "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads mamba_expand n_mamba_heads "
+        "index_n_heads eos_token_id",
+        1: "n_group topk_group first_k_dense_replace n_shared_experts num_shared_experts mamba_n_groups bos_token_id",
+        0: "pad_token_id",
+    }.items()
+    for name in names.split()
+}
+MLA = {"head_dim": 8, "num_key_value_heads": 4}
+GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+# Further options by model type: without them the default is large, or a family would be measured
+# without what makes it special.
+OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu"), MLA),
+    "deepseek_v2": MLA | {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "longcat_flash": MLA | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 1},
+    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": {"logit_scale": 0.5},
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), GRANITE),
+    "granitemoehybrid": {
+        "logits_scaling": 4.0,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "shared_intermediate_size": 96,
+    },
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8, "num_layers": 4},
+    "kimi_linear": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 16},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
+}
+# Variants of a type that behave differently: name -> type and options.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, dynamic RoPE": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "phi3, LongRoPE": ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
+}
+NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    """Return a config with tiny sizes, of the language model if the type has further ones."""
+    model_type, variant = VARIANTS.get(name, (name, {}))
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config(decoder=True)
+    options = text.to_dict()
+    has = {
+        name for name, value in options.items() if value is not None and not isinstance(value, list | dict)
+    }
+    changes = {name: value for name, value in SIZES.items() if name in has | ({"head_dim"} & options.keys())}
+    if layer_types := options.get("layer_types"):
+        kinds = list(dict.fromkeys(layer_types))
+        changes["layer_types"] = (kinds * 4)[:4]
+    changes |= {"pad_token_id": 0} | OPTIONS.get(text.model_type, {}) | variant
+    return type(text)(**changes)
+
+
+def write_tiny(name: str, folder: str) -> None:
+    """Write a random float32 model in which every weight is random, norms and biases too,
+    also those that are buffers."""
+    config = tiny_config(name)
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
+    if size > LARGEST:
+        raise ValueError(f"no tiny config: {size:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        learned = [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("bias"))]
+        for tensor in learned:
+            tensor.add_(0.1 * torch.randn(tensor.shape))
+    model.save_pretrained(folder)
+
+
+def rows() -> list[Tensor]:
+    """Return int64 tokens of each row."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 105, (length,), generator=generator) for length in LENGTHS]
+
+
+def transformers_own(folder: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Compute (logprob, entropy) of each row alone, and the gradients of their sum / count."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(own_attention(model))
+    columns = []
+    for row in rows():
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        log_p = torch.log_softmax(logits, -1)
+        at_label = log_p.gather(1, row[1:, None])[:, 0]
+        columns.append(torch.stack([at_label, -(log_p.exp() * log_p).sum(-1)], 1))
+    everything = torch.cat(columns)
+    (-(everything[:, 0] + 0.1 * everything[:, 1]).sum() / len(everything)).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [part.detach() for part in columns], gradients
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of any value."""
+    return float((torch.cat(found) - torch.cat(expected)).abs().nan_to_num(torch.inf).max())
+
+
+def engine_of(folder: str, ranks: Ranks, dtype: torch.dtype) -> FSDPEngine:
+    """Load and shard a model."""
+    return FSDPEngine(shard_model(load_model(folder, disable_dropout=True), ranks, dtype=dtype), ranks, dtype)
+
+
+def gradient_difference(engine: FSDPEngine, expected: dict[str, Tensor]) -> float:
+    """Return the largest norm of a gradient's difference, relative to the norm of the gradient."""
+    found: dict[str, Tensor] = {}
+
+    def keep(event: str, **_: object) -> None:
+        if event == "gradients":
+            parameters = engine.model.named_parameters()
+            found.update({n: full_tensor(p.grad).clone() for n, p in parameters if p.grad is not None})
+
+    engine.optimizer = build_optimizer(
+        engine.model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-8
+    )
+    engine.schedule = build_schedule(
+        engine.optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
+    )
+    batch = batch_of(rows())
+    engine.train_batch(batch, likelihood_with_entropy, lambda part: part["loss_mask"].sum(), keep)
+    largest = max(float(gradient.norm()) for gradient in expected.values())
+    return max(
+        float((found[name] - gradient).norm()) / max(float(gradient.norm()), 1e-3 * largest)
+        for name, gradient in expected.items()
+    )
+
+
+def measure(name: str, ranks: Ranks) -> dict[str, Any]:
+    """Measure one family on one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_tiny(name, folder)
+            expected, gradients = transformers_own(folder, torch.float32)
+        except Exception as error:  # of Transformers, whatever it is: there is nothing to compare
+            return {"name": name, "unmeasured": first_line(error)}
+        try:
+            engine = engine_of(folder, ranks, torch.float32)
+            parity = measure_parity(engine)
+            if not parity.is_equal:
+                return {"name": name, "refused": parity.reason}
+            found: dict[str, Any] = {"name": name, "packs": parity.packs_rows, "reason": parity.reason}
+            found["packed"] = parity.packed_difference
+            found["float32"] = difference(columns_of(engine, rows()), expected)
+            exported = f"{folder}/export"
+            save_hf(exported, engine)
+            found["export"] = difference(transformers_own(exported, torch.float32)[0], expected)
+            found["gradient"] = gradient_difference(engine, gradients)
+            found["bfloat16"] = measure_narrow(folder, ranks)
+            return found
+        except ValueError as error:
+            return {"name": name, "refused": first_line(error)}
+
+
+def measure_narrow(folder: str, ranks: Ranks) -> float | str:
+    """Return the difference from plain Transformers in bfloat16, or why there is none."""
+    engine = engine_of(folder, ranks, torch.bfloat16)
+    try:
+        if not measure_parity(engine).is_equal:
+            return "refused"
+    except ValueError as error:
+        return first_line(error)
+    return difference(columns_of(engine, rows()), transformers_own(folder, torch.bfloat16)[0])
+
+
+def measure_split(names: list[str], split: str, shared: str) -> None:
+    """On each of two ranks: print the differences of families in float32, on rank 0."""
+    ranks = join_ranks("cpu", **SPLITS[split])
+    found = {}
+    for number, name in enumerate(names):
+        folder = f"{shared}/{split}-{number}"
+        if ranks.rank == 0:
+            write_tiny(name, folder)
+        ranks.barrier()
+        try:
+            engine = engine_of(folder, ranks, torch.float32)
+            require_parity(engine, name)
+            found[name] = difference(columns_of(engine, rows()), transformers_own(folder, torch.float32)[0])
+        except ValueError as error:
+            found[name] = first_line(error)
+        ranks.barrier()
+    if ranks.rank == 0:
+        print(json.dumps(found))
+    leave_ranks()
+
+
+def run_split(names: list[str], split: str) -> dict[str, Any]:
+    """Measure families on two ranks."""
+    with tempfile.TemporaryDirectory() as shared:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+        command += [__file__, *names, "--split", split, "--shared", shared]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{split}: {done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, with its type."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def table(measured: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the matrix."""
+    yield "| type | rows | packed before | float32 | bfloat16 | gradient | export | c2 | t2 |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in measured:
+        if "float32" not in row:
+            continue
+        how = "packed" if row["packs"] else "one at a time"
+        numbers = [row[key] for key in ("packed", "float32", "bfloat16", "gradient", "export", "c2", "t2")]
+        yield f"| {row['name']} | {how} | {' | '.join(map(cell, numbers))} |"
+
+
+def cell(value: float | str | None) -> str:
+    """Return a number in two digits; refusals of a split are listed apart."""
+    if value is None:
+        return "-"
+    return "refused" if isinstance(value, str) else f"{value:.1e}"
+
+
+def page(measured: list[dict[str, Any]]) -> str:
+    """Return docs/models.md."""
+    equal = [row for row in measured if "float32" in row]
+    alone = [row for row in equal if not row["packs"]]
+    lines = [
+        HEADER.format(
+            version=__version__,
+            total=len(measured),
+            equal=len(equal),
+            packed=len(equal) - len(alone),
+            alone=len(alone),
+        ),
+        *table(measured),
+        "",
+        "## Why rows are computed one at a time",
+        "",
+        *(f"* {row['name']}: {row['reason']}" for row in alone),
+        "",
+        "## Refused",
+        "",
+        *(f"* {row['name']}: {row['refused']}" for row in measured if "refused" in row),
+        "",
+        "## Not measured",
+        "",
+        "Transformers cannot build or run a tiny model of these with the options that the script has.",
+        "",
+        *(f"* {row['name']}: {row['unmeasured']}" for row in measured if "unmeasured" in row),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Parse the arguments, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="TYPE")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--split", choices=SPLITS, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    if options.split:
+        measure_split(options.names, options.split, options.shared)
+        return
+    ranks = join_ranks("cpu")
+    measured = []
+    for name in options.names or NAMES:
+        measured.append(measure(name, ranks))
+        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    leave_ranks()
+    names = [row["name"] for row in measured if "float32" in row]
+    for split in SPLITS:
+        for name, value in run_split(names, split).items():
+            next(row for row in measured if row["name"] == name)[split] = value
+    if options.json:
+        options.json.write_text(json.dumps(measured, indent=1))
+    if options.write:
+        options.write.write_text(page(measured))
+    print("\n".join(table(measured)))
+
+
+if __name__ == "__main__":
+    main()

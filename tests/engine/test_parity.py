@@ -1,0 +1,157 @@
+"""The check at load: which models it refuses, which it computes row by row, and what it costs."""
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from areal_core.config import MicroBatchSpec, TrainEngineConfig
+from areal_core.engine import parity as P
+from areal_core.engine.errors import ModelError
+from areal_core.engine.logits import output_layer
+from areal_core.testing import make_tiny_family, make_tiny_model
+from areal_core.trainer.build import build_engine, shard_engine
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")
+families = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(families)
+
+# What makes each special: logits scaled after the output layer, or hidden states before it; a bias
+# of the output layer; attention sinks; frequencies by length; float32 rotary embeddings; latent
+# attention; experts.
+PACKED = ["cohere", "cohere2", "granite", "granitemoe", "minicpm3", "phi", "gpt_oss", "phi3, LongRoPE"]
+PACKED += ["llama, dynamic RoPE", "olmo", "ernie4_5", "gemma2", "deepseek_v3", "nanochat", "gpt2"]
+# Layers with a state, chunked attention, a mask from the values, lengths that layers do not pass on.
+ALONE = ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "bamba", "jamba", "minimax", "recurrent_gemma"]
+ALONE += ["llama4_text", "doge", "stablelm", "bloom", "mpt", "mamba", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("name", PACKED + ALONE)
+def test_a_family_trains_on_the_logprobs_and_gradients_of_transformers(ranks, name):
+    found = families.measure(name, ranks)
+    assert found.get("packs") == (name in PACKED), found
+    assert found["float32"] < 5e-6  # nats, against Transformers, one row at a time
+    assert found["gradient"] < 2e-5  # relative
+    assert found["export"] < 1e-5
+    assert found["bfloat16"] < 0.05
+    if name in ALONE and found["packed"] is not None:
+        assert found["packed"] > 0.02, "packed rows are right: the family need not be computed row by row"
+
+
+def engine_of(path, ranks, **options):
+    return build_engine(TrainEngineConfig(path=str(path), dtype="float32", **options), ranks, total_steps=1)
+
+
+def test_rows_that_see_each_other_are_computed_alone_and_it_is_said_once(ranks, tmp_path, caplog):
+    families.write_tiny("lfm2", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(tmp_path, ranks, mb_spec=MicroBatchSpec(max_tokens_per_mb=100))
+    assert not engine.packs_rows
+    [record] = [r for r in caplog.records if "one at a time" in r.message]
+    assert "rows of a 'lfm2' model are computed one at a time" in record.message
+    assert "other tokens in one packed row change the log-probs of the next" in record.message
+    assert engine.divide(P.batch_of([torch.arange(3), torch.arange(5)])) == [[0], [1]]
+    engine.granularity = 2  # pairs stay together
+    assert engine.divide(P.batch_of([torch.arange(3)] * 4)) == [[0, 1], [2, 3]]
+
+
+def test_a_packing_family_is_not_slowed_down(ranks, tiny_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(tiny_model, ranks, mb_spec=MicroBatchSpec(max_tokens_per_mb=100))
+    assert engine.packs_rows
+    assert not caplog.records
+    assert engine.divide(P.batch_of([torch.arange(3), torch.arange(5)])) == [[0, 1]]
+
+
+def test_logprobs_that_are_not_the_models_own_are_refused(ranks, tiny_model, monkeypatch):
+    """A fault in our own head, as an unknown transformation of logits would be."""
+
+    def halved(engine, rows):
+        return [columns * 0.5 for columns in right(engine, rows)]
+
+    right = P.columns_of
+    monkeypatch.setattr(P, "columns_of", halved)
+    with pytest.raises(ModelError) as refusal:
+        engine_of(tiny_model, ranks)
+    message = str(refusal.value)
+    assert "a 'llama' model gets log-probs that differ by" in message
+    assert "actor.parity_check=false" in message
+    difference = float(message.split("differ by ")[1].split()[0])
+    assert difference == pytest.approx(math.log(105) / 2, rel=0.2)  # half of a near-uniform log-prob
+
+
+def test_without_the_check_the_run_says_so(ranks, tiny_model, monkeypatch, caplog):
+    monkeypatch.setattr(P, "measure_parity", lambda engine: pytest.fail("it was checked"))
+    with caplog.at_level(logging.WARNING):
+        engine_of(tiny_model, ranks, parity_check=False)
+    assert [r.message for r in caplog.records] == [
+        f"{tiny_model}: actor.parity_check is false: nothing checks that training computes the model's own log-probs"
+    ]
+
+
+def test_weights_that_are_not_finite_are_refused(ranks, tmp_path):
+    make_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="log-probs that are not finite in its own forward"):
+        engine_of(tmp_path, ranks)
+
+
+def test_the_check_leaves_random_state_and_model_as_they_were(ranks, tmp_path):
+    make_tiny_family(tmp_path, "gemma2")
+    engine = shard_engine(TrainEngineConfig(path=str(tmp_path), dtype="float32"), ranks)
+    head = output_layer(engine.model)
+    before = (torch.get_rng_state(), engine.model.config.to_dict(), engine.model.forward, head.forward)
+    result = P.measure_parity(engine)
+    assert result.lengths == (11, 1, 19, 6, 11)  # the last is longer than the sliding window of 8
+    after = (torch.get_rng_state(), engine.model.config.to_dict(), engine.model.forward, head.forward)
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert engine.model.config._attn_implementation == "packed_rows"
+
+
+def test_a_window_too_long_to_check_is_reported():
+    assert P.choose_lengths(MistralConfig(sliding_window=4096), "cpu") == (
+        P.LENGTHS,
+        ("rows longer than the sliding window of 4096 tokens",),
+    )
+    assert P.choose_lengths(MistralConfig(sliding_window=4096), "cuda") == ((*P.LENGTHS, 4099), ())
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:c2", "fsdp:t2"])
+def test_the_verb_checks_a_model_on_ranks_that_share_it(tiny_model, allocation):
+    done = verb(str(tiny_model), "--allocation", allocation, "--dtype", "float32", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["allocation"] == "d1" + allocation[-2:]
+    assert report["packs_rows"]
+    assert report["difference"] < 5e-6
+
+
+def test_the_verb_refuses_to_split_rows_that_must_be_computed_alone(tmp_path):
+    families.write_tiny("lfm2", str(tmp_path))
+    done = verb(str(tmp_path), "--allocation", "fsdp:c2")
+    assert done.returncode == 2
+    assert "rows of a 'lfm2' model cannot be split over c2 ranks" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def verb(*arguments):
+    return subprocess.run(
+        [Path(sys.executable).parent / "areal-debug", "parity", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
