@@ -7,7 +7,7 @@ float32 `[tokens, vocab]` never exists.
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +18,11 @@ from torch import Tensor
 
 from areal_core.batch import first_fit_decreasing
 from areal_core.engine.errors import ModelError
+from areal_core.engine.logits import LogitMap, measure_logit_map, transformer
 from areal_core.engine.logprobs import LOGITS_AT_A_TIME
-from areal_core.engine.model import load_model
+from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
+from areal_core.engine.parity import TOLERANCE, by_position, choose_lengths, random_rows
+from areal_core.engine.rope import choose_frequencies_by_row
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 
@@ -60,26 +63,26 @@ class Scores:
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer; its logits are multiplied by `factor`, then capped (Gemma 2, section 2)."""
+    """The output layer, and what the model's class does to hidden states before and logits after."""
 
-    layer: torch.nn.Module
-    factor: float
-    softcap: float | None
+    layer: torch.nn.Linear
+    logit_map: LogitMap
 
     @property
     def vocabulary_size(self) -> int:
         """Number of rows of the output layer."""
-        weight: Tensor = self.layer.weight  # type: ignore[assignment]
-        return weight.shape[0]
+        return self.layer.weight.shape[0]
 
     def uncapped(self, hidden: Tensor) -> Tensor:
         """Map hidden [rows, dim] to float32 logits [rows, vocab] before the cap."""
-        logits: Tensor = self.layer(hidden).float()
-        return logits if self.factor == 1.0 else logits * self.factor
+        if self.logit_map.input_factor != 1.0:
+            hidden = hidden * self.logit_map.input_factor
+        logits: Tensor = self.layer(hidden.to(self.layer.weight.dtype)).float()
+        return replace(self.logit_map, softcap=None).apply(logits)
 
     def cap(self, logits: Tensor) -> Tensor:
         """Apply the model's soft cap, if it has one."""
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return LogitMap(softcap=self.logit_map.softcap).apply(logits)
 
     def rows_at_a_time(self, device: torch.device) -> int:
         """Number of rows of logits to hold at once."""
@@ -88,10 +91,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model in evaluation mode, with packed attention."""
+    """A model in evaluation mode; `packs_rows` if packed rows get the hidden states of rows alone."""
 
     model: Any
     head: Head
+    packs_rows: bool
 
     @property
     def device(self) -> torch.device:
@@ -124,11 +128,30 @@ def refuse_lone_vision_model(folder: Path) -> None:
 
 def scorer_of(model: Any) -> Scorer:
     """Make a read-only scorer of a loaded model: no gradients, no dropout."""
-    config = model.config.get_text_config()
-    # Granite divides its logits, Cohere multiplies them; Transformers names each differently.
-    factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Scorer(model.eval().requires_grad_(False), Head(model.get_output_embeddings(), factor, softcap))
+    head = Head(model.get_output_embeddings(), measure_logit_map(model))
+    choose_frequencies_by_row(transformer(model))
+    scorer = Scorer(model.eval().requires_grad_(False), head, packs_rows=True)
+    if packs_rows(scorer):
+        return scorer
+    set_attention(model, own_attention(model))
+    return replace(scorer, packs_rows=False)
+
+
+def packs_rows(scorer: Scorer) -> bool:
+    """Return whether packed rows of random tokens get the hidden states that each has alone."""
+    config = scorer.model.config.get_text_config()
+    if by_position(config) is not None:
+        return False
+    lengths, _ = choose_lengths(config, scorer.device.type)
+    rows = [row.numpy() for row in random_rows(lengths, config.vocab_size)]
+    try:
+        packed = hidden_states(scorer, np.concatenate(rows), lengths)
+    except TypeError:  # its layers do not accept the lengths of packed rows
+        return False
+    with attention_of(scorer.model, own_attention(scorer.model)):
+        alone = hidden_states(replace(scorer, packs_rows=False), np.concatenate(rows), lengths)
+    error = (packed - alone).abs().max() / alone.abs().max()
+    return bool(error <= TOLERANCE[scorer.model.dtype])
 
 
 def score(
@@ -197,9 +220,15 @@ def predictors(
 
 def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Tensor:
     """Compute the last hidden states [tokens, dim] of packed, isolated sequences."""
+    find_hidden = transformer(scorer.model)
+    tokens = torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None]
+    if not scorer.packs_rows:
+        rows = tokens.split(list(lengths), dim=1)
+        alone = [find_hidden(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+        return torch.cat(alone)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    output = scorer.model.base_model(
-        input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None],
+    output = find_hidden(
+        input_ids=tokens,
         position_ids=positions[None].to(scorer.device),
         attention_mask=None,
         use_cache=False,

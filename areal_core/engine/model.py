@@ -11,17 +11,18 @@ liger-kernel, only on a GPU; results differ in the last bits. Rotary embeddings 
 Liger would replace them for every model in the process. Cross-entropy is computed in `logprobs.py`.
 """
 
+import copy
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -122,11 +123,33 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
 
 
+def dropout_options(config: PretrainedConfig) -> dict[str, float]:
+    """Return every dropout probability of a config, by name."""
+    names = ("dropout", "pdrop", "dropout_prob", "dropout_p")
+    options = config.to_dict().items()
+    return {name: value for name, value in options if isinstance(value, float) and name.endswith(names)}
+
+
 def without_dropout(config: PretrainedConfig) -> None:
     """Set every dropout probability to 0, before the model is built: its modules keep copies."""
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p")):
-            setattr(config, name, 0.0)
+    for name in dropout_options(config):
+        setattr(config, name, 0.0)
+
+
+def config_to_save(model: PreTrainedModel, weights: Iterable[Tensor]) -> PretrainedConfig:
+    """Return the config of the model's checkpoint, with the dtype of the weights to save with it.
+
+    Options that training changed, dropout, are those of the checkpoint again if it is still there.
+    """
+    config = copy.deepcopy(model.config)
+    try:
+        original = dropout_options(AutoConfig.from_pretrained(str(model.name_or_path)))
+    except (OSError, ValueError):
+        original = {}
+    for name, value in original.items():
+        setattr(config, name, value)
+    config.dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
+    return config
 
 
 @dataclass(frozen=True)

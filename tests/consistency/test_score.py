@@ -1,6 +1,8 @@
 """Scores equal those of plain Transformers for any packing; saved scores load for their key."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,11 @@ from consistency.testing import FaultyEngine, sample_rows
 from consistency.tokens import Sequences
 
 from .models import peaked_model
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")
+families = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(families)
 
 
 def some_sequences(vocabulary_size: int, lengths=(7, 30, 2, 19, 1), seed: int = 0) -> Sequences:
@@ -123,3 +130,21 @@ def test_rows_without_detail_have_the_same_logprobs_and_nothing_else():
     np.testing.assert_array_equal(partial.rank[detailed], full.rank[detailed])
     assert np.isnan(partial.entropy[~detailed]).all()
     assert (partial.rank[~detailed] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", "minicpm3", "phi", "qwen3_next", "stablelm", "llama, dynamic RoPE"]
+)
+def test_scores_of_unusual_families_equal_those_of_transformers(name, tmp_path):
+    families.write_tiny(name, str(tmp_path))
+    scorer = load_scorer(str(tmp_path))
+    assert scorer.packs_rows == (name not in ("qwen3_next", "stablelm"))
+    sequences = some_sequences(105, lengths=(3, 11, 1, 6, 19))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    check_against_plain(
+        score(scorer, sequences),
+        plain_logits(plain, sequences),
+        sequences.input_ids[sequences.scored],
+        1.0,
+        2e-5,
+    )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.engine import parity as P
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
 from areal_core.testing import make_tiny_family, make_tiny_model
@@ -155,3 +156,14 @@ def verb(*arguments):
         timeout=120,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_folder_has_the_config_of_the_original(ranks, tmp_path, dtype):
+    original, exported = tmp_path / "original", tmp_path / "exported"
+    families.write_tiny("gpt2", str(original))  # its config has dropout
+    options = TrainEngineConfig(path=str(original), dtype=dtype, disable_dropout=True)
+    save_hf(exported, shard_engine(options, ranks))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (original, exported))
+    assert before["attn_pdrop"] == 0.1
+    assert after == before | {"dtype": dtype}

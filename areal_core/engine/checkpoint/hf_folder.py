@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from areal_core.engine.errors import CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, write_adapter
+from areal_core.engine.model import config_to_save
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class HFFolder:
             shutil.rmtree(partial, ignore_errors=True)
             if self.adapter is None:
                 self.model.save_pretrained(partial, state_dict=self.weights)
+                config_to_save(self.model, self.weights.values()).save_pretrained(partial)
             else:
                 write_adapter(partial, self.weights.items(), self.adapter)
             if self.tokenizer is not None:
