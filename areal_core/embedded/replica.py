@@ -26,9 +26,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.model import load_model
+from areal_core.engine.model import load_model, own_attention, set_attention
+from areal_core.engine.parity import TOLERANCE, random_rows
 
 DECODING = "decoding_sdpa"  # name of the attention in Transformers
+CHECKED = (5, 6)  # tokens of a prompt and of a completion that are checked at load
 ROWS = 16  # of the batch that the layout is optimised for; it is correct for any number of rows
 
 
@@ -44,10 +46,46 @@ class Replica:
         model = load_model(path, dtype=dtype, attn_implementation=DECODING)
         nn.Module.to(model, device)  # `PreTrainedModel.to` is typed for one argument form only
         self.model = model.eval()
+        if own_attention(model) == "eager":  # SDPA leaves out soft caps and sinks
+            set_attention(model, "eager")
         pack_linear_layers(self.model)
         self.device = device
+        self.require_parity()
         # Tied weights under each of their names: a checkpoint may have either.
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
+
+    @torch.no_grad()
+    def require_parity(self) -> None:
+        """Check that decoding with a cache and padding gives the logits of the class's own forward.
+
+        Raises:
+            ModelError: it does not, as of models with a state that is not a cache of keys and values.
+        """
+        config = self.model.config.get_text_config()
+        row = random_rows([sum(CHECKED)], config.vocab_size)[0]
+        prompt, width = CHECKED[0], CHECKED[0] + 3  # three tokens of padding, as of a shorter prompt
+        padded, mask = torch.nn.functional.pad(row[:prompt], (3, 0))[None], torch.ones(1, width + CHECKED[1])
+        mask[:, :3] = 0
+        mask = mask.to(torch.int64)
+        try:
+            own = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, prompt - 1 : -1]
+            cache, positions = DynamicCache(), (mask.cumsum(1) - 1).clamp(min=0)
+            found = [self(padded, mask[:, :width], positions[:, :width], cache)]
+            for place, token in enumerate(row[prompt:-1].split(1), start=width):
+                now = slice(place, place + 1)
+                found.append(self(token[None], mask[:, : place + 1], positions[:, now], cache))
+            log_p, expected = (logits.float().log_softmax(-1) for logits in (torch.cat(found), own))
+            error = float((log_p - expected).abs().max())
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as failure:
+            raise ModelError(f"{self._refusal()}: {str(failure).splitlines()[0]}") from failure
+        if not bool(own.isfinite().all()):
+            raise ModelError("the model's logits are not finite: its weights are damaged")
+        if not error <= TOLERANCE[self.model.dtype]:
+            raise ModelError(f"{self._refusal()}: its log-probs would be wrong by up to {error:.2g} nats")
+
+    def _refusal(self) -> str:
+        family = self.model.config.get_text_config().model_type
+        return f"the embedded engine cannot sample from {family!r} models, use sglang in allocation_mode"
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

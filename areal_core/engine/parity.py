@@ -35,7 +35,7 @@ from areal_core.engine.tensor_parallel import whole_vocabulary
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (11, 1, 19, 6)  # of the rows; one more is longer than the sliding window
+LENGTHS = (11, 1, 6)  # of the rows; one more is longer than the sliding window
 LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is reported as not checked
 # Differences in nats below which no model is refused: rounding that the noise of two rows does not
 # show. Families that pack wrongly differ by 0.05 to 4 in float32.
