@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
-from areal_core.config.loading import apply_override, sections_of
+from areal_core.config.loading import apply_override
+from areal_core.config.names import sections_of
 from recorder import Record
 
 C = TypeVar("C", bound=PPOConfig)
@@ -117,6 +118,7 @@ def without_side_effects(config: C) -> C:
     """Change the config: separate logs, no checkpoints, nothing sent to other services."""
     config.trial_name += "-replay"
     config.saver.freq_epochs = config.saver.freq_steps = config.saver.freq_secs = None
+    config.saver.save_last = False
     config.recover.mode = "disabled"
     config.perf_tracer = None
     config.stats_logger.tensorboard.path = None

@@ -1,6 +1,6 @@
 """Options of a run: dataclasses, YAML with dotted overrides, and checks of their agreement."""
 
-from areal_core.config.checks import NOT_YET, NotYet, check_config
+from areal_core.config.checks import check_config
 from areal_core.config.experiment import (
     BaseExperimentConfig,
     DatasetConfig,
@@ -38,7 +38,6 @@ from areal_core.config.train_engine import (
 )
 
 __all__ = [
-    "NOT_YET",
     "AgentConfig",
     "BaseExperimentConfig",
     "ClusterSpecConfig",
@@ -55,7 +54,6 @@ __all__ = [
     "LauncherConfig",
     "MicroBatchSpec",
     "NormConfig",
-    "NotYet",
     "OptimizerConfig",
     "PPOActorConfig",
     "PPOConfig",

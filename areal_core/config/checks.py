@@ -1,19 +1,19 @@
 """Checks of options that must agree, made when a config is loaded.
 
 Each coupling is one function that yields one sentence per disagreement, with both names and values.
-Those of policy optimisation are in `policy_checks.py`. `NOT_YET` lists the options of upstream that
-load but are not supported, so that none is ignored silently.
+Those of policy optimisation are in `policy_checks.py`, options without their feature in
+`not_yet.py`, models and data with images in `vision.py`.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
+from areal_core.config.not_yet import names_of_another_run, not_yet, placement_without_effect
 from areal_core.config.policy_checks import PPO_COUPLINGS
 from areal_core.config.train_engine import TrainEngineConfig
+from areal_core.config.vision import images_in_use
 from areal_core.errors import AllocationError, ConfigError
 
 ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
@@ -27,14 +27,19 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
     Raises ConfigError with one line per disagreement.
     """
     values = flat_values(config)
-    problems = [*wrong_values(config), *not_yet(values, refused=True)]
+    problems = [*wrong_values(config), *not_yet(values, refused=True), *images_in_use(config)]
     try:
         problems += list(disagreements(config))
     except AllocationError as error:  # every other reader of the allocation would raise it
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*not_yet(values, refused=False), *without_effect_on_a_cpu(config)]
+    return [
+        *not_yet(values, refused=False),
+        *names_of_another_run(config, values),
+        *placement_without_effect(values),
+        *without_effect_on_a_cpu(config),
+    ]
 
 
 def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
@@ -80,8 +85,16 @@ def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
 def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
     if not config.actor.path:
         yield "actor.path is empty; give a model folder"
-    if config.actor.optimizer is None:
+    if config.actor.optimizer is None and config.allocation.train is not None:
         yield "actor.optimizer is empty; give at least actor.optimizer.lr"
+
+
+def evaluation_is_part_of_training(config: BaseExperimentConfig) -> Iterator[str]:
+    if config.allocation.kind == "eval":
+        yield (
+            f"allocation_mode is {config.allocation_mode!r} and no run evaluates without training: use an allocation that trains, "
+            f"with evaluator.eval_before_train=true, or {config.allocation.engine!r} for servers alone"
+        )
 
 
 def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
@@ -281,6 +294,7 @@ def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
 
 COUPLINGS = (
     model_can_be_trained,
+    evaluation_is_part_of_training,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,
     recorded_steps_are_given_once,
@@ -295,51 +309,3 @@ COUPLINGS = (
 SERVED_LORA_COUPLINGS = (adapters_are_trained_where_requested, servers_take_adapters)
 PAIR_COUPLINGS = (pair_fits_into_a_micro_batch,)
 DPO_COUPLINGS = (dpo_compares_with_its_reference,)
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """An option that loads, but whose feature is not supported.
-
-    `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
-    training, noted.
-    """
-
-    option: str
-    harmless: tuple[Any, ...]
-    instead: str
-    refused: bool = True
-
-
-NOT_YET = (
-    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
-    NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
-    NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
-    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
-    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
-    NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
-    NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
-    NotYet("sglang.enable_fast_load", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
-    NotYet("sglang.torchao_config", ("",), "SGLang 0.5.23 has no such flag: leave it empty"),
-    NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
-    NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
-    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
-    NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
-    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
-    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "the states of a layer are fetched when it is stepped", refused=False),
-    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
-    NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
-    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
-    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
-)  # fmt: skip
-
-
-def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
-    """Yield one sentence for each option whose value requests a feature that is not supported."""
-    for row in NOT_YET:
-        if row.refused != refused:
-            continue
-        for name, value in values.items():
-            if fnmatch(name, row.option) and value not in row.harmless:
-                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
-                yield f"{name} is {shown}, which is not available: {row.instead}"

@@ -27,13 +27,15 @@ from areal_core.config.train_engine import (
 class DatasetConfig:
     """Source of the training rows, and the batch size."""
 
-    path: str = option(REQUIRED, "JSONL file, folder, Hugging Face name, or 'arithmetic' (generated).")
+    path: str = option(
+        REQUIRED, "JSONL, CSV or Parquet file, folder, Hugging Face name, or 'arithmetic' (generated)."
+    )
     type: str = option(REQUIRED, "Kind of rows.", ("rl", "sft", "rw", "dpo"))
     split: str | None = option(None, "Split to use.")
     batch_size: int = option(1, "Rows per step over all ranks.", limits=AT_LEAST_1)
     shuffle: bool = option(True, "Shuffle again every epoch.")
-    pin_memory: bool = option(False, "Accepted from older files and unused: rows are not tensors.")
-    num_workers: int = option(0, "Accepted from older files and unused: the trainer's process reads rows.")
+    pin_memory: bool = option(False, "Without effect: rows are not tensors.")
+    num_workers: int = option(0, "Without effect: the trainer's process reads rows.")
     drop_last: bool = option(True, "Leave out a last batch that is not full.")
     max_length: int | None = option(
         None, "Maximum prompt length in tokens; longer rows are left out.", limits=AT_LEAST_1
@@ -71,6 +73,7 @@ class SaverConfig(TimerConfig):
         "Training waits for the write (auto, sync), or a background thread writes (async).",
         ("auto", "sync", "async"),
     )
+    save_last: bool = option(True, "Also write the model after the last step.")
 
 
 @dataclass

@@ -19,6 +19,8 @@ RENAMED = {
 # Removed options, with the value that has no effect.
 GONE = {"server_only": False} | {f"{engine}.fsdp.ulysses_sp_size": 1 for engine in ENGINES}
 ROWS = {PPOConfig: "rl", SFTConfig: "sft", RWConfig: "rw", DPOConfig: "dpo"}
+SUPERVISED = ("sft", "rw", "dpo")
+ROLLOUT_SECTIONS = ("gconfig", "eval_gconfig", "rollout", "async_training", "dynamic_bs")
 CAP, MODE = "behave_imp_weight_cap", "behave_imp_weight_mode"  # 0.5.3 to 1.0.2
 MODES = {
     "token_mask": ("token", "mask"),
@@ -28,8 +30,12 @@ MODES = {
 }
 
 
-def translate_older_names(tree: Tree, cls: type) -> list[str]:
+def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> list[str]:
     """Change a file's `tree` in place; return one sentence for each translated name.
+
+    Args:
+        is_override: `tree` is one override. It sets what it names, and no default of an older
+            version.
 
     Raises:
         ConfigError: an older option has an unknown value, or is given together with the newer one.
@@ -46,11 +52,27 @@ def translate_older_names(tree: Tree, cls: type) -> list[str]:
         section, leaf = holder(tree, gone)
         if leaf in section and section[leaf] == harmless:
             del section[leaf]
-    notes += [*periods_of_checkpointer(tree), *type_of_rows(tree, cls)]
+    notes += periods_of_checkpointer(tree)
+    if not is_override:
+        notes += [*type_of_rows(tree, cls), *rollouts_of_supervised(tree, cls)]
     actor = tree.get("actor")
     if issubclass(cls, PPOConfig) and isinstance(actor, dict):
-        notes += [*levels_of_norms(actor), *bounds_of_behaviour_weights(actor)]
+        notes += [*levels_of_norms(actor, is_override), *bounds_of_behaviour_weights(actor, is_override)]
     return notes
+
+
+def rollouts_of_supervised(tree: Tree, cls: type) -> Iterator[str]:
+    """Drop the sampling options of a supervised file, which has none of its own here."""
+    if issubclass(cls, PPOConfig) or kind_of_rows(tree) not in SUPERVISED:
+        return
+    if dropped := [name for name in ROLLOUT_SECTIONS if tree.pop(name, None) is not None]:
+        yield f"{', '.join(dropped)} {'has' if len(dropped) == 1 else 'have'} no effect: a supervised method samples nothing"
+
+
+def kind_of_rows(tree: Tree) -> str:
+    """Return `train_dataset.type` of a file, "" without one."""
+    data = tree.get("train_dataset")
+    return str(data.get("type", "")) if isinstance(data, dict) else ""
 
 
 def move(tree: Tree, older: str, newer: str) -> bool:
@@ -108,7 +130,7 @@ def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:
             yield f"train_dataset.type is assumed to be {kind}, the rows of this method"
 
 
-def levels_of_norms(actor: Tree) -> Iterator[str]:
+def levels_of_norms(actor: Tree, is_override: bool) -> Iterator[str]:
     """Translate the norms of 0.3: switches per batch or group, and `none` for no level."""
     for name in ("reward_norm", "adv_norm"):
         norm = actor.get(name)
@@ -121,6 +143,9 @@ def levels_of_norms(actor: Tree) -> Iterator[str]:
     group = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
     if actor.pop("group_reward_norm", False):
         actor["reward_norm"] = dict(group)
+    if is_override and older == ["group_reward_norm"]:
+        yield "actor.group_reward_norm became the section actor.reward_norm"
+        return
     by_batch = actor.pop("adv_norm", True)  # the default of 0.3
     if actor.pop("group_adv_norm", False):
         actor["adv_norm"] = dict(group)
@@ -131,20 +156,30 @@ def levels_of_norms(actor: Tree) -> Iterator[str]:
     yield f"{', '.join(f'actor.{name}' for name in older)} became the sections actor.reward_norm and actor.adv_norm"
 
 
-def bounds_of_behaviour_weights(actor: Tree) -> Iterator[str]:
-    """Translate a cap and a mode into `rejection_sampling`."""
+def bounds_of_behaviour_weights(actor: Tree, is_override: bool) -> Iterator[str]:
+    """Translate a cap and a mode into `rejection_sampling`; of an override, what it sets."""
     if CAP not in actor and MODE not in actor:
         return
     if "rejection_sampling" in actor:
         raise ConfigError(
             f"actor.{CAP} or actor.{MODE} is given together with actor.rejection_sampling: keep only the latter"
         )
+    of_cap, of_mode = (
+        ({"metric", "upper"} if CAP in actor else set()),
+        ({"level", "action"} if MODE in actor else set()),
+    )
     cap, mode = actor.pop(CAP, 5.0), actor.pop(MODE, "token_mask")
     if mode == "disabled" or cap is None:
+        if is_override:
+            actor["rejection_sampling"] = None
         yield f"actor.{MODE} is {mode} with the cap {cap}: a decoupled loss still corrects for the behaviour policy, unbounded"
         return
     if mode not in MODES:
         raise ConfigError(f"actor.{MODE} is {mode!r}; expected one of {', '.join(MODES)}, disabled")
     level, action = MODES[mode]
-    actor["rejection_sampling"] = {"level": level, "action": action, "metric": "ratio", "upper": cap}
-    yield f"actor.{CAP} and actor.{MODE} became actor.rejection_sampling {{level: {level}, action: {action}, upper: {cap}}}"
+    bounds = {"level": level, "action": action, "metric": "ratio", "upper": cap}
+    if is_override:
+        bounds = {name: value for name, value in bounds.items() if name in of_cap | of_mode}
+    actor["rejection_sampling"] = bounds
+    shown = ", ".join(f"{name}: {value}" for name, value in bounds.items() if name != "metric")
+    yield f"actor.{CAP} and actor.{MODE} became actor.rejection_sampling {{{shown}}}"

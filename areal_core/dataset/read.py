@@ -1,13 +1,16 @@
 """Rows of one split, from a file, a folder, a Hugging Face dataset or a generator, by their type.
 
-read_rows   JSONL file or folder, `datasets`, "arithmetic"      rows as they are stored
+read_rows   JSONL, CSV or Parquet file, folder, `datasets`, "arithmetic"    rows as they are stored
 tokenized   "rl"          `messages` and the fields that the reward function needs, usually `answer`
             "sft"         tokens with a loss mask
             "rw", "dpo"   two answers to one prompt as tokens, a chosen and a rejected one
 """
 
+import csv
 import inspect
 import json
+import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from areal_core.config import DatasetConfig
 
+logger = logging.getLogger(__name__)
 PAIR_FIELDS = (
     "chosen and rejected, both texts or both lists of messages, and the prompt or messages before them, "
     "if they do not begin with it"
@@ -59,6 +63,21 @@ def get_dataset(
     return rows
 
 
+def full_batches(rows: Sequence[Row], config: "DatasetConfig") -> Sequence[Row]:
+    """Return the rows; with `drop_last`, those of full batches.
+
+    Raises:
+        DatasetError: no batch is full.
+    """
+    if not config.drop_last:
+        return rows
+    if len(rows) < config.batch_size:
+        raise DatasetError(
+            f"{config.path} has {len(rows)} rows, drop_last is True and batch_size is {config.batch_size}; no batch is full"
+        )
+    return rows[: len(rows) // config.batch_size * config.batch_size]
+
+
 def tokenized(
     rows: Sequence[Row], config: "DatasetConfig", tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Row]:
@@ -82,7 +101,17 @@ def tokenized(
 
 
 def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:
-    """Return rows with `messages`; `path` names the dataset in errors."""
+    """Return rows with `messages`, and log the text that is appended to questions.
+
+    Args:
+        path: names the dataset in errors.
+    """
+    if rows and "messages" not in rows[0] and "question" in rows[0] and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s: %r is appended to every question; rows with `prompt` or `messages` are used as they are",
+            path,
+            BOXED_INSTRUCTION,
+        )
     return [rl_row(row, f"{path}, row {number}") for number, row in enumerate(rows)]
 
 
@@ -104,18 +133,28 @@ def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[R
         return arithmetic_rows(**arguments)
     local = Path(path)
     if local.is_file():
-        return list(read_jsonl(local))
-    if local.is_dir() and (file := jsonl_of_split(local, split)):
-        return list(read_jsonl(file))
+        return read_file(local)
+    if local.is_dir() and (file := file_of_split(local, split)):
+        return read_file(file)
     return read_hugging_face(path, split, arguments)
 
 
-def jsonl_of_split(folder: Path, split: str | None) -> Path | None:
-    """Return `folder/split.jsonl`, or without a split the only JSONL file; None without any."""
-    named = folder / f"{split}.jsonl"
-    if named.is_file():
-        return named
-    files = sorted(folder.glob("*.jsonl"))
+def read_file(file: Path) -> list[Row]:
+    """Read a CSV, TSV or Parquet file by its ending, any other as JSONL. Raises DatasetError."""
+    reader = READERS.get(file.suffix.lower(), read_jsonl)
+    return list(reader(file))
+
+
+def file_of_split(folder: Path, split: str | None) -> Path | None:
+    """Return the file `folder/SPLIT.*`, or without a split the only one; None without any.
+
+    JSONL files precede CSV and TSV ones. A folder of Parquet files alone is one of `datasets`.
+    """
+    for ending in (".jsonl", ".csv", ".tsv"):
+        named = folder / f"{split}{ending}"
+        if named.is_file():
+            return named
+    files = sorted(file for ending in (".jsonl", ".csv", ".tsv") for file in folder.glob(f"*{ending}"))
     if not files:
         return None
     if split is None and len(files) == 1:
@@ -140,6 +179,40 @@ def read_jsonl(file: Path) -> Iterator[Row]:
             yield row
 
 
+def read_csv(file: Path) -> Iterator[Row]:
+    """Yield the texts of each line, named by the first line. Raises DatasetError."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    found = (
+                        len(row) - 1 + len(row[None])
+                        if None in row
+                        else sum(v is not None for v in row.values())
+                    )
+                    raise DatasetError(
+                        f"{file}, line {reader.line_num} has {found} values; expected {', '.join(reader.fieldnames or ())}"
+                    )
+                yield row
+        except csv.Error as error:
+            raise DatasetError(f"{file}, line {reader.line_num} is not CSV: {error}") from None
+
+
+def read_parquet(file: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file. Raises DatasetError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        yield from parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DatasetError(f"{file} is not Parquet: {str(error).splitlines()[0]}") from None
+
+
+READERS = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+
+
 def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
     """Read a dataset of the hub, its local cache, or a local folder in a format of `datasets`."""
     import datasets
@@ -151,7 +224,7 @@ def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DatasetError(
-            f"{path} is no file, no folder with JSONL files, and no dataset that can be loaded "
+            f"{path} is no file, no folder with JSONL or CSV files, and no dataset that can be loaded "
             f"(split {split}): {reason}"
         ) from None
     return [dict(row) for row in loaded]

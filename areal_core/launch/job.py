@@ -19,10 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from areal_core.allocation import Allocation
 from areal_core.config import BaseExperimentConfig
+from areal_core.config.not_yet import merged_spec
 from areal_core.environment import DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
@@ -84,6 +85,7 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
     """
     env = {
         **(DETERMINISTIC if job.config.deterministic else {}),
+        **scheduled_environment(job.config.actor.scheduling_spec),
         **parse_environment("launcher.trainer_env_vars", job.config.launcher.trainer_env_vars),
         **job.env,
     }
@@ -131,6 +133,12 @@ def parse_environment(option: str, text: str) -> dict[str, str]:
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"{option} is {text!r}; expected variables as 'A=1,B=2'")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def scheduled_environment(scheduling_spec: Any) -> dict[str, str]:
+    """Return the variables in `env_vars` of a section's `scheduling_spec`."""
+    variables = merged_spec(scheduling_spec).get("env_vars") or {}
+    return {str(name): str(value) for name, value in variables.items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_core.config import PPOConfig
 from areal_core.config.checks import ALL_LINEAR
 from areal_core.errors import ConfigError
-from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment
+from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment, scheduled_environment
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 
 
@@ -91,7 +91,6 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
     """
     config, rollout = job.config, job.allocation.rollout
     named = parse_environment("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
-    env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **named}
     if not job.num_servers or rollout is None:
         return []
     if not isinstance(config, PPOConfig):
@@ -99,6 +98,8 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
             f"the allocation {job.allocation} has inference servers and {type(config).__name__} has no rollout "
             "section: use an allocation that only trains, such as 'fsdp:d1'"
         )
+    scheduled = scheduled_environment(config.rollout.scheduling_spec)
+    env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **scheduled, **named}
     devices_per_server = rollout.world_size // rollout.data
     plans = []
     for i in range(job.num_servers):

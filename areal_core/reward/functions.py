@@ -18,6 +18,7 @@ from typing import Any
 from areal_core.errors import RewardError
 
 RewardFn = Callable[..., float]
+OF_UPSTREAM = {"areal.reward.gsm8k.gsm8k_reward_fn": "areal_core.reward.functions.gsm8k_reward_fn"}
 GSM8K_ANSWER = re.compile(r"####\s*(.+)")
 
 
@@ -53,15 +54,12 @@ def arithmetic_reward_fn(
 def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
     """Return a callable unchanged, or the function with a given name.
 
-    Names are 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. Raises RewardError.
+    Names are 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. AReaL's path of a function that we
+    have resolves to ours. Raises RewardError.
     """
     if callable(reward_fn):
         return reward_fn
-    place, separator, name = reward_fn.rpartition(":" if ":" in reward_fn else ".")
-    if not separator or not place or not name:
-        raise RewardError(
-            f"reward function {reward_fn!r} is not a valid name; expected 'package.module.function'"
-        )
+    place, name = split_name(reward_fn)
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
@@ -75,6 +73,17 @@ def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
     if not callable(found):
         raise RewardError(f"reward function {reward_fn!r} is a {type(found).__name__}, not a function")
     return found
+
+
+def split_name(reward_fn: str) -> tuple[str, str]:
+    """Return the module or file of a named function, and its own name. Raises RewardError."""
+    known = OF_UPSTREAM.get(reward_fn.replace(":", "."), reward_fn)
+    place, separator, name = known.rpartition(":" if ":" in known else ".")
+    if not separator or not place or not name:
+        raise RewardError(
+            f"reward function {reward_fn!r} is not a valid name; expected 'package.module.function'"
+        )
+    return place, name
 
 
 def name_of_reward_fn(reward_fn: str | RewardFn) -> str:

@@ -4,6 +4,7 @@ Usage: python -m areal_core.reward.reward_worker PIPE_FD REWARD_NAME TIMEOUT_S
 """
 
 import faulthandler
+import inspect
 import json
 import numbers
 import os
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_core.reward.functions import RewardFn, load_reward_fn
+from areal_core.reward.signature import wrong_call
 
 
 def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
@@ -46,11 +48,23 @@ def answer(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str,
         return {
             "value": None,
             "shown": "",
-            "error": f"{type(error).__name__}: {error}",
+            "error": misfit(reward_fn, arguments, row) or f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
         }
     number = float(value) if isinstance(value, numbers.Real) else None
     return {"value": number, "shown": repr(value)[:200], "error": "", "traceback": ""}
+
+
+def misfit(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str, Any]) -> str:
+    """Return why a function cannot be called with this row; "" if it can."""
+    if isinstance(reward_fn, Exception):
+        return ""
+    signature = inspect.signature(reward_fn)
+    try:
+        signature.bind(*arguments, **row)
+    except TypeError as error:
+        return f"TypeError: {wrong_call(reward_fn.__name__, signature, str(error))}\nthe row has {', '.join(row)}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from areal_core.agent.agents import import_object, is_agent
 from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.config.checks import serves_adapters
+from areal_core.config.vision import INSTEAD as IMAGES_INSTEAD
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import Adapter
@@ -21,6 +22,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
+from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.live import LiveRollouts, SharedRollouts
 from areal_core.rollout.pipeline import Executor, PromptLoader
@@ -265,6 +267,7 @@ def build_workflow(
 
     Raises:
         ConfigError: the path cannot be imported, or the object has no `arun_episode`.
+        RewardError: `reward_fn` cannot be called as one.
         NotAnAgent: its `run` is not asynchronous, or it cannot be constructed.
     """
     found: Any = workflow
@@ -289,6 +292,7 @@ def build_workflow(
     if isinstance(arguments["tokenizer"], str):
         arguments["tokenizer"] = tokenizer
     if "reward_fn" in arguments:
+        check_reward_fn(arguments["reward_fn"], sys.path, takes_row=found is RLVRWorkflow)
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
@@ -327,6 +331,8 @@ def import_attribute(path: str, what: str) -> Any:
     """
     if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
         return RLVRWorkflow
+    if path.startswith("areal.workflow.") and path.endswith(".VisionRLVRWorkflow"):
+        raise ConfigError(f"{what} is {path!r}, a workflow of images; {IMAGES_INSTEAD}")
     module_name, _, name = path.rpartition(".")
     try:
         __import__(module_name)

@@ -381,7 +381,7 @@ class Saver:
         frequency: Frequency,
     ) -> None:
         self.folder = run_folder(config, "checkpoints")
-        self.is_async = config.saver.mode == "async"
+        self.is_async, self.saves_last = config.saver.mode == "async", config.saver.save_last
         self.engines, self.tokenizer, self.frequency = engines, tokenizer, frequency
         self._last_step: int | None = None
         self._writing = BackgroundSave()
@@ -399,9 +399,9 @@ class Saver:
     def save_last(self, step: int) -> None:
         """Write the models after the run's last `step`, if not yet written; a collective.
 
-        Without a period of `saver` none are written.
+        With `saver.save_last` false none are written then.
         """
-        if self.frequency.is_set and self._last_step != step:
+        if self.saves_last and self._last_step != step:
             self.save(f"globalstep{step}")
 
     def save(self, name: str) -> None:

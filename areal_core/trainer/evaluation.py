@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import PPOConfig
 from areal_core.dataset import get_dataset
+from areal_core.dataset.read import full_batches
 from areal_core.errors import ConfigError
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
@@ -91,4 +92,4 @@ def validation_rows(
             f"{evaluator.freq_secs} and valid_dataset is None: set valid_dataset, pass valid_dataset to PPOTrainer, "
             f"or set the periods to null"
         )
-    return get_dataset(config.valid_dataset, tokenizer=tokenizer)
+    return full_batches(get_dataset(config.valid_dataset, tokenizer=tokenizer), config.valid_dataset)

@@ -27,7 +27,7 @@ from areal_core.telemetry import step_summary
 from areal_core.trainer.checkpointing import step_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-NOTHING_KEPT = "and no model was kept: saver.freq_epochs, freq_steps or freq_secs writes them"
+NOTHING_KEPT = "and no model was kept: saver.save_last is false and no saver.freq_* is set"
 
 
 class RunLines:
@@ -72,7 +72,7 @@ class RunLines:
             signal.signal(number, handler)
         done, seconds = self.next_step - self.first_step, time.monotonic() - self._started_s
         if error is None:
-            kept = f"checkpoints in {self.checkpoints}" if self.checkpoints.is_dir() else NOTHING_KEPT
+            kept = what_was_kept(self.checkpoints)
             where = f"statistics in {self.logs / 'stats.jsonl'}, {kept}"
             self._report(f"done, {done} step{'s' * (done != 1)} in {seconds:.1f} s; {where}")
         else:
@@ -85,6 +85,14 @@ class RunLines:
     def _print(self, line: str) -> None:
         if self.prints:
             print(line, flush=True)
+
+
+def what_was_kept(checkpoints: Path) -> str:
+    """Name the folder of the last model, or else that of the checkpoints, or why there is none."""
+    models = [folder for folder in (checkpoints / "default").glob("*") if folder.is_dir()]
+    if models:
+        return f"the model in {max(models, key=lambda folder: folder.stat().st_mtime)}"
+    return f"checkpoints in {checkpoints}" if checkpoints.is_dir() else NOTHING_KEPT
 
 
 def end_in_order(number: int, frame: FrameType | None) -> None:
@@ -110,4 +118,4 @@ def how_to_continue(folder: Path) -> str:
             continue  # the continued run reports it
         at = step_of(checkpoint)
         return f"with recover.mode=auto it continues after step {at}, from {os.path.relpath(checkpoint)}"
-    return "there is no checkpoint to continue from: recover.mode=auto with recover.freq_steps writes them"
+    return "there is no checkpoint to continue from: recover.mode=auto writes them"

@@ -12,6 +12,7 @@ from torch import Tensor
 from areal_core.batch import Batch
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
 from areal_core.dataset import get_dataset
+from areal_core.dataset.read import full_batches
 from areal_core.dataset.rows import Row
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
@@ -111,7 +112,8 @@ class SupervisedTrainer(ABC):
                 self.recovery.save_when_due(step, step + 1, self.engines, self.loader)
                 if stop(step):
                     break
-            self.saver.save("final")
+            if self.saver.saves_last:
+                self.saver.save("final")
             self.saver.finish()
             self.recovery.finish()
 
@@ -155,7 +157,9 @@ def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> 
     """
     config = trainer.config
     if rows is None and config.valid_dataset is not None:
-        rows = get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer)
+        rows = full_batches(
+            get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer), config.valid_dataset
+        )
     frequency = build.build_frequency(config.evaluator, trainer.ranks, trainer.loader.steps_per_epoch)
     if not rows and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(

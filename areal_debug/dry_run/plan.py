@@ -12,7 +12,7 @@ from pathlib import Path
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
-from areal_core.dataset.read import get_dataset, jsonl_of_split, read_rows
+from areal_core.dataset.read import file_of_split, get_dataset, read_rows
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
@@ -136,8 +136,8 @@ def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]
     path = Path(data.path)
     if data.path != "arithmetic" and not path.exists():
         return None, f"{data.path} is not a local file or folder"
-    if path.is_dir() and jsonl_of_split(path, data.split) is None:
-        return None, f"{data.path} contains no JSONL files"
+    if path.is_dir() and file_of_split(path, data.split) is None:
+        return None, f"{data.path} contains no JSONL or CSV files"
     if data.max_length is None:
         return len(read_rows(data.path, data.split, dict(data.dataset_kwargs))), data.path
     if not Path(config.tokenizer_path or config.actor.path).is_dir():

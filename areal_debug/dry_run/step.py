@@ -182,12 +182,11 @@ def plan_upkeep(config: AnyConfig, describe_period: Callable[[TimerConfig], str]
 
 def plan_saving(config: AnyConfig, period: str, folder: Path) -> str:
     """Describe when models are exported."""
-    if not isinstance(config, PPOConfig):
-        return f"{period + '; ' if period else ''}after the last step; into {folder}"
-    if not period:
-        return "no checkpoint is exported: saver.freq_* are empty"
-    critic = "; the critic next to it" if config.critic is not None else ""
-    return f"{period}; after the last step; into {folder}{critic}"
+    when = [*([period] if period else []), *(["after the last step"] if config.saver.save_last else [])]
+    if not when:
+        return "no checkpoint is exported: saver.save_last is false and saver.freq_* are empty"
+    is_critic = isinstance(config, PPOConfig) and config.critic is not None
+    return f"{'; '.join(when)}; into {folder}{'; the critic next to it' if is_critic else ''}"
 
 
 def plan_evaluation(config: AnyConfig, describe_period: Callable[[TimerConfig], str]) -> str:

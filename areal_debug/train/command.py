@@ -74,7 +74,12 @@ def command(
     """
     from areal_core.launch.debug_env import debug_environment, make_folders
     from areal_core.paths import run_folder
-    from areal_debug.train.script_options import find_script, flag_overrides, read_config
+    from areal_debug.train.script_options import (
+        check_reward_functions,
+        find_script,
+        flag_overrides,
+        read_config,
+    )
 
     path = find_script(script)
     flags: list[str] = []
@@ -88,6 +93,7 @@ def command(
     if as_json:
         fail("--json goes with --dry-run")
     config = read_config(arguments, path)
+    check_reward_functions(path)
     allocation = check_allocation(config)
     logs = run_folder(config, "logs")
     env = debug_environment(debug_env, logs)
@@ -131,9 +137,10 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_core.config.loading import load_with_notes
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.render import print_dry_run
-    from areal_debug.train.script_options import check_record, config_class
+    from areal_debug.train.script_options import check_record, check_reward_functions, config_class
 
     try:
+        check_reward_functions(script)
         config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
         run = plan_run(script, config_file, config, notes)
         check_record(config)

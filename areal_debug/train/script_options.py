@@ -5,7 +5,7 @@ translated into overrides of options.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ def find_script(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    if not known:
+        raise ValueError(
+            f"there is no script {name!r}: give a file; the examples are in the repository, not in the installed package"
+        )
     raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
 
 
@@ -102,10 +106,77 @@ def config_class(arguments: list[str], script: Path | None = None) -> type[PPOCo
 
     if script is not None and (used := read_options(script)) is not None:
         return used
-    data = read_yaml(split_arguments(arguments)[0]).get("train_dataset")
+    return method_of(read_yaml(split_arguments(arguments)[0]))
+
+
+def method_of(tree: dict[str, Any]) -> type[Any]:
+    """Return the config class of a file, by its type of rows or the sections of older files."""
+    data = tree.get("train_dataset")
     kind = str(data.get("type")) if isinstance(data, dict) else ""
+    if "model" in tree and "actor" not in tree:  # supervised fine-tuning of 0.3
+        kind = "sft"
     methods: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
     return methods.get(kind, PPOConfig)
+
+
+def check_reward_functions(script: Path) -> None:
+    """Check the reward functions that a script passes to a trainer by name, without running it.
+
+    Functions that are not in the script itself, or in a file next to it or below the current
+    folder, are checked when the run starts.
+
+    Raises:
+        RewardError: one cannot be called as a reward function; with the right signature.
+    """
+    from areal_core.reward.signature import check_reward_fn, check_signature, signature_in_text
+
+    text = script.read_text(encoding="utf-8", errors="replace")
+    for name, takes_row in reward_functions(text):
+        own = signature_in_text(text, name)
+        if own is not None:
+            check_signature(name, own, takes_row)
+        elif "." in name:
+            check_reward_fn(name, (script.parent, Path()), takes_row)
+
+
+def reward_functions(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the names after `"reward_fn":` in calls of `train`, and whether they get the row.
+
+    `RLVRWorkflow`, which is the default, passes the fields of the row. An imported function has the
+    name of its module in front.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # the run reports it with its line
+        return
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for call in ast.walk(tree):
+        if not (isinstance(call, ast.Call) and last_name(call.func) == "train"):
+            continue
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        arguments, workflow = given.get("workflow_kwargs"), given.get("workflow", next(iter(call.args), None))
+        for key, value in (
+            zip(arguments.keys, arguments.values, strict=True) if isinstance(arguments, ast.Dict) else ()
+        ):
+            if isinstance(key, ast.Constant) and key.value == "reward_fn":
+                name = name_in(value)
+                if name:
+                    yield (
+                        imported.get(name, name),
+                        workflow is None or name_in(workflow).endswith("RLVRWorkflow"),
+                    )
+
+
+def name_in(node: ast.expr) -> str:
+    """Return the text of a string constant, or the name of a variable; "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def check_record(config: PPOConfig) -> None:

@@ -5,7 +5,6 @@ import fnmatch
 import pytest
 
 from areal_core.config import (
-    NOT_YET,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
@@ -16,8 +15,9 @@ from areal_core.config import (
     TrainEngineConfig,
     check_config,
 )
-from areal_core.config.checks import flat_values, not_yet
-from areal_core.config.loading import all_options
+from areal_core.config.checks import flat_values
+from areal_core.config.names import all_options
+from areal_core.config.not_yet import NOT_YET, not_yet
 from areal_core.errors import ConfigError
 
 
@@ -188,3 +188,46 @@ def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defa
         assert fnmatch.filter(options, row.option), f"no option is called {row.option}"
     defaults = flat_values(PPOConfig(ref=PPOActorConfig(), experiment_name="a", trial_name="b"))
     assert list(not_yet(defaults, refused=True)) == list(not_yet(defaults, refused=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"actor.optimizer": OptimizerConfig(hysteresis=3)}, "actor.optimizer.hysteresis is 3"),
+        ({"train_dataset.num_workers": 4}, "train_dataset.num_workers is 4"),
+        ({"cluster.cluster_name": "mine"}, "cluster.cluster_name is 'mine'"),
+        ({"cluster.name_resolve.etcd3_addr": "x:1"}, "cluster.name_resolve.etcd3_addr is 'x:1'"),
+        ({"scheduler.deploy_mode": "colocation"}, "scheduler.deploy_mode is 'colocation'"),
+        ({"sglang.enable_multimodal": True}, "sglang.enable_multimodal is True"),
+        ({"saver.fileroot": "/other"}, "saver.fileroot is '/other' and cluster.fileroot is '/tmp/areal/'"),
+        ({"actor.experiment_name": "b"}, "actor.experiment_name is 'b' and experiment_name is 'a'"),
+        ({"ref": PPOActorConfig(scheduling_spec=[{"env_vars": {"A": 1}}])}, "ref.scheduling_spec.env_vars has no"),
+        (
+            {"actor.scheduling_spec": {"cpu": 2}, "rollout.scheduling_spec": [{"mem": 3, "gpu": 1}]},
+            "actor.scheduling_spec.cpu, rollout.scheduling_spec.mem have no effect",
+        ),
+        ({"ref": PPOActorConfig(scheduling_strategy={"type": "colocation", "target": "critic"})}, "ref.scheduling_strategy is"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_has_one_note(changes, sentence):
+    [note] = check_config(changed(sound_config(), changes))
+    assert note.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.experiment_name": "a", "stats_logger.trial_name": "b", "saver.fileroot": "/tmp/areal/"},
+        {"actor.scheduling_spec": [{"gpu": 1, "cmd": "x", "task_type": "worker", "env_vars": {"A": "1"}}]},
+        {"ref": PPOActorConfig(scheduling_strategy={"type": "colocation", "target": "actor"})},
+    ],
+)
+def test_what_upstream_files_repeat_has_no_note(changes):
+    assert check_config(changed(sound_config(), changes)) == []
+
+
+def test_a_reward_model_that_would_not_score_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"scheduler.reward_model_path is 'rm', which is not available: no reward"
+    ):
+        check_config(changed(sound_config(), {"scheduler.reward_model_path": "rm"}))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from areal_core.config import DatasetConfig
 from areal_core.dataset import PromptLoader, get_dataset
+from areal_core.dataset.read import full_batches
 from areal_core.errors import DatasetError
 from areal_core.testing import make_tiny_tokenizer
 
@@ -99,7 +100,7 @@ def test_damaged_file_is_reported_with_its_line(tmp_path, content, sentence):
 
 def test_path_without_data_is_refused(tmp_path):
     with pytest.raises(
-        DatasetError, match=r"nothing.* is no file, no folder with JSONL files, and no dataset"
+        DatasetError, match=r"nothing.* is no file, no folder with JSONL or CSV files, and no dataset"
     ):
         get_dataset(DatasetConfig(path=str(tmp_path / "nothing"), type="rl"))
 
@@ -229,3 +230,52 @@ def test_batch_that_can_never_be_filled_is_refused():
         PromptLoader(rows_of(3), 4)
     with pytest.raises(DatasetError, match="batch_size is 4 and there are 3 data-parallel ranks"):
         PromptLoader(rows_of(13), 4, 0, 3)
+
+
+def test_csv_tsv_and_parquet_rows_are_those_of_jsonl(tmp_path):
+    from pyarrow import Table, parquet
+
+    rows = [{"prompt": 'say "a, b"', "answer": "a, b"}, {"prompt": "two\nlines", "answer": "7"}]
+    (tmp_path / "rows.csv").write_text('prompt,answer\n"say ""a, b""","a, b"\n"two\nlines",7\n')
+    (tmp_path / "rows.tsv").write_text('prompt\tanswer\n"say ""a, b"""\ta, b\n"two\nlines"\t7\n')
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for ending in ("csv", "tsv", "parquet"):
+        read = get_dataset(DatasetConfig(path=str(tmp_path / f"rows.{ending}"), type="rl"))
+        assert [(row["messages"][0]["content"], row["answer"]) for row in read] == [(r["prompt"], r["answer"]) for r in rows]  # fmt: skip
+    (tmp_path / "split").mkdir()
+    (tmp_path / "rows.csv").rename(tmp_path / "split" / "test.csv")
+    assert len(get_dataset(DatasetConfig(path=str(tmp_path / "split"), type="rl", split="test"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("bad.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3 has 3 values; expected prompt, answer"),
+        ("short.csv", b"prompt,answer\n1\n", "line 2 has 1 values; expected prompt, answer"),
+        ("bad.parquet", b"prompt,answer", "is not Parquet"),
+    ],
+)
+def test_damaged_table_is_reported(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=sentence):
+        get_dataset(DatasetConfig(path=str(tmp_path / name), type="rl"))
+
+
+def test_text_that_is_appended_to_questions_is_logged_once(questions, tmp_path, caplog):
+    get_dataset(DatasetConfig(path=str(questions), type="rl"))
+    [record] = caplog.records
+    assert "final answer within \\\\boxed{}.' is appended to every question" in record.getMessage()
+    caplog.clear()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
+    get_dataset(DatasetConfig(path=str(tmp_path / "a.jsonl"), type="rl"))
+    assert not caplog.records
+
+
+def test_drop_last_keeps_full_batches():
+    config = DatasetConfig(path="x", type="rl", batch_size=4)
+    assert full_batches([{}] * 10, config) == [{}] * 8
+    assert (
+        len(full_batches([{}] * 10, DatasetConfig(path="x", type="rl", batch_size=4, drop_last=False))) == 10
+    )
+    with pytest.raises(DatasetError, match="x has 3 rows, drop_last is True and batch_size is 4"):
+        full_batches([{}] * 3, config)

@@ -107,3 +107,46 @@ def test_values_that_never_existed_are_refused(tree, sentence):
     with pytest.raises(ConfigError) as error:
         translate_older_names(tree, GRPOConfig)
     assert sentence in str(error.value)
+
+
+FILE = """
+train_dataset: {path: x, type: rl, batch_size: 8}
+gconfig: {n_samples: 4, max_new_tokens: 64}
+actor: {path: m, optimizer: {lr: 1.0e-5}, rejection_sampling: {level: sequence, action: clamp, upper: 9.0, lower: 0.5}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "option", "value"),
+    [
+        ("actor.behave_imp_weight_cap=5", "rejection_sampling", ("sequence", "clamp", 5.0, 0.5)),
+        ("actor.behave_imp_weight_mode=token_mask", "rejection_sampling", ("token", "mask", 9.0, 0.5)),
+        ("actor.behave_imp_weight_mode=disabled", "rejection_sampling", None),
+        ("actor.mb_spec.max_tokens_per_gpu=512", "mb_spec.max_tokens_per_mb", 512),
+        ("actor.group_reward_norm=true", "reward_norm.mean_level", "group"),
+        ("actor.adv_norm=true", "adv_norm.std_level", "batch"),
+        ("actor.fsdp.ulysses_sp_size=1", "adv_norm", None),
+    ],
+)
+def test_an_older_name_is_an_override_too_and_changes_nothing_else(tmp_path, override, option, value):
+    file = tmp_path / "grpo.yaml"
+    file.write_text(FILE)
+    config, _, notes = load_with_notes(["--config", str(file), override], GRPOConfig)
+    found = config.actor
+    for part in option.split("."):
+        found = getattr(found, part)
+    if option == "rejection_sampling" and found is not None:
+        found = (found.level, found.action, found.upper, found.lower)
+    assert found == value
+    assert config.train_dataset.type == "rl"
+    if value is not None:
+        assert any(override.partition("=")[0] in note for note in notes)
+        assert (config.actor.adv_norm is None) == ("adv_norm" not in option)
+
+
+def test_an_older_name_sets_what_the_file_has_under_the_newer_one(tmp_path):
+    file = tmp_path / "grpo.yaml"
+    file.write_text(FILE.replace("path: m,", "path: m, mb_spec: {max_tokens_per_mb: 256},"))
+    arguments = ["--config", str(file), "actor.mb_spec.max_tokens_per_gpu=512", "checkpointer.freq_steps=7"]
+    config, _, _ = load_with_notes(arguments, GRPOConfig)
+    assert (config.actor.mb_spec.max_tokens_per_mb, config.recover.freq_steps) == (512, 7)

@@ -84,7 +84,7 @@ def test_a_section_of_the_command_line_replaces_that_of_the_preset():
     norm = load(
         "algorithm=dr_grpo", "actor.reward_norm={mean_level: batch, std_level: batch}"
     ).actor.reward_norm
-    assert norm == NormConfig("batch", std_level="batch")
+    assert norm == NormConfig("batch", std_level="batch", group_size=4)
     assert load("algorithm=dr_grpo", "actor.reward_norm=null").actor.reward_norm is None
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
+from areal_core.reward.signature import check_reward_fn
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,3 +265,48 @@ def test_function_of_a_script_runs_and_workers_end_with_the_script(tmp_path):
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(worker)
+
+
+RIGHT = "define it as\n    def score(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_row", "reason"),
+    [
+        ("prompt, completion, gold", False, "too many positional arguments"),
+        (
+            "prompt, completions, prompt_ids, completion_ids, answer",
+            True,
+            "unexpected keyword argument 'messages'",
+        ),
+        ("prompt, completions, prompt_ids, completion_ids, answer", False, ""),
+        ("prompt, completions, prompt_ids, completion_ids, answer, **row", True, ""),
+        ("*texts, answer, **row", True, ""),
+    ],
+)
+def test_a_signature_is_checked_before_anything_is_called(tmp_path, parameters, takes_row, reason):
+    text = f"import no_such_package\n\ndef score({parameters}):\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(text)
+    scope: dict = {}
+    exec(text.partition("\n")[2], scope)
+    for reward_fn in ("mine.score", "mine.py:score", scope["score"]):
+        if not reason:
+            check_reward_fn(reward_fn, [tmp_path], takes_row)
+            continue
+        with pytest.raises(RewardError) as error:
+            check_reward_fn(reward_fn, [tmp_path], takes_row)
+        assert str(error.value).startswith(f"reward function score({parameters}) is called with prompt,")
+        assert f"({reason})" in str(error.value).replace("got an ", "")
+        assert str(error.value).endswith(RIGHT)
+
+
+def test_a_call_with_other_fields_gives_the_signature_and_the_fields(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(p, c, pi, ci, gold, **row):\n    return 1.0\n")
+    with RewardPool(f"{tmp_path}/mine.py:score", num_workers=1) as pool, pytest.raises(RewardError) as error:
+        pool.submit("p", "c", [1], [2], answer="7").result(timeout=60)
+    assert "missing a required argument: 'gold'" in str(error.value)
+    assert "the row has answer" in str(error.value)
+
+
+def test_upstreams_name_of_a_function_that_we_have_is_ours():
+    assert load_reward_fn("areal.reward.gsm8k.gsm8k_reward_fn") is gsm8k_reward_fn

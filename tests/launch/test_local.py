@@ -170,9 +170,10 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
 def test_the_environment_of_ranks_is_an_option_too(script, tmp_path):
     made = config()
     made.launcher.trainer_env_vars = "AGENT_KEY=x=y, SEED=3"
+    made.actor.scheduling_spec = [{"gpu": 1, "env_vars": {"SEED": 1, "OF_ACTOR": "yes"}}]
     assert launch(script(WRITE_ENVIRONMENT), "fsdp:d1", tmp_path, made) == 0
     env = json.loads((tmp_path / "rank0.json").read_text())
-    assert (env["AGENT_KEY"], env["SEED"]) == ("x=y", "3")
+    assert (env["AGENT_KEY"], env["SEED"], env["OF_ACTOR"]) == ("x=y", "3", "yes")
 
 
 LAUNCHER = """

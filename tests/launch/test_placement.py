@@ -78,3 +78,12 @@ def test_servers_for_a_method_without_rollouts_are_refused(tmp_path):
     job = Job((), config, parse_allocation("sglang:d1+fsdp:d2"), {}, tmp_path)
     with pytest.raises(ConfigError, match=r"sglang:d1\+fsdp:d2 has inference servers and SFTConfig has no"):
         plan_servers(job, "cpu", share_devices=False)
+
+
+def test_servers_get_the_environment_of_the_rollout_section(tmp_path):
+    config = PPOConfig(experiment_name="e", trial_name="t")
+    config.rollout.scheduling_spec = [{"env_vars": {"SEED": 1, "OF_ROLLOUT": "yes"}}]
+    config.launcher.inference_server_env_vars = "SEED=3"
+    job = Job((), config, parse_allocation("sglang:d1"), {}, tmp_path)
+    [plan] = plan_servers(job, "cuda", share_devices=True)
+    assert (plan.env["SEED"], plan.env["OF_ROLLOUT"]) == ("3", "yes")

@@ -44,7 +44,17 @@ def test_the_last_line_names_the_options_that_save_models_if_none_was_saved(conf
     with RunLines(config, 0, 1, prints=True) as lines:
         lines(0, {})
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "and no model was kept: saver.freq_epochs, freq_steps or freq_secs" in last
+    assert last.endswith("and no model was kept: saver.save_last is false and no saver.freq_* is set")
+
+
+def test_the_last_line_names_the_folder_of_the_last_model(config, capsys):
+    with RunLines(config, 0, 1, prints=True) as lines:
+        for step, seconds in ((9, 1), (10, 2)):
+            model = lines.checkpoints / "default" / f"globalstep{step}"
+            model.mkdir(parents=True)
+            os.utime(model, (seconds, seconds))
+        lines(0, {})
+    assert capsys.readouterr().out.endswith(f", the model in {model}\n")
 
 
 def test_a_complete_run_reports_that_nothing_is_left(config, capsys):

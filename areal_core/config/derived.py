@@ -1,0 +1,137 @@
+"""Values of options that a user does not set and that follow from others.
+
+An option that must equal another one follows it without a word. Other choices are in one note. What
+is set, in the file, by an override or by a preset, is never changed: `checks.py` refuses it if it
+contradicts another option.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_core.allocation import Parallel, resolve_allocation
+from areal_core.config.experiment import DPOConfig, PPOConfig
+from areal_core.config.generation import GenerationHyperparameters
+from areal_core.config.presets import set_option, shown
+from areal_core.config.train_engine import PPOActorConfig
+from areal_core.errors import AllocationError
+
+Tree = dict[str, Any]
+FOLLOWS = {  # option: the one that it must equal
+    "rollout.consumer_batch_size": "train_dataset.batch_size",
+    "actor.temperature": "gconfig.temperature",
+    "actor.max_new_tokens": "gconfig.max_new_tokens",
+    "actor.reward_norm.group_size": "gconfig.n_samples",
+    "actor.adv_norm.group_size": "gconfig.n_samples",
+    "ref.temperature": "actor.temperature",
+    "teacher.temperature": "actor.temperature",
+}
+OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "teacher")  # sections that may be missing
+LENGTH_LIMITS = ("actor.mb_spec.max_tokens_per_mb", "gconfig.max_tokens", "sglang.context_length")
+LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.ppo_n_minibatches
+RECOVERING = ("auto", "on", "fault")
+PERIODS = ("freq_epochs", "freq_steps", "freq_secs")
+RECOVERY_STEPS, RECOVERY_SECONDS = 10, 600
+
+
+def derive_options(tree: Tree, cls: type, file: str) -> list[str]:
+    """Set options of `tree` that are missing and follow from others; return at most one note.
+
+    Args:
+        tree: nested dicts of the options that are set.
+        file: path of the config file; its name is the default of the experiment's.
+    """
+    follow(tree, cls)
+    chosen = dict(choices(tree, cls, file))
+    for option, value in chosen.items():
+        set_option(tree, option, value)
+    if not chosen:
+        return []
+    return [
+        f"not given, so chosen: {', '.join(f'{option}={shown(value)}' for option, value in chosen.items())}"
+    ]
+
+
+def follow(tree: Tree, cls: type) -> None:
+    """Let each option of `FOLLOWS` that is missing refer to the one that it must equal."""
+    follows: dict[str, str] = {}
+    if issubclass(cls, PPOConfig):
+        is_trained_first = is_given(tree, "actor.temperature") and not is_given(tree, "gconfig.temperature")
+        follows = FOLLOWS | ({"gconfig.temperature": "actor.temperature"} if is_trained_first else {})
+    elif issubclass(cls, DPOConfig):
+        follows = {"ref.temperature": "actor.temperature"}
+    for option, other in follows.items():
+        section = option.rpartition(".")[0]
+        is_missing = section in OPTIONAL and not isinstance(value_of(tree, section), dict)
+        if not is_missing and not is_given(tree, option):
+            set_option(tree, option, f"${{{other}}}")
+
+
+def choices(tree: Tree, cls: type, file: str) -> Iterator[tuple[str, Any]]:
+    """Yield options that are not given and the values that they get."""
+    if not is_given(tree, "experiment_name"):
+        yield "experiment_name", Path(file).stem
+    if not is_given(tree, "trial_name"):
+        yield "trial_name", "trial0"
+    places = ("allocation_mode", "rollout.backend", "actor.backend")
+    if not any(value_of(tree, option) for option in places):
+        yield "allocation_mode", "embedded|fsdp:d1" if issubclass(cls, PPOConfig) else "fsdp:d1"
+    if value_of(tree, "recover.mode") in RECOVERING and not any(
+        value_of(tree, f"recover.{name}") for name in PERIODS
+    ):
+        yield "recover.freq_steps", RECOVERY_STEPS
+        yield "recover.freq_secs", RECOVERY_SECONDS
+    if issubclass(cls, PPOConfig):
+        yield from choices_of_ppo(tree)
+
+
+def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield options of policy optimisation that are not given and the values that they get."""
+    if value_of(tree, "ref") is None and not is_given(tree, "actor.kl_ctl"):
+        yield "actor.kl_ctl", 0.0
+    limits = [limit for option in LENGTH_LIMITS if isinstance(limit := value_of(tree, option), int)]
+    prompt = value_of(tree, "train_dataset.max_length") or 0
+    if limits and 0 < min(limits) - prompt < LONGEST and not is_given(tree, "gconfig.max_new_tokens"):
+        yield "gconfig.max_new_tokens", min(limits) - prompt
+    rows = rows_of_rank(tree)
+    for model in ("actor", "critic"):
+        option = f"{model}.ppo_n_minibatches"
+        exists = model == "actor" or isinstance(value_of(tree, model), dict)
+        if exists and 0 < rows < MINIBATCHES and not is_given(tree, option):
+            yield option, rows
+
+
+def rows_of_rank(tree: Tree) -> int:
+    """Return the sequences of a data-parallel rank in a step; 0 if the allocation has none."""
+    names = ("allocation_mode", "rollout.backend", "actor.backend")
+    modes = [value_of(tree, name) or "" for name in names]
+    try:
+        train = resolve_allocation(*modes).train if any(modes) else Parallel()
+    except AllocationError:  # the checks report it
+        return 0
+    rows = (value_of(tree, "train_dataset.batch_size") or 1) * (value_of(tree, "gconfig.n_samples") or 1)
+    return rows // train.data if train is not None else 0
+
+
+def is_given(tree: Tree, option: str) -> bool:
+    """Return whether an option is set, also to null, or lies in a section that is not a dict."""
+    *sections, leaf = option.split(".")
+    for section in sections:
+        if section not in tree:
+            return False
+        tree = tree[section]
+        if not isinstance(tree, dict):
+            return True
+    return leaf in tree
+
+
+def value_of(tree: Tree, option: str) -> Any:
+    """Return the value of an option with its interpolations resolved; None if it is not set."""
+    try:
+        value = OmegaConf.select(OmegaConf.create(tree), option)
+    except OmegaConfBaseException:  # reported when the config is built
+        return None
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value

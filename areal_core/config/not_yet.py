@@ -1,0 +1,129 @@
+"""Options of upstream that load and whose feature is not supported, so that none is silent.
+
+An option that would change results is refused; one that would not gets a note.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from areal_core.config.experiment import BaseExperimentConfig
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """An option that loads, but whose feature is not supported.
+
+    `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
+    training, noted.
+    """
+
+    option: str
+    harmless: tuple[Any, ...]
+    instead: str
+    refused: bool = True
+
+
+NO_SCALING = "losses are scaled for Megatron only, which is not supported"
+NO_REWARD_MODEL = "no reward model scores completions: call it in a reward function"
+NO_REWARD_SERVICE = "reward functions run in processes of the trainer: give a reward function to the workflow"
+
+NOT_YET = (
+    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
+    NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
+    NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
+    NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
+    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
+    NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
+    NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
+    NotYet("sglang.enable_fast_load", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
+    NotYet("sglang.torchao_config", ("",), "SGLang 0.5.23 has no such flag: leave it empty"),
+    NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
+    NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
+    NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
+    NotYet("scheduler.reward_model_path", ("",), NO_REWARD_MODEL),
+    NotYet("scheduler.reward_model_service_url", ("", "http://localhost:30000/classify"), NO_REWARD_MODEL),
+    NotYet("scheduler.functioncall_service_domain", ("", "http://localhost:8080"), NO_REWARD_SERVICE, refused=False),
+    NotYet("scheduler.reward_functioncall_config", ({},), NO_REWARD_SERVICE, refused=False),
+    NotYet("scheduler.endpoint", ("", "http://localhost:8081"), "scheduler.type starts processes, no service", refused=False),
+    NotYet("scheduler.deploy_mode", ("", "separation"), "servers and ranks are separate processes, by allocation_mode", refused=False),
+    NotYet("actor.log_agent_stats", (False,), "agents' own statistics are not logged", refused=False),
+    NotYet("actor.log_agent_stats_keys", ([],), "agents' own statistics are not logged", refused=False),
+    NotYet("*.pad_to_maximum", (False,), "micro-batches are not padded; results do not change", refused=False),
+    NotYet("*.fsdp.optim_step_prefetch_layers", (1,), "the states of a layer are fetched when it is stepped", refused=False),
+    NotYet("*.optimizer.initial_loss_scale", (2.0**32,), NO_SCALING, refused=False),
+    NotYet("*.optimizer.min_loss_scale", (1.0,), NO_SCALING, refused=False),
+    NotYet("*.optimizer.loss_scale_window", (5.0,), NO_SCALING, refused=False),
+    NotYet("*.optimizer.hysteresis", (2,), NO_SCALING, refused=False),
+    NotYet("*_dataset.num_workers", (0,), "rows are read before the first step, by the trainer's process", refused=False),
+    NotYet("*_dataset.pin_memory", (False,), "rows are not tensors, so there is no memory to pin", refused=False),
+    NotYet("valid_dataset.shuffle", (False,), "all validation rows are used, in their order", refused=False),
+    NotYet("rollout.queue_size", (None,), "prompts wait in the loader: rollout.max_concurrent_rollouts limits them", refused=False),
+    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
+    NotYet("cluster.cluster_name", ("local",), "the experiment and trial name a run", refused=False),
+    NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
+    NotYet("cluster.name_resolve.etcd3_addr", ("localhost:2379",), "names are files below nfs_record_root", refused=False),
+    NotYet("cluster.name_resolve.ray_actor_name", ("ray_kv_store",), "names are files below nfs_record_root", refused=False),
+    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
+    NotYet("sglang.enable_multimodal", (False,), "servers get the flag, and requests carry text only", refused=False),
+    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
+)  # fmt: skip
+
+# Parts of a scheduling_spec that start upstream's own workers, or that repeat the allocation.
+IMPLIED = ("task_type", "port_count", "gpu", "cmd", "env_vars")
+RUN_NAMES = ("experiment_name", "trial_name", "fileroot")
+
+
+def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
+    """Yield one sentence for each option whose value requests a feature that is not supported."""
+    for row in NOT_YET:
+        if row.refused != refused:
+            continue
+        for name, value in values.items():
+            if fnmatch(name, row.option) and value not in row.harmless:
+                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
+                yield f"{name} is {shown}, which is not available: {row.instead}"
+
+
+def names_of_another_run(config: BaseExperimentConfig, values: dict[str, Any]) -> Iterator[str]:
+    """Yield one sentence for each section that names another experiment, trial or root folder."""
+    run = dict(
+        zip(RUN_NAMES, (config.experiment_name, config.trial_name, config.cluster.fileroot), strict=True)
+    )
+    for name, value in values.items():
+        leaf = name.rpartition(".")[2]
+        if "." in name and leaf in run and value and value != run[leaf] and name != "cluster.fileroot":
+            of_run = "cluster.fileroot" if leaf == "fileroot" else leaf
+            yield f"{name} is {value!r} and {of_run} is {run[leaf]!r}: the latter is used everywhere"
+
+
+def placement_without_effect(values: dict[str, Any]) -> Iterator[str]:
+    """Yield sentences on parts of `scheduling_spec` and `scheduling_strategy` without effect."""
+    ignored = sorted(
+        f"{name}.{part}"
+        for name, value in values.items()
+        if name.endswith(".scheduling_spec")
+        for part, wanted in merged_spec(value).items()
+        if wanted
+        and (part not in IMPLIED or (part == "env_vars" and not name.startswith(("actor", "rollout"))))
+    )
+    if ignored:
+        yield (
+            f"{', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect: of actor and rollout env_vars "
+            "are used; cores and memory are launcher.*_cpus_per_gpu and *_mem_per_gpu, images launcher.slurm.*_image"
+        )
+    for name, value in values.items():
+        is_given = name.endswith(".scheduling_strategy") and isinstance(value, dict)
+        if is_given and (value.get("type"), value.get("target")) not in (
+            ("colocation", "actor"),
+            ("separation", None),
+        ):
+            yield f"{name} is {value}, which has no effect: all models are in the trainer's ranks, servers by allocation_mode"
+
+
+def merged_spec(scheduling_spec: Any) -> dict[str, Any]:
+    """Return the parts of a `scheduling_spec`, which is None, a dict or a list of dicts."""
+    specs = scheduling_spec if isinstance(scheduling_spec, list) else [scheduling_spec]
+    return {part: value for spec in specs if isinstance(spec, dict) for part, value in spec.items()}

@@ -1,0 +1,84 @@
+"""Signatures of reward functions, checked before a run starts and without importing their modules.
+
+A reward function is called as `f(prompt, completions, prompt_ids, completion_ids, **row)`.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal_core.errors import RewardError
+from areal_core.reward.functions import RewardFn, split_name
+
+TEXTS_AND_TOKENS = ("prompt", "completions", "prompt_ids", "completion_ids")
+EXAMPLE = "def {name}(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def check_reward_fn(reward_fn: str | RewardFn, folders: Iterable[str | Path], takes_row: bool) -> None:
+    """Check the signature of a function, or of a named one whose source is below `folders`.
+
+    Args:
+        takes_row: the fields of the dataset's row are passed, `messages` among them.
+
+    Raises:
+        RewardError: it cannot be called; with the right signature.
+    """
+    if isinstance(reward_fn, str):
+        if (found := signature_in_source(reward_fn, folders)) is not None:
+            check_signature(split_name(reward_fn)[1], found, takes_row)
+    else:
+        check_signature(reward_fn.__name__, inspect.signature(reward_fn), takes_row)
+
+
+def check_signature(name: str, signature: inspect.Signature, takes_row: bool) -> None:
+    """Raise RewardError if a function of this signature cannot be called as one."""
+    row = {"messages": None} if takes_row else {}
+    try:
+        signature.bind_partial(*TEXTS_AND_TOKENS, **row)
+    except TypeError as error:
+        raise RewardError(wrong_call(name, signature, str(error))) from None
+
+
+def wrong_call(name: str, signature: inspect.Signature, reason: str) -> str:
+    """Return the sentence on a function that cannot be called, with the right signature."""
+    return (
+        f"reward function {name}{signature} is called with {', '.join(TEXTS_AND_TOKENS)} and the fields of the row "
+        f"by name ({reason}): define it as\n    {EXAMPLE.format(name=name)}"
+    )
+
+
+def signature_in_source(name: str, folders: Iterable[str | Path]) -> inspect.Signature | None:
+    """Return the signature of a function by name; None if its source is not below `folders`."""
+    place, function = split_name(name)
+    file = place if place.endswith(".py") else place.replace(".", "/") + ".py"
+    for folder in folders:
+        path = Path(folder, file)
+        if path.is_file():
+            return signature_in_text(path.read_text(encoding="utf-8", errors="replace"), function)
+    return None
+
+
+def signature_in_text(text: str, function: str) -> inspect.Signature | None:
+    """Return the signature of a top-level function of a module's text; None if it has none."""
+    try:
+        nodes = ast.parse(text).body
+    except SyntaxError:  # the run reports it with its line
+        return None
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function]
+    return signature_of(found[-1].args) if found else None
+
+
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    """Return the parameters of a function's definition, without their defaults' values."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    parameters = [inspect.Parameter(item.arg, POSITIONAL) for item in plain]
+    if arguments.vararg:
+        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    parameters += [
+        inspect.Parameter(item.arg, inspect.Parameter.KEYWORD_ONLY) for item in arguments.kwonlyargs
+    ]
+    if arguments.kwarg:
+        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)

@@ -1,0 +1,164 @@
+"""Options that follow from others, of a file that gives few of them."""
+
+import json
+
+import pytest
+
+from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from areal_core.config.loading import load_with_notes
+from areal_core.errors import ConfigError
+
+FIVE_LINES = """
+algorithm: grpo
+actor: {path: some/model, optimizer: {lr: 1.0e-5}}
+train_dataset: {path: rows.jsonl, type: rl, batch_size: 8}
+gconfig: {n_samples: 4, max_new_tokens: 64, temperature: 0.8}
+device: cpu
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    file = tmp_path / "sums.yaml"
+
+    def call(text, *overrides, cls=GRPOConfig):
+        file.write_text(text)
+        config, _, notes = load_with_notes(["--config", str(file), *overrides], cls)
+        return config, notes
+
+    return call
+
+
+def test_a_file_of_five_lines_is_complete(load):
+    config, notes = load(FIVE_LINES)
+    assert (config.experiment_name, config.trial_name) == ("sums", "trial0")
+    assert str(config.allocation) == "embedded|fsdp:d1"
+    assert config.rollout.consumer_batch_size == 8
+    assert config.actor.temperature == 0.8
+    assert config.actor.reward_norm.group_size == 4
+    assert config.actor.max_new_tokens == 64
+    assert config.actor.kl_ctl == 0.0
+    assert notes[1:] == [
+        "not given, so chosen: experiment_name=sums, trial_name=trial0, allocation_mode=embedded|fsdp:d1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "rollout.consumer_batch_size=4",
+            "rollout.consumer_batch_size is 4 and train_dataset.batch_size is 8",
+        ),
+        ("actor.temperature=1.0", "actor.temperature is 1.0 and gconfig.temperature is 0.8"),
+        ("actor.reward_norm.group_size=2", "actor.reward_norm.group_size is 2 and gconfig.n_samples is 4"),
+        ("actor.kl_ctl=0.1", "actor.kl_ctl is 0.1 and ref is None"),
+        ("actor.ppo_n_minibatches=64", "actor.ppo_n_minibatches is 64 and each rank has 32 sequences"),
+    ],
+)
+def test_what_is_set_and_contradicts_is_refused(load, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load(FIVE_LINES, override)
+
+
+def test_derived_options_follow_overrides_and_are_followed_by_interpolations(load):
+    text = FIVE_LINES + "rollout: {max_concurrent_rollouts: '${rollout.consumer_batch_size}'}\n"
+    config, _ = load(text, "train_dataset.batch_size=16", "gconfig.temperature=0.5", "gconfig.n_samples=2")
+    assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (16, 16)
+    assert (config.actor.temperature, config.actor.reward_norm.group_size) == (0.5, 2)
+
+
+def test_the_kl_penalty_is_on_with_a_reference_and_off_without(load):
+    text = FIVE_LINES.replace("algorithm: grpo\n", "")
+    without, notes = load(text)
+    assert without.actor.kl_ctl == 0.0
+    assert "actor.kl_ctl=0.0" in notes[-1]
+    with_reference, _ = load(text + "ref: {path: some/model}\n")
+    assert (with_reference.actor.kl_ctl, with_reference.ref.temperature) == (0.1, 0.8)
+
+
+def test_few_rows_are_trained_in_fewer_minibatches(load):
+    config, notes = load(FIVE_LINES, "train_dataset.batch_size=2", "gconfig.n_samples=2", "allocation_mode=embedded|fsdp:d2")  # fmt: skip
+    assert config.actor.ppo_n_minibatches == 2
+    assert "actor.ppo_n_minibatches=2" in notes[-1]
+
+
+def test_a_completion_fits_into_the_limits_that_are_given(load):
+    text = FIVE_LINES.replace("max_new_tokens: 64, ", "")
+    config, _ = load(text, "actor.mb_spec.max_tokens_per_mb=512", "train_dataset.max_length=128")
+    assert config.gconfig.max_new_tokens == 384
+
+
+def test_recovery_alone_writes_checkpoints(load):
+    config, notes = load(FIVE_LINES, "recover.mode=auto")
+    assert (config.recover.freq_steps, config.recover.freq_secs, config.recover.freq_epochs) == (
+        10,
+        600,
+        None,
+    )
+    assert notes[-1].endswith("recover.freq_steps=10, recover.freq_secs=600")
+    assert load(FIVE_LINES, "recover.mode=auto", "recover.freq_epochs=1")[0].recover.freq_steps is None
+
+
+def test_supervised_files_have_an_allocation_too_and_no_rollout_options(load):
+    text = "actor: {path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {path: x, type: sft, batch_size: 2}\n"
+    assert str(load(text, cls=SFTConfig)[0].allocation) == "fsdp:d1"
+    limited = text.replace("optimizer", "mb_spec: {max_tokens_per_mb: 512}, optimizer")
+    config, notes = load(limited + "gconfig: {max_new_tokens: 4096}\n", cls=SFTConfig)
+    assert config.actor.mb_spec.max_tokens_per_mb == 512
+    assert notes[0] == "gconfig has no effect: a supervised method samples nothing"
+    dpo = text.replace("type: sft", "type: dpo").replace("path: m,", "path: m, temperature: 0.5,")
+    assert load(dpo + "ref: {path: m}\n", cls=DPOConfig)[0].ref.temperature == 0.5
+
+
+def test_servers_alone_need_no_optimizer(load):
+    text = FIVE_LINES.replace(", optimizer: {lr: 1.0e-5}", "")
+    assert load(text, "allocation_mode=sglang:d1")[0].allocation.kind == "servers_only"
+    with pytest.raises(
+        ConfigError, match=r"no run evaluates without training.*'sglang:d2' for servers alone"
+    ):
+        load(text, "allocation_mode=sglang:d2+eval")
+
+
+def test_options_of_a_script_are_explained_with_their_declaration(load):
+    with pytest.raises(ConfigError) as error:
+        load(FIVE_LINES + "max_turns: 2\n")
+    assert str(error.value).partition("unknown option ")[2].splitlines() == [
+        "'max_turns'; if it is an option of your script, declare it in the script and load MyConfig:",
+        "    @dataclass",
+        "    class MyConfig(PPOConfig):",
+        "        max_turns: int = 2",
+    ]
+    with pytest.raises(ConfigError, match=r"tir: Any = None"):
+        load(FIVE_LINES + "tir: {max_turns: 2}\n")
+    with pytest.raises(ConfigError, match=r"export_style: str = 'concat'"):
+        load(FIVE_LINES + "export_style: concat\n")
+
+
+@pytest.mark.parametrize(
+    ("facts", "path", "reason"),
+    [
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, None, "gemma3 with vision_config"),
+        (None, "Qwen/Qwen2.5-VL-3B-Instruct", "by its name"),
+        (None, "some/SmolVLM-256M", "by its name"),
+        ({"model_type": "gemma3_text"}, None, ""),
+        (None, "Qwen/Qwen2.5-1.5B-Instruct", ""),
+    ],
+)
+def test_vision_models_are_refused_by_their_config_or_name(load, tmp_path, facts, path, reason):
+    if facts is not None:
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+    path = path or str(tmp_path)
+    if not reason:
+        assert load(FIVE_LINES, f"actor.path={path}")[0].actor.path == path
+        return
+    with pytest.raises(ConfigError) as error:
+        load(FIVE_LINES, f"actor.path={path}")
+    assert str(error.value) == (
+        f"actor.path is {path!r}, a vision model ({reason}); images are not supported: train a text model on text"
+    )
+
+
+def test_image_datasets_are_refused(load):
+    with pytest.raises(ConfigError, match="is 'BUAADreamer/clevr_count_70k', a dataset of images"):
+        load(FIVE_LINES, "train_dataset.path=BUAADreamer/clevr_count_70k", cls=PPOConfig)
