@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import logging
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_core.config.checks import check_config
 from areal_core.config.derived import derive_options
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
-from areal_core.config.names import help_of, missing_options, refuse_unknown_keys
+from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of
 from areal_core.config.older_names import translate_older_names
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
 from areal_core.errors import ConfigError
@@ -28,13 +29,40 @@ logger = logging.getLogger(__name__)
 def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
     """Read a config as `load_with_notes` does, log its notes, and return it with the file's path.
 
+    With `--help` among the arguments, print how they are given and exit.
+
     Raises ConfigError.
     """
+    if {"-h", "--help"} & set(argv):
+        print(usage(cls))
+        raise SystemExit(0)
     config, path, notes = load_with_notes(argv, cls)
     if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; rank 0 reports
         for note in notes:
             logger.warning("%s: %s", path, note)
     return config, path
+
+
+def usage(cls: type[BaseExperimentConfig]) -> str:
+    """Return the help of a training script: its arguments, sections and required options."""
+    fields = [field for field in dataclasses.fields(cls) if field.metadata]
+    sections = {name: help_of(cls, name) for name, nested in sections_of(cls).items() if nested is not None}
+    own = [field.name for field in dataclasses.fields(cls) if not field.metadata]
+    plain = [field.name for field in fields if field.name not in sections]
+    lines = [
+        "usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]... [~OPTION]...",
+        "",
+        f"Options are those of {cls.__name__}, in the file or as OPTION=VALUE, which takes precedence:",
+        "actor.optimizer.lr=1e-5 sets one, ~actor.eps_clip resets one to its default.",
+        "",
+        *(f"  {name:<15} {help}" for name, help in sections.items()),
+        "",
+        *textwrap.wrap(f"Others: {', '.join(plain)}.", 78, break_on_hyphens=False),
+        *([f"Of the script: {', '.join(own)}."] if own else []),
+        "",
+        "Type, default and help of each option: areal-debug config [SECTION|SEARCH]",
+    ]
+    return "\n".join(lines)
 
 
 def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str]]:

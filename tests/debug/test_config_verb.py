@@ -1,0 +1,64 @@
+"""`areal-debug config`: the options of a run, and the help of a script."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.config import GRPOConfig, SFTConfig, load_expr_config
+from areal_core.config.names import all_options
+from areal_debug.cli import main
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, ["config", *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("kind", "cls"), [("grpo", GRPOConfig), ("sft", SFTConfig)])
+def test_every_option_is_listed(kind, cls):
+    code, out, _ = run("--json", "--kind", kind)
+    listed = {option["name"] for option in json.loads(out)["options"]}
+    assert code == 0
+    assert listed == {name for name in all_options(cls) if not name.endswith("._version")}
+
+
+def test_an_option_has_type_default_limits_and_help():
+    _, out, _ = run("actor.optimizer", "--json")
+    options = {option["name"]: option for option in json.loads(out)["options"]}
+    assert options["actor.optimizer.beta1"] == {
+        "name": "actor.optimizer.beta1",
+        "type": "float",
+        "default": "0.9",
+        "allowed": "0 or more, and below 1",
+        "help": "Decay of the first moment.",
+        "is_section": False,
+    }
+    assert options["actor.optimizer.type"]["allowed"] == "adam, sgd, adam_bf16"
+    _, out, _ = run("batch_size")
+    assert "rollout.consumer_batch_size: int = as train_dataset.batch_size\n" in out
+    _, out, _ = run("train_dataset.path")
+    assert "train_dataset.path: str = required\n    JSONL, CSV or Parquet file" in out
+
+
+def test_a_search_finds_names_and_helps_and_suggests_others():
+    _, out, _ = run("dual clip")
+    assert out.startswith("actor.c_clip: float | None = null (above 1)\n    Dual clip: ")
+    code, _, error = run("tempratur")
+    assert (code, "no option has 'tempratur' in its name or help; similar: temperature" in error) == (2, True)
+
+
+def test_lines_fit_into_80_columns():
+    _, out, _ = run()
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_help_of_a_script_names_its_arguments_and_options(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        load_expr_config(["train.py", flag], GRPOConfig)
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith("usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]...")
+    assert "\n  gconfig         Sampling of training completions.\n" in out
+    assert "areal-debug config [SECTION|SEARCH]" in out
