@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
-from areal_core.config.not_yet import names_of_another_run, not_yet, placement_without_effect
+from areal_core.config.not_yet import (
+    names_of_another_run,
+    not_yet,
+    placement_without_effect,
+    without_effect_on_a_model,
+)
 from areal_core.config.policy_checks import PPO_COUPLINGS
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
@@ -38,6 +43,7 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
         *not_yet(values, refused=False),
         *names_of_another_run(config, values),
         *placement_without_effect(values),
+        *without_effect_on_a_model(config),
         *without_effect_on_a_cpu(config),
     ]
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from areal_core.config.experiment import BaseExperimentConfig
+from areal_core.config.train_engine import PPOActorConfig, TrainEngineConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ NO_REWARD_MODEL = "no reward model scores completions: call it in a reward funct
 NO_REWARD_SERVICE = "reward functions run in processes of the trainer: give a reward function to the workflow"
 
 NOT_YET = (
-    NotYet("gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
+    NotYet("*gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
     NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
     NotYet("*.enable_tree_training", (False,), "tree training is not supported: set it to false"),
     NotYet("*.fsdp.shard_vision_across_sp", (False,), "vision models are not supported: set it to false"),
@@ -68,7 +69,7 @@ NOT_YET = (
     NotYet("cluster.name_resolve.ray_actor_name", ("ray_kv_store",), "names are files below nfs_record_root", refused=False),
     NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
     NotYet("sglang.enable_multimodal", (False,), "servers get the flag, and requests carry text only", refused=False),
-    NotYet("stats_logger.swanlab.mode", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
+    NotYet("stats_logger.swanlab.*", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 
 # Parts of a scheduling_spec that start upstream's own workers, or that repeat the allocation.
@@ -121,6 +122,33 @@ def placement_without_effect(values: dict[str, Any]) -> Iterator[str]:
             ("separation", None),
         ):
             yield f"{name} is {value}, which has no effect: all models are in the trainer's ranks, servers by allocation_mode"
+
+
+def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield sentences on options of models that are not trained, or not served."""
+    ref = getattr(config, "ref", None)
+    if isinstance(ref, PPOActorConfig):
+        plain = {field.name for field in dataclasses.fields(TrainEngineConfig)}
+        given = [
+            f"ref.{field.name}"
+            for field in dataclasses.fields(ref)
+            if field.name not in plain and getattr(ref, field.name) != default_of(field)
+        ]
+        if given:
+            yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: a reference only computes logprobs"
+    for name in ("ref", "critic", "teacher"):
+        model, actor = getattr(config, name, None), config.actor
+        if model is None:
+            continue
+        if model.backend not in ("", actor.backend):
+            yield f"{name}.backend is {model.backend!r}, which has no effect: all models are on the ranks of the actor"
+        if model.weight_update_mode not in (TrainEngineConfig.weight_update_mode, actor.weight_update_mode):
+            yield f"{name}.weight_update_mode is {model.weight_update_mode!r}, which has no effect: only the actor is sent to servers"
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of an option."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def merged_spec(scheduling_spec: Any) -> dict[str, Any]:

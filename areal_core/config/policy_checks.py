@@ -175,8 +175,8 @@ def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
 
 def tokenizers_agree(config: PPOConfig) -> Iterator[str]:
     client, run = config.rollout.tokenizer_path, config.tokenizer_path
-    if client and run and client != run:
-        yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r}; they must be equal"
+    if client and client != (run or config.actor.path):
+        yield f"rollout.tokenizer_path is {client!r} and tokenizer_path is {run!r} (empty: actor.path); they must be equal"
 
 
 def critic_can_be_trained(config: PPOConfig) -> Iterator[str]:
