@@ -78,14 +78,22 @@ RUN_NAMES = ("experiment_name", "trial_name", "fileroot")
 
 
 def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
-    """Yield one sentence for each option whose value requests a feature that is not supported."""
+    """Yield one sentence for each unsupported feature that the values of options request."""
     for row in NOT_YET:
         if row.refused != refused:
             continue
-        for name, value in values.items():
-            if fnmatch(name, row.option) and value not in row.harmless:
-                shown = "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
-                yield f"{name} is {shown}, which is not available: {row.instead}"
+        given = [
+            f"{name} is {shown(value)}"
+            for name, value in values.items()
+            if fnmatch(name, row.option) and value not in row.harmless
+        ]
+        if given:
+            yield f"{', '.join(given)}, which is not available: {row.instead}"
+
+
+def shown(value: Any) -> str:
+    """Return the value, or `given` for a section."""
+    return "given" if dataclasses.is_dataclass(value) or isinstance(value, dict) else repr(value)
 
 
 def names_of_another_run(config: BaseExperimentConfig, values: dict[str, Any]) -> Iterator[str]:
@@ -102,13 +110,14 @@ def names_of_another_run(config: BaseExperimentConfig, values: dict[str, Any]) -
 
 def placement_without_effect(values: dict[str, Any]) -> Iterator[str]:
     """Yield sentences on parts of `scheduling_spec` and `scheduling_strategy` without effect."""
+    used = merged_spec(values["actor.scheduling_spec"]).get("env_vars")
     ignored = sorted(
         f"{name}.{part}"
         for name, value in values.items()
         if name.endswith(".scheduling_spec")
         for part, wanted in merged_spec(value).items()
-        if wanted
-        and (part not in IMPLIED or (part == "env_vars" and not name.startswith(("actor", "rollout"))))
+        if part not in IMPLIED
+        or (part == "env_vars" and name != "rollout.scheduling_spec" and wanted != used)
     )
     if ignored:
         yield (

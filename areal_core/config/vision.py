@@ -14,14 +14,17 @@ INSTEAD = "images are not supported: train a text model on text"
 
 
 def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence for each dataset and model with images."""
+    """Yield one sentence that names all datasets and models with images, if there are any."""
+    found: dict[str, str] = {}  # path -> sentence, because several sections have the same one
     for name in ("train_dataset", "valid_dataset"):
         data = getattr(config, name)
         if data is not None and any(part in data.path.lower() for part in IMAGE_DATASETS):
-            yield f"{name}.path is {data.path!r}, a dataset of images; {INSTEAD}"
+            found.setdefault(data.path, f"{name}.path is {data.path!r}, a dataset of images")
     for name, section in vars(config).items():
         if isinstance(section, TrainEngineConfig) and (reason := why_vision(section.path)):
-            yield f"{name}.path is {section.path!r}, a vision model ({reason}); {INSTEAD}"
+            found.setdefault(section.path, f"{name}.path is {section.path!r}, a vision model ({reason})")
+    if found:
+        yield f"{', and '.join(found.values())}; {INSTEAD}"
 
 
 def why_vision(path: str) -> str:

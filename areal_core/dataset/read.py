@@ -12,8 +12,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,22 +81,25 @@ def tokenized(
     rows: Sequence[Row], config: "DatasetConfig", tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Row]:
     """Convert rows to those of `config.type`, without those longer than `config.max_length`."""
-    length_of: Callable[[Row], int]
     if config.type == "sft":
         converted: list[Row] = [dict(sft_row(row, tokenizer)) for row in rows]
-        length_of = num_tokens
     elif config.type == "rl":
         converted = rl_rows(rows, config.path)
-        length_of = partial(num_prompt_tokens, tokenizer=tokenizer)
     elif config.type in ("rw", "dpo"):
         pairs = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
         converted = [dict(pair) for pair in pairs if not is_tie(pair)]
-        length_of = pair_length
     else:
         raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
     if config.max_length is None:
         return converted
-    return [row for row in converted if length_of(row) <= config.max_length]
+    return [row for row in converted if length_of(row, config.type, tokenizer) <= config.max_length]
+
+
+def length_of(row: Row, kind: str, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the tokens of a converted row: of the prompt, the row, or the longer side of a pair."""
+    if kind == "rl":
+        return num_prompt_tokens(row, tokenizer)
+    return num_tokens(row) if kind == "sft" else pair_length(row)
 
 
 def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:

@@ -87,8 +87,14 @@ class Memory:
     unknown: tuple[str, ...]
 
 
-def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
-    """Estimate the memory of a rank and of one device of a server."""
+def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int | None = None) -> Memory:
+    """Estimate the memory of a rank and of one device of a server.
+
+    Args:
+        longest_row: tokens of the longest prompt, supervised row or side of a pair; None if it is
+            not known, where `train_dataset.max_length` bounds it.
+    """
+    longest_row = config.train_dataset.max_length if longest_row is None else longest_row
     models, sizes = models_of(config), allocation.train or Parallel()
     shape = read_shape(models[0], sizes)
     if shape is None:
@@ -107,10 +113,10 @@ def estimate_memory(config: AnyConfig, allocation: Allocation) -> Memory:
                 rank += [part for part in kept if stays or not part.is_on_host]
                 host += [part for part in kept if part.is_on_host and not stays]
                 unknown += [f"{model.name}: {reason}" for reason in not_estimated(model.options)]
-        rank += working_parts(config, shape, sizes, unknown)
+        rank += working_parts(config, shape, sizes, longest_row, unknown)
     server: list[Part] = []
     if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
-        engine = engine_parts(config, allocation, shape)
+        engine = engine_parts(config, allocation, shape, longest_row)
         if allocation.rollout_backend == "embedded":
             rank += engine
         else:
@@ -181,7 +187,9 @@ def not_estimated(options: TrainEngineConfig) -> list[str]:
     return [reason for reason, is_on in in_use.items() if is_on]
 
 
-def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: list[str]) -> list[Part]:
+def working_parts(
+    config: AnyConfig, shape: Shape, sizes: Parallel, longest_row: int | None, unknown: list[str]
+) -> list[Part]:
     """Estimate the temporary memory of a step at its peak.
 
     Tensor-parallel ranks divide layers and logits, sequence-parallel ranks divide tokens.
@@ -198,10 +206,11 @@ def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: lis
             + f"; over {sizes.tensor}" * (sizes.tensor > 1),
         )
     ]
-    tokens = tokens_of_micro_batch(config, sizes.data)
+    tokens = tokens_of_micro_batch(config, sizes.data, longest_row)
     if tokens is None:
         unknown.append(
-            "activations: neither actor.mb_spec.max_tokens_per_mb nor train_dataset.max_length is given"
+            "activations: neither actor.mb_spec.max_tokens_per_mb nor train_dataset.max_length is given, "
+            "and the rows or the tokenizer are not local"
         )
     else:
         tokens = -(-tokens // sizes.context)
@@ -213,7 +222,10 @@ def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: lis
         parts.append(Part("activations", tokens * kept * size, f"roughly, {tokens:,} tokens through {how}"))
     logits = LOGITS_AT_A_TIME["cpu" if config.device == "cpu" else "cuda"]
     vocab = shape.vocab // sizes.tensor
-    chunk = 2 * FP32 * logits + TOKENS_PER_WEIGHT_GRADIENT * vocab * size
+    block = TOKENS_PER_WEIGHT_GRADIENT
+    if tokens is not None:
+        logits, block = min(logits, tokens * vocab), min(block, tokens)
+    chunk = 2 * FP32 * logits + block * vocab * size
     return [
         *parts,
         Part(
@@ -224,20 +236,24 @@ def working_parts(config: AnyConfig, shape: Shape, sizes: Parallel, unknown: lis
     ]
 
 
-def tokens_of_micro_batch(config: AnyConfig, num_ranks: int) -> int | None:
+def tokens_of_micro_batch(config: AnyConfig, num_ranks: int, longest_row: int | None) -> int | None:
     """Return the maximum number of tokens of a micro-batch; None if nothing bounds it."""
-    spec, data = config.actor.mb_spec, config.train_dataset
-    if spec.max_tokens_per_mb:
-        return spec.max_tokens_per_mb
-    rows = data.batch_size // num_ranks
-    if not isinstance(config, PPOConfig):
+    spec, rows = config.actor.mb_spec, config.train_dataset.batch_size // num_ranks
+    if isinstance(config, PPOConfig):
+        longest: int | None = longest_sequence(config, longest_row)
+        rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
+    else:
+        longest = longest_row
         rows *= 2 if isinstance(config, RWConfig | DPOConfig) else 1  # a pair is two sequences
-        return data.max_length and data.max_length * rows // (spec.n_mbs or 1)
-    sequences = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
-    return longest_sequence(config) * max(1, sequences // (spec.n_mbs or 1))
+    limits = [] if longest is None else [longest * max(1, rows // (spec.n_mbs or 1))]
+    if spec.max_tokens_per_mb:
+        limits.append(spec.max_tokens_per_mb)
+    return min(limits, default=None)
 
 
-def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> list[Part]:
+def engine_parts(
+    config: PPOConfig, allocation: Allocation, shape: Shape, longest_row: int | None
+) -> list[Part]:
     """Estimate weights and cache of the engine, on a rank if embedded, else per server device."""
     if allocation.rollout is None:
         return []
@@ -251,25 +267,27 @@ def engine_parts(config: PPOConfig, allocation: Allocation, shape: Shape) -> lis
     split = f" over {tensor} devices" if tensor > 1 else ""
     return [
         Part("engine's weights", weights, f"{dtype}{split}"),
-        cache_part(config, shape, cached, tensor, num_engines),
+        cache_part(config, shape, cached, tensor, num_engines, longest_sequence(config, longest_row)),
     ]
 
 
-def cache_part(config: PPOConfig, shape: Shape, size: int, tensor: int, num_engines: int) -> Part:
+def cache_part(
+    config: PPOConfig, shape: Shape, size: int, tensor: int, num_engines: int, longest: int
+) -> Part:
     """Estimate the key-value cache of one engine if every sequence in flight has maximum length."""
     prompts = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
     sequences = -(-prompts * config.gconfig.n_samples // num_engines)
-    tokens = sequences * longest_sequence(config)
+    tokens = sequences * longest
     per_token = shape.cache_per_token * size // tensor
-    how = f"at most, {sequences:,} sequences of {longest_sequence(config):,} tokens at {per_token:,} bytes a token"
+    how = f"at most, {sequences:,} sequences of {longest:,} tokens at {per_token:,} bytes a token"
     return Part("key-value cache", tokens * per_token, how)
 
 
-def longest_sequence(config: PPOConfig) -> int:
+def longest_sequence(config: PPOConfig, longest_prompt: int | None) -> int:
     """Return the maximum number of tokens of prompt and completion."""
-    if config.train_dataset.max_length is None:
+    if longest_prompt is None:
         return config.gconfig.max_tokens
-    return min(config.gconfig.max_tokens, config.train_dataset.max_length + config.gconfig.max_new_tokens)
+    return min(config.gconfig.max_tokens, longest_prompt + config.gconfig.max_new_tokens)
 
 
 def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:

@@ -4,15 +4,16 @@ The functions of a real run are called, not copied: allocation, placement, numbe
 periods are computed by the same code.
 """
 
+import heapq
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
-from areal_core.dataset.read import file_of_split, get_dataset, read_rows
+from areal_core.dataset.read import file_of_split, get_dataset, length_of, read_rows, tokenized
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
@@ -22,6 +23,7 @@ from areal_core.trainer.checkpointing import Frequency
 from areal_debug.dry_run.memory import Memory, estimate_memory
 from areal_debug.dry_run.step import AnyConfig, Stage, plan_step, plan_upkeep
 
+LONGEST_TEXTS = 64  # of the dataset
 METHODS = {
     "rl": "policy optimisation",
     "sft": "supervised fine-tuning",
@@ -93,7 +95,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         allocation=str(allocation),
         processes=tuple(place_processes(config, allocation)),
         steps=steps,
-        memory=estimate_memory(config, allocation),
+        memory=estimate_memory(config, allocation, longest_row(config)),
         step=tuple(step),
         upkeep=tuple(upkeep),
         logs=str(run_folder(config, "logs")),
@@ -147,6 +149,26 @@ def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]
         )
     rows = get_dataset(data, tokenizer=load_tokenizer(config))
     return len(rows), f"{data.path}, prompts of at most {data.max_length} tokens"
+
+
+def longest_row(config: AnyConfig) -> int | None:
+    """Return the tokens of the longest prompt, row or side of a pair; None if they are not local.
+
+    Only the rows of the longest texts are tokenized.
+    """
+    data, tokenizer_path = config.train_dataset, Path(config.tokenizer_path or config.actor.path)
+    is_local = data.path == "arithmetic" or (
+        Path(data.path).exists() and count_rows(config, data)[0] is not None
+    )
+    if not is_local or not tokenizer_path.is_dir():
+        return None
+    rows = read_rows(data.path, data.split, dict(data.dataset_kwargs))
+    longest = heapq.nlargest(LONGEST_TEXTS, rows, key=lambda row: len(str(row)))
+    tokenizer = load_tokenizer(config)
+    unlimited = replace(data, max_length=None)
+    lengths = [length_of(row, data.type, tokenizer) for row in tokenized(longest, unlimited, tokenizer)]
+    limit = data.max_length or max(lengths, default=0)
+    return min(limit, max(lengths, default=limit))
 
 
 def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes]:

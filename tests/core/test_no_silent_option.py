@@ -76,7 +76,7 @@ class Scan:
                         self.attributes[item.target.id] = self.attributes.get(item.target.id, NONE) | found
 
     def annotated(self, annotation: ast.expr) -> Types:
-        """Return the config classes in an annotation; a run's class stands for all of its methods."""
+        """Return the config classes in an annotation; a run's class stands for every method."""
         text = ast.unparse(annotation).replace("'", "").replace('"', "")
         words = "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
         found = {(CLASSES[word], False) for word in words if word in CLASSES}

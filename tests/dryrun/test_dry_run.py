@@ -93,9 +93,9 @@ def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_mo
     assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")
     assert does["recover"].startswith("auto, every 40 steps: not once in 32 steps")
     cache = next(part for part in run["memory"]["rank"] if part["name"] == "key-value cache")
-    # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 16 +
+    # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 7 +
     # 8 tokens.
-    assert cache["size_bytes"] == 16 * 24 * 512
+    assert cache["size_bytes"] == 16 * 15 * 512
     assert not (tmp_path / "files").exists()
 
 

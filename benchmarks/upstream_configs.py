@@ -1,0 +1,101 @@
+"""Load every config file of upstream AReaL that names FSDP and SGLang, and print what each gets.
+
+    python benchmarks/upstream_configs.py CLONE [--commit HEAD] [--markdown]
+
+CLONE is a clone of AReaL, also a bare one; nothing in it is run. A file of the clone's own options
+is loaded as its script would: with a config class that declares the options that ours lack.
+"""
+
+import argparse
+import logging
+import subprocess
+import tempfile
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.config.loading import load_with_notes, read_yaml
+from areal_core.config.names import sections_of
+from areal_core.errors import ConfigError
+from areal_debug.train.script_options import method_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One file: the options of its script, and its notes or the reasons of the refusal."""
+
+    file: str
+    own: tuple[str, ...]
+    loads: bool
+    sentences: tuple[str, ...]
+
+
+def git(clone: Path, *arguments: str) -> str:
+    """Return the output of a git command in the clone."""
+    return subprocess.run(
+        ["git", "-C", str(clone), *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def config_files(clone: Path, commit: str) -> dict[str, str]:
+    """Return path -> text of the YAML files that name FSDP and SGLang."""
+    names = git(clone, "ls-tree", "-r", "--name-only", commit).splitlines()
+    texts = {
+        name: git(clone, "show", f"{commit}:{name}") for name in names if name.endswith((".yaml", ".yml"))
+    }
+    return {name: text for name, text in texts.items() if "fsdp" in text.lower() and "sglang" in text.lower()}
+
+
+def load(name: str, text: str) -> Outcome:
+    """Load one file, first without its script's own options, and with them if that is the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, Path(name).name)
+        file.write_text(text)
+        try:
+            tree = read_yaml(str(file))
+        except ConfigError as error:
+            return Outcome(name, (), False, (str(error).replace(str(file), name),))
+        cls = method_of(tree)
+        if not {"actor", "model"} & set(tree):
+            return Outcome(name, (), False, ("it has no section of a model: it is a file of another tool",))
+        own = tuple(sorted(set(tree) - set(sections_of(cls)) - {"model", "algorithm"}))
+        if own:
+            cls = make_dataclass(cls.__name__, [(o, Any, field(default=None)) for o in own], bases=(cls,))
+        try:
+            notes = load_with_notes(["--config", str(file)], cls)[2]
+        except ConfigError as error:
+            lines = str(error).replace(f"{file}: ", "").splitlines()
+            return Outcome(name, own, False, tuple(line.strip() for line in lines))
+        return Outcome(name, own, True, tuple(notes))
+
+
+def row(outcome: Outcome) -> str:
+    """Return the file's row of the table."""
+    cause = "" if outcome.loads else " ".join(outcome.sentences)
+    own = ", ".join(f"`{name}`" for name in outcome.own)
+    return f"| `{outcome.file}` | {'yes' if outcome.loads else 'no'} | {own} | {cause.replace('|', chr(92) + '|')} |"
+
+
+def main() -> None:
+    """Print one line or table row for each file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("clone", type=Path)
+    parser.add_argument("--commit", default="HEAD")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/upstream_configs.md")
+    options = parser.parse_args()
+    logging.disable()
+    outcomes = [load(name, text) for name, text in config_files(options.clone, options.commit).items()]
+    if options.markdown:
+        print("| file | loads | options of its script | refused because |\n|---|---|---|---|")
+        print("\n".join(row(outcome) for outcome in outcomes))
+    else:
+        for outcome in outcomes:
+            print(f"{outcome.file}: {'loads' if outcome.loads else 'refused'}")
+            print("".join(f"    {sentence}\n" for sentence in outcome.sentences), end="")
+    print(f"\n{sum(outcome.loads for outcome in outcomes)} of {len(outcomes)} load.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The dry run's estimate of a micro-batch, against what its forward and backward allocate."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from areal_core.allocation import parse_allocation
+from areal_core.config import DatasetConfig, GRPOConfig, OptimizerConfig, PPOActorConfig
+from areal_core.dataset import get_dataset
+from areal_core.trainer.build import build_engine, load_tokenizer_at
+from areal_debug.dry_run.memory import estimate_memory
+from areal_debug.dry_run.plan import longest_row
+
+
+def config_of(model, dtype: str, num_samples: int, max_new_tokens: int) -> GRPOConfig:
+    config = GRPOConfig(experiment_name="a", trial_name="b", device="cpu")
+    config.actor = PPOActorConfig(
+        path=str(model), dtype=dtype, optimizer=OptimizerConfig(), ppo_n_minibatches=1
+    )
+    config.train_dataset = DatasetConfig(path="arithmetic", type="rl", batch_size=8)
+    config.gconfig.n_samples, config.gconfig.max_new_tokens = num_samples, max_new_tokens
+    return config
+
+
+def peak_bytes(call) -> int:
+    """Return the largest sum of tensor memory that is allocated during a call, above its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        call()
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in measured.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    held = peak = 0
+    for _, size in changes:
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize(("dtype", "max_new_tokens"), [("float32", 8), ("float32", 256), ("bfloat16", 256)])
+def test_the_estimate_is_within_a_factor_of_two_of_the_measured_peak(
+    tiny_model, one_rank, dtype, max_new_tokens
+):
+    config = config_of(tiny_model, dtype, 4, max_new_tokens)
+    row = longest_row(config)
+    [prompt] = get_dataset(config.train_dataset)[:1]
+    tokenizer = load_tokenizer_at(str(tiny_model))
+    assert row == len(
+        tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True)["input_ids"]
+    )
+
+    engine = build_engine(config.actor, one_rank, total_steps=1)
+    shape = (8 * 4, row + max_new_tokens)
+    batch = {
+        "input_ids": torch.randint(3, 100, shape, dtype=torch.int32),
+        "attention_mask": torch.ones(shape, dtype=torch.bool),
+        "loss_mask": torch.ones(shape, dtype=torch.int32),
+    }
+
+    def step() -> None:
+        engine.train_batch(
+            batch, lambda logprobs, entropy, inputs: -logprobs.sum(), lambda batch: torch.tensor(1.0)
+        )
+
+    step()  # optimizer states and gradients exist from here on
+    measured = peak_bytes(step)
+    memory = estimate_memory(config, parse_allocation("embedded|fsdp:d1"), row)
+    parts = {part.name: part.size_bytes for part in memory.rank}
+    estimated = parts["working copy"] + parts["activations"] + parts["logits"]
+    print(row, measured, parts)
+    assert 0.5 < estimated / measured < 2
