@@ -47,7 +47,7 @@ def config_files(clone: Path, commit: str) -> dict[str, str]:
 
 
 def load(name: str, text: str) -> Outcome:
-    """Load one file, first without its script's own options, and with them if that is the reason."""
+    """Load one file with a config class that declares the options of its script."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, Path(name).name)
         file.write_text(text)
@@ -71,7 +71,7 @@ def load(name: str, text: str) -> Outcome:
 
 def row(outcome: Outcome) -> str:
     """Return the file's row of the table."""
-    cause = "" if outcome.loads else " ".join(outcome.sentences)
+    cause = "" if outcome.loads else "; and ".join(outcome.sentences)
     own = ", ".join(f"`{name}`" for name in outcome.own)
     return f"| `{outcome.file}` | {'yes' if outcome.loads else 'no'} | {own} | {cause.replace('|', chr(92) + '|')} |"
 

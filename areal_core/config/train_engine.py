@@ -197,7 +197,9 @@ class PPOActorConfig(TrainEngineConfig):
     gae_lambda: float = option(1.0, "Lambda of GAE.", limits=SHARE)
     adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")
     kl_ctl: float = option(
-        0.1, "Weight of the KL penalty in the reward; above 0 needs a ref section.", limits=AT_LEAST_0
+        0.1,
+        "Weight of the KL penalty in the reward; needs a ref section, and is 0 without one.",
+        limits=AT_LEAST_0,
     )
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss.", limits=AT_LEAST_0)

@@ -96,7 +96,7 @@ def tokenized(
 
 
 def length_of(row: Row, kind: str, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the tokens of a converted row: of the prompt, the row, or the longer side of a pair."""
+    """Return the tokens of a converted row: of the prompt, the row, or a pair's longer side."""
     if kind == "rl":
         return num_prompt_tokens(row, tokenizer)
     return num_tokens(row) if kind == "sft" else pair_length(row)
