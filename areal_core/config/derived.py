@@ -66,7 +66,8 @@ def follow(tree: Tree, cls: type) -> None:
     for option, other in follows.items():
         section = option.rpartition(".")[0]
         is_missing = section in OPTIONAL and not isinstance(value_of(tree, section), dict)
-        if not is_missing and not is_given(tree, option):
+        is_cycle = f"${{{option}}}" in str(raw_value(tree, other))
+        if not (is_missing or is_cycle or is_given(tree, option)):
             set_option(tree, option, f"${{{other}}}")
 
 
@@ -93,7 +94,7 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
     if value_of(tree, "ref") is None and not is_given(tree, "actor.kl_ctl"):
         yield "actor.kl_ctl", 0.0
     limits = [limit for option in LENGTH_LIMITS if isinstance(limit := value_of(tree, option), int)]
-    prompt = value_of(tree, "train_dataset.max_length") or 0
+    prompt = number_of(tree, "train_dataset.max_length", 0)
     if limits and 0 < min(limits) - prompt < LONGEST and not is_given(tree, "gconfig.max_new_tokens"):
         yield "gconfig.max_new_tokens", min(limits) - prompt
     rows = rows_of_rank(tree)
@@ -107,12 +108,12 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
 def rows_of_rank(tree: Tree) -> int:
     """Return the sequences of a data-parallel rank in a step; 0 if the allocation has none."""
     names = ("allocation_mode", "rollout.backend", "actor.backend")
-    modes = [value_of(tree, name) or "" for name in names]
+    modes = [str(value_of(tree, name) or "") for name in names]
     try:
         train = resolve_allocation(*modes).train if any(modes) else Parallel()
     except AllocationError:  # the checks report it
         return 0
-    rows = (value_of(tree, "train_dataset.batch_size") or 1) * (value_of(tree, "gconfig.n_samples") or 1)
+    rows = number_of(tree, "train_dataset.batch_size", 1) * number_of(tree, "gconfig.n_samples", 1)
     return rows // train.data if train is not None else 0
 
 
@@ -126,6 +127,19 @@ def is_given(tree: Tree, option: str) -> bool:
         if not isinstance(tree, dict):
             return True
     return leaf in tree
+
+
+def raw_value(tree: Any, option: str) -> Any:
+    """Return the value of an option with its interpolations as text; None if it is not set."""
+    for part in option.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def number_of(tree: Tree, option: str, default: int) -> int:
+    """Return the value of an option; `default` if it is not set, or not a whole number."""
+    value = value_of(tree, option)
+    return value if isinstance(value, int) else default
 
 
 def value_of(tree: Tree, option: str) -> Any:

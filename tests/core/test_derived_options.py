@@ -162,3 +162,22 @@ def test_vision_models_are_refused_by_their_config_or_name(load, tmp_path, facts
 def test_image_datasets_are_refused(load):
     with pytest.raises(ConfigError, match="is 'BUAADreamer/clevr_count_70k', a dataset of images"):
         load(FIVE_LINES, "train_dataset.path=BUAADreamer/clevr_count_70k", cls=PPOConfig)
+
+
+def test_an_option_that_refers_to_the_derived_one_is_no_cycle(load):
+    text = FIVE_LINES.replace("batch_size: 8", "batch_size: '${rollout.consumer_batch_size}'")
+    config, _ = load(text.replace(", temperature: 0.8", ""), "actor.temperature=${gconfig.temperature}")
+    assert (config.train_dataset.batch_size, config.rollout.consumer_batch_size) == (1, 1)
+    assert (config.actor.temperature, config.gconfig.temperature) == (1.0, 1.0)
+    config, _ = load(text.replace(", temperature: 0.8", ""), "actor.temperature=0.6")
+    assert config.gconfig.temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train_dataset.batch_size=many", "train_dataset.max_length=long", "allocation_mode=[1]", "gconfig=3"],
+)
+def test_a_value_of_another_type_is_one_sentence(load, override):
+    with pytest.raises(ConfigError) as error:
+        load(FIVE_LINES + "sglang: {context_length: 512}\n", override)
+    assert override.partition("=")[0].partition(".")[0] in str(error.value)
