@@ -17,7 +17,7 @@ Where packed rows differ, rows are computed one at a time, and checked again.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Parity:
         difference: of log-probs and entropies (scores, of a reward model), as training computes.
         packed_difference: the same of packed rows; None if they were not tried.
         tolerance: the larger of the dtype's minimum and `NOISE_FACTOR` times `noise`.
-        noise: between two forwards of the class with other shapes.
+        noise: between forwards of the class with other shapes or another attention; None if the
+            minimum was enough.
         lengths: of the rows.
         unchecked: what the rows are too short to show.
     """
@@ -71,7 +72,7 @@ class Parity:
     difference: float
     packed_difference: float | None
     tolerance: float
-    noise: float
+    noise: float | None
     lengths: tuple[int, ...]
     unchecked: tuple[str, ...]
 
@@ -147,43 +148,55 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
             f"a {config.model_type!r} model has log-probs that are not finite in its own forward: its weights are "
             f"damaged, or {engine.dtype} is too narrow for them"
         )
-    noise = _largest(engine, [own_columns(engine, rows[0], twice=True)], expected[:1])
-    tolerance = max(TOLERANCE[engine.dtype], NOISE_FACTOR * noise)
-    result = Parity(
+    tolerance, noise = TOLERANCE[engine.dtype], None
+    reason, packed = by_position(config), None
+    if reason is None:
+        found = columns_of(engine, rows)
+        packed = _largest(engine, found, expected)
+        if packed > tolerance:
+            noise = measure_noise(engine, rows[0], expected[0])
+            tolerance = max(tolerance, NOISE_FACTOR * noise)
+        other = [(rows[0] + 1) % config.vocab_size, *rows[1:]]
+        leak = _largest(engine, columns_of(engine, other)[1:], found[1:])
+        reason = why_not_packed(packed, leak, tolerance)
+    difference = packed
+    if reason is not None or packed is None:
+        compute_rows_alone(engine)
+        difference = _largest(engine, columns_of(engine, rows), expected)
+        if difference > tolerance:
+            reason = "its class computes logits, masks or positions in a way that training does not follow"
+    assert difference is not None
+    return Parity(
         config.model_type,
         str(engine.dtype).removeprefix("torch."),
-        True,
-        True,
-        None,
-        0.0,
-        None,
+        difference <= tolerance,
+        engine.packs_rows,
+        reason,
+        difference,
+        packed,
         tolerance,
         noise,
         lengths,
         unchecked,
     )
-    reason = by_position(config)
-    if reason is None:
-        found = columns_of(engine, rows)
-        difference = _largest(engine, found, expected)
-        other = [(rows[0] + 1) % config.vocab_size, *rows[1:]]
-        leak = _largest(engine, columns_of(engine, other)[1:], found[1:])
-        result = replace(result, difference=difference, packed_difference=difference)
-        if leak > LEAK_FACTOR * tolerance:
-            reason = (
-                f"other tokens in one packed row change the log-probs of the next by up to {leak:.2g} nats"
-            )
-        elif difference > tolerance:
-            reason = f"packed rows differ from rows alone by up to {difference:.2g} nats"
-    if reason is None:
-        return result
-    compute_rows_alone(engine)
-    difference = _largest(engine, columns_of(engine, rows), expected)
+
+
+def why_not_packed(difference: float, leak: float, tolerance: float) -> str | None:
+    """Say why packed rows are wrong; None if they are right."""
+    if leak > LEAK_FACTOR * tolerance:
+        return f"other tokens in one packed row change the log-probs of the next by up to {leak:.2g} nats"
     if difference > tolerance:
-        reason = "its class computes logits, masks or positions in a way that training does not follow"
-    return replace(
-        result, is_equal=difference <= tolerance, packs_rows=False, reason=reason, difference=difference
-    )
+        return f"packed rows differ from rows alone by up to {difference:.2g} nats"
+    return None
+
+
+def measure_noise(engine: FSDPEngine, row: Tensor, expected: Tensor) -> float:
+    """Return what rounding changes in the class's own forward; a collective.
+
+    That is another shape, in a batch of two rows, and another implementation of attention.
+    """
+    others = [own_columns(engine, row, twice=True), own_columns(engine, row, attention="eager")]
+    return _largest(engine, others, [expected, expected])
 
 
 def compute_rows_alone(engine: FSDPEngine) -> None:
@@ -242,11 +255,14 @@ def columns_of(engine: FSDPEngine, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tensor:
+def own_columns(
+    engine: FSDPEngine, row: Tensor, *, twice: bool = False, attention: str | None = None
+) -> Tensor:
     """Compute one row by the forward of the model's class, without packing; a collective.
 
     Args:
         twice: in a batch of two rows, which changes the rounding only.
+        attention: name of an implementation in Transformers; by default `own_attention`.
 
     Returns:
         As `columns_of`.
@@ -254,11 +270,12 @@ def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tens
     engine.wake()
     engine.model.eval()
     ids = torch.stack([row, row.roll(1)] if twice else [row]).to(engine.ranks.device)
+    attention = attention or own_attention(engine.model)
     if is_score_model(engine.model):
-        with attention_of(engine.model, own_attention(engine.model)):
+        with attention_of(engine.model, attention):
             scores: Tensor = engine.model(input_ids=ids, use_cache=False)[0]
         return scores.float().cpu()
-    with own_forward(engine):
+    with own_forward(engine, attention):
         logits = engine.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [length - 1, vocab]
     log_p = torch.log_softmax(logits.float() / engine.temperature, -1).cpu()
     logprobs = log_p.gather(1, row[1:, None])[:, 0]
@@ -266,8 +283,8 @@ def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tens
 
 
 @contextmanager
-def own_forward(engine: FSDPEngine) -> Iterator[None]:
-    """Let the model compute logits by the forward and the attention of its class, in the body."""
+def own_forward(engine: FSDPEngine, attention: str) -> Iterator[None]:
+    """Let the model compute logits by the forward of its class, in the body."""
     model, ranks = engine.model, engine.ranks
     head = output_layer(model)
     assert head is not None
@@ -275,7 +292,7 @@ def own_forward(engine: FSDPEngine) -> Iterator[None]:
     with (
         replaced_forward(model, None),
         replaced_forward(head, whole),
-        attention_of(model, own_attention(model)),
+        attention_of(model, attention),
     ):
         yield
 

@@ -45,7 +45,7 @@ def test_a_family_trains_on_the_logprobs_and_gradients_of_transformers(ranks, na
     assert found["export"] < 1e-5
     assert found["bfloat16"] < 0.05
     if name in ALONE and found["packed"] is not None:
-        assert found["packed"] > 0.02, "packed rows are right: the family need not be computed row by row"
+        assert found["packed"] > 0.01, "packed rows are right: the family need not be computed row by row"
 
 
 def engine_of(path, ranks, **options):
@@ -115,7 +115,7 @@ def test_the_check_leaves_random_state_and_model_as_they_were(ranks, tmp_path):
     head = output_layer(engine.model)
     before = (torch.get_rng_state(), engine.model.config.to_dict(), engine.model.forward, head.forward)
     result = P.measure_parity(engine)
-    assert result.lengths == (11, 1, 19, 6, 11)  # the last is longer than the sliding window of 8
+    assert result.lengths == (11, 1, 6, 11)  # the last is longer than the sliding window of 8
     after = (torch.get_rng_state(), engine.model.config.to_dict(), engine.model.forward, head.forward)
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
