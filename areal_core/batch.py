@@ -47,7 +47,7 @@ def _widen(tensor: Tensor, width: int) -> Tensor:
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return the given rows, in the given order, trimmed to the longest of them."""
     index = torch.as_tensor(rows, dtype=torch.int64)
-    width = int(sequence_lengths(batch)[index].max()) if len(rows) else 0
+    width = max(sequence_lengths(batch)[index].tolist(), default=0)
     return {key: t[index] if t.dim() == 1 else t[index, :width] for key, t in batch.items()}
 
 

@@ -6,7 +6,8 @@ ValueError
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
 RuntimeError
-└── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
+├── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
+└── NonFiniteError       a weight, a loss, a gradient or what they are computed from is not finite
 """
 
 
@@ -28,3 +29,7 @@ class RewardError(ValueError):
 
 class ServerFailed(RuntimeError):
     """An inference server ended, or was not ready in time; the message has its last log lines."""
+
+
+class NonFiniteError(RuntimeError):
+    """A weight, a loss, a gradient or what they are computed from is not finite."""

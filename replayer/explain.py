@@ -4,9 +4,11 @@ The gradient of a minibatch is the sum of its samples' gradients, G = g1 + g2 + 
 |G|^2` are shares that sum to 1: a sample with 0.6 contributes more than half of the step, one with
 -0.1 opposes it. `|gi| / |G|` is the size of its own gradient, independent of the others. It costs
 one forward and backward pass per sample, at the same weights as in the step; the step itself is not
-changed.
+changed. There are no shares of a gradient that is 0, as where all rewards of a group are equal, or
+not finite; the samples whose own gradient is not finite then come first.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -34,8 +36,8 @@ class SampleShare:
         rank, row: position in the record. loss: share of the minibatch's loss (the sum over all
             samples).
         loss_share: |loss| over the sum of |loss| of the minibatch. gradient_share: `<gi, G> /
-            |G|^2`.
-        gradient_norm: |gi| before clipping, in units of |G|.
+            |G|^2`; NaN if |G| is 0 or not finite.
+        gradient_norm: |gi| before clipping, in units of |G|; absolute if |G| is 0 or not finite.
     """
 
     rank: int
@@ -83,8 +85,13 @@ def explain(folder: str, step: int, model: str | None = None) -> StepExplanation
 
     report = replay_and_compare(Request(folder, anchor or 0, step, model), [make_explainer])
     found.faithful = report.identical
-    found.samples.sort(key=lambda sample: -sample.gradient_norm)
+    found.samples.sort(key=largest_first)
     return found
+
+
+def largest_first(sample: SampleShare) -> tuple[bool, float]:
+    """Order samples by their gradient, those that are not finite first."""
+    return math.isfinite(sample.gradient_norm), -sample.gradient_norm
 
 
 class Explainer:
@@ -112,6 +119,7 @@ class Explainer:
         parameters = [p for p in self.trainer.actor.model.parameters() if p.grad is not None]
         full = [p.grad for p in parameters]
         norm = float(ranks.sum_parts(dot(full, full)).sqrt())
+        has_shares = 0 < norm < math.inf
         shares: list[SampleShare] = []
         for owner, count in enumerate(ranks.gather_leaders(len(facts["rows"]))):
             for position in range(count):
@@ -121,7 +129,9 @@ class Explainer:
                 own = [p.grad for p in parameters]
                 along, length = (float(ranks.sum_parts(dot(own, other))) for other in (full, own))
                 if owner == ranks.data_parallel_rank:
-                    shares.append(self.share(facts, position, loss, along / norm**2, length**0.5 / norm))
+                    of_gradient = along / norm**2 if has_shares else math.nan
+                    own_norm = length**0.5 / (norm if has_shares else 1.0)
+                    shares.append(self.share(facts, position, loss, of_gradient, own_norm))
         for parameter, gradient in zip(parameters, full, strict=True):
             parameter.grad = gradient
         everyone = [share for of_rank in ranks.gather_leaders(shares) for share in of_rank]
@@ -134,7 +144,7 @@ class Explainer:
         chosen = [] if position is None else [position]
         engine = self.trainer.actor
         result = engine.backward(facts["batch"], chosen, self.loss, num_loss_tokens, facts["total_weight"])
-        return float(result.loss / facts["total_weight"])
+        return float(result.loss) / float(facts["total_weight"])
 
     def share(
         self,

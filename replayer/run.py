@@ -23,6 +23,7 @@ def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> di
         "observers": [lambda trainer, make=make: make(record, trainer, request) for make in make_observers],
         "stop_after": request.last,
         "print_steps": False,
+        "stops_at_nonfinite": False,
     }
 
 

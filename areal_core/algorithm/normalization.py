@@ -121,7 +121,7 @@ def _normalize(
     if std_level is None:
         return centred
     std = moments[std_level].std(unbiased)
-    return torch.where(std > 0, centred / (std + eps), 0.0)
+    return torch.where(std == 0, 0.0, centred / (std + eps))  # a nan stays visible
 
 
 def _moments(values: Tensor, sets: Tensor, sum_over_ranks: SumOverRanks) -> _Moments:

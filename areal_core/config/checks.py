@@ -167,6 +167,15 @@ def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
 
 
+def trained_models_need_no_loss_scaling(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, engine in engines_of(config):
+        if name in ("actor", "critic") and engine.dtype == "float16":
+            yield (
+                f"{name}.dtype is 'float16', in which gradients of long batches become 0, and losses are not scaled: "
+                "use bfloat16 or float32"
+            )
+
+
 def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]:
     train = config.allocation.train
     for name, engine in engines_of(config):
@@ -308,6 +317,7 @@ COUPLINGS = (
     only_critics_and_reward_models_have_scores,
     only_pairs_stay_together,
     liger_has_a_gpu,
+    trained_models_need_no_loss_scaling,
     compiled_layers_are_not_split,
     adapters_have_a_size,
     only_trained_models_have_adapters,

@@ -133,6 +133,14 @@ class TrainEngineConfig:
     parity_check: bool = option(
         True, "Compare log-probs of packed rows with the model's own forward before the first step."
     )
+    nonfinite: str = option(
+        "stop",
+        "What to do about an update whose loss, gradient, log-probs or inputs are not finite.",
+        ("stop", "skip"),
+    )
+    nonfinite_skips: int | None = option(
+        10, "Updates that nonfinite=skip may skip before it stops; empty: no limit.", limits=AT_LEAST_0
+    )
     optimizer: OptimizerConfig | None = option(None, "Empty: the model is only evaluated.")
     weight_update_mode: str = option(
         "xccl", "Transport of weight updates to the servers: broadcast or disk.", ("xccl", "disk")

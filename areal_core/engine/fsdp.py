@@ -6,6 +6,7 @@ that loss over all tokens of all ranks, divided by the sum of their weights, so 
 on how rows are divided into micro-batches.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 
 from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
 from areal_core.engine.checksums import parameter_checksums
+from areal_core.engine.entropy import note_use_of_entropy
+from areal_core.engine.finite import count_nonfinite
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import leave_device, return_to_device, take_step
-from areal_core.engine.optimizer import clip_gradients
+from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
@@ -64,8 +67,27 @@ class MicroBatchResult:
 
 
 @dataclass(frozen=True)
+class DeviceResult:
+    """A micro-batch whose numbers, each [], are still on the device.
+
+    `nonfinite` is the number of its tokens with a log-prob, or an input of the loss, that is not
+    finite.
+    """
+
+    rows: list[int]
+    num_tokens: int
+    loss: Tensor
+    weight: Tensor
+    nonfinite: Tensor
+
+
+@dataclass(frozen=True)
 class TrainResult:
-    """One optimizer step; all but `micro_batches`, which are this rank's, is over all ranks."""
+    """One optimizer step; all but `micro_batches`, which are this rank's, is over all ranks.
+
+    `update_successful` is false, and no weight has changed, if the loss, the gradient norm, a
+    log-prob or an input of the loss was not finite on any rank.
+    """
 
     loss: float
     total_weight: float
@@ -227,17 +249,39 @@ class FSDPEngine:
             for rows in self.divide(batch)
         ]
         observe("gradients", batch=batch, total_weight=total_weight)
-        loss_sum = self.ranks.sum(torch.tensor(sum(r.loss for r in results), dtype=torch.float64))
+        parameters = list(self.model.parameters())
+        norm = gradient_norm(parameters)
+        loss_sum, nonfinite, grad_norm, micro_batches = self._read(results, norm)
         lr = self.schedule.get_last_lr()[0]
-        grad_norm = clip_gradients(list(self.model.parameters()), self.gradient_clipping)
-        finite = grad_norm < float("inf")  # False for nan, too
+        finite = nonfinite == 0 and math.isfinite(loss_sum) and math.isfinite(grad_norm)
         if finite:
+            if self.gradient_clipping > 0:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping, norm)
             take_step(self.optimizer, self.step_groups)
         observe("optimizer", grad_norm=grad_norm, lr=lr, updated=finite)
         self.optimizer.zero_grad()
-        return TrainResult(
-            float(loss_sum) / total_weight, total_weight, grad_norm, float(lr), finite, results
-        )
+        return TrainResult(loss_sum / total_weight, total_weight, grad_norm, float(lr), finite, micro_batches)
+
+    def _read(
+        self, results: Sequence[DeviceResult], norm: Tensor
+    ) -> tuple[float, float, float, list[MicroBatchResult]]:
+        """Transfer all numbers of a step at once, the only wait for the device; a collective.
+
+        Returns:
+            The loss and the number of tokens that are not finite, both summed over ranks; the
+            gradient norm; the micro-batches of this rank.
+        """
+        losses = torch.stack([result.loss for result in results]).double()
+        nonfinite = torch.stack([result.nonfinite for result in results]).sum()
+        # Float64 sums of float32 losses are exact, whatever their order; + 0.0 makes -0.0 0.0.
+        sums = self.ranks.sum(torch.stack([losses.sum() + 0.0, nonfinite.double()]))
+        loss_sum, bad, grad_norm, *numbers = torch.cat([sums, norm[None].to(sums), losses]).tolist()
+        weights = torch.stack([result.weight for result in results]).tolist()
+        micro_batches = [
+            MicroBatchResult(result.rows, result.num_tokens, loss, float(weight))
+            for result, loss, weight in zip(results, numbers, weights, strict=True)
+        ]
+        return loss_sum, bad, grad_norm, micro_batches
 
     def backward(
         self,
@@ -247,7 +291,7 @@ class FSDPEngine:
         weight_fn: Callable[[Batch], Tensor],
         total_weight: float,
         observe: Callable[..., None] = ignore_event,
-    ) -> MicroBatchResult:
+    ) -> DeviceResult:
         """Run forward and backward on some rows, adding to the gradients; a collective.
 
         Arguments are those of `train_batch`; `total_weight` is the weight over all ranks.
@@ -257,19 +301,29 @@ class FSDPEngine:
         if not rows:
             # Every rank reaches every collective of FSDP: an empty micro-batch runs a backward of
             # weight 0.
-            observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=pairs.sum() * 0.0)
-            (pairs.sum() * 0.0).backward()
-            return MicroBatchResult([], 0, 0.0, 0.0)
+            loss = pairs.sum() * 0.0
+            observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=loss)
+            loss.backward()
+            zero = loss.new_zeros(())
+            return DeviceResult([], 0, zero, weight_fn(part), zero)
         flat = self._packed(part)
-        loss = loss_fn(*pairs.unbind(1), flat)
+        columns = pairs.unbind(1)
+        loss = loss_fn(*columns, flat)
+        if len(columns) == 2:
+            note_use_of_entropy(loss, pairs, columns[1])
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; multiplied by their number, that is a sum.
         (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
-        num_tokens = int(part["attention_mask"].sum())
-        return MicroBatchResult(list(rows), num_tokens, float(loss.detach()), float(weight_fn(part)))
+        num_tokens = sum(sequence_lengths(part).tolist())
+        nonfinite = count_nonfinite(pairs[:, 0].detach(), flat)
+        return DeviceResult(list(rows), num_tokens, loss.detach(), weight_fn(part), nonfinite)
 
     def _packed(self, part: Batch) -> Batch:
-        return {key: tensor.to(self.ranks.device) for key, tensor in pack(part).items()}
+        """Pack rows and copy them to the device, without waiting for it."""
+        flat = pack(part)
+        if self.ranks.device.type == "cuda":
+            flat = {key: tensor if tensor.is_cuda else tensor.pin_memory() for key, tensor in flat.items()}
+        return {key: tensor.to(self.ranks.device, non_blocking=True) for key, tensor in flat.items()}
 
     def forward(self, part: Batch) -> Tensor:
         """Return (logprob, entropy) of the next token at each packed position, float32 [tokens, 2].

@@ -84,6 +84,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         result[0, :, 1] = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, bias, labels, is_here, largest + total.log(), result)
         ctx.temperature, ctx.logit_map, ctx.shard = temperature, logit_map, shard
+        ctx.has_entropy = None  # `entropy.note_use_of_entropy` may know
         return result
 
     @staticmethod
@@ -96,7 +97,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         """
         hidden, weight, bias, labels, is_here, log_total, result = ctx.saved_tensors
         grad_logprob, grad_entropy = grad_result[0].unbind(1)  # [tokens]
-        has_entropy = bool(grad_entropy.any())
+        has_entropy = bool(grad_entropy.any()) if ctx.has_entropy is None else ctx.has_entropy
         at_label = grad_logprob if is_here is None else grad_logprob * is_here
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None

@@ -79,17 +79,12 @@ def build_schedule(
     return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
 
 
-def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
-    """Clip gradients to a global L2 norm of at most `max_norm`; return the norm before.
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients, [] on their device; a collective.
 
-    A collective. Parameters that are replicated over ranks, such as norms under tensor parallelism,
-    count once. If the norm is not finite the gradients are not changed: the caller skips the step.
+    Parameters that are replicated over ranks, such as norms under tensor parallelism, count once.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = _global_norm(gradients)
-    if torch.isfinite(norm) and max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(norm)
+    return _global_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def _global_norm(gradients: list[Tensor]) -> Tensor:

@@ -105,13 +105,13 @@ class Ranks:
         return self._sum(tensor, None)
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        total = tensor.to(self.device, copy=True)
+        total = tensor.clone()  # reduced where it is: what is in host memory does not wait for the device
         dist.all_reduce(total, group=group)
-        return total.to(tensor.device)
+        return total
 
     def maximum(self, count: int) -> int:
-        """Return the maximum of a count over ranks; a collective."""
-        largest = torch.tensor(count, device=self.device)
+        """Return the maximum of a count over ranks; a collective in host memory."""
+        largest = torch.tensor(count)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
@@ -195,14 +195,24 @@ def build_meshes(
     """Build the meshes of a job; a collective.
 
     Args:
-        timeout: of the broadcasts of a group leader, in which the others wait for its rollouts.
-            Other groups only communicate after collectives of all ranks.
+        timeout: of every group. Torch's own default is 10 minutes for NCCL, and ranks may wait
+            longer for each other's rollouts.
     """
     model_parallel = sequence_parallel * tensor_parallel
     shape = (world_size // model_parallel, sequence_parallel, tensor_parallel)
     mesh = init_device_mesh(device_kind, shape, mesh_dim_names=("dp", "sp", "tp"))
+    shards = mesh["dp", "sp"]._flatten("dp_sp")
     same_rows = dist.new_subgroups(model_parallel, timeout=timeout)[0] if model_parallel > 1 else None
-    return Meshes(mesh, mesh["dp", "sp"]._flatten("dp_sp"), same_rows)
+    for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
+        set_timeout(group, device_kind, timeout)
+    return Meshes(mesh, shards, same_rows)
+
+
+def set_timeout(group: dist.ProcessGroup, device_kind: str, timeout: timedelta) -> None:
+    """Set the timeout of a mesh's group, which `init_device_mesh` creates with torch's default."""
+    for kind in {"cpu", device_kind}:
+        # `dist.set_timeout` would do, but torch 2.13 lacks it.
+        group._get_backend(torch.device(kind))._set_default_timeout(timeout)
 
 
 def leave_ranks() -> None:

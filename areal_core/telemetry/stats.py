@@ -104,6 +104,16 @@ class Stats:
             self._record(name, Reduce.SCALAR, number, torch.ones_like(number, dtype=torch.bool))
 
     @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Forget what is recorded inside."""
+        records = {name: list(entries) for name, entries in self._records.items()}
+        masks = dict(self._masks)
+        try:
+            yield
+        finally:
+            self._records, self._masks = records, masks
+
+    @contextmanager
     def timing(self, name: str) -> Iterator[None]:
         """Record the seconds spent inside as `timeperf/name`, whatever the scope."""
         start_ns = time.perf_counter_ns()
@@ -124,7 +134,10 @@ class Stats:
         of all ranks in rank order. Names without an element on any rank are left out.
         """
         counted = self._records if self.counts else {}
-        records = {name: _joined(entries) for name, entries in counted.items()}
+        numbers = _read([four for entries in counted.values() for _, four in entries])
+        records = {
+            name: _joined([(kind, next(numbers)) for kind, _ in entries]) for name, entries in counted.items()
+        }
         self._records, self._masks = {}, {}
         joined: Records = {}
         for of_rank in (gather or gather_over_ranks)(records):
@@ -178,12 +191,21 @@ def _four_numbers(values: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def _joined(entries: list[tuple[Reduce, Tensor]]) -> Moments:
+def _read(fours: list[Tensor]) -> Iterator[list[float]]:
+    """Yield the numbers of each tensor, in order, after one transfer from each device."""
+    on_device: dict[torch.device, list[Tensor]] = {}
+    for four in fours:
+        on_device.setdefault(four.device, []).append(four)
+    rows = {device: iter(torch.stack(tensors).tolist()) for device, tensors in on_device.items()}
+    for four in fours:
+        yield next(rows[four.device])
+
+
+def _joined(entries: list[tuple[Reduce, list[float]]]) -> Moments:
     kinds = {reduce for reduce, _ in entries}
     assert len(kinds) == 1, f"one name was recorded as {kinds}"
     kind = kinds.pop()
-    moments = [Moments(kind, *four) for four in torch.stack([four for _, four in entries]).tolist()]
-    return functools.reduce(Moments.joined, moments)
+    return functools.reduce(Moments.joined, [Moments(kind, *four) for _, four in entries])
 
 
 def _reported(name: str, moments: Moments) -> Iterator[tuple[str, float]]:

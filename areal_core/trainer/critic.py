@@ -16,7 +16,8 @@ from areal_core.batch import Batch
 from areal_core.config import PPOCriticConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Stats
-from areal_core.trainer.update import update
+from areal_core.trainer.nonfinite import NonFiniteGuard
+from areal_core.trainer.update import num_loss_tokens, update
 
 
 def critic_values(critic: FSDPEngine, batch: Batch, stats: Stats) -> Tensor:
@@ -26,7 +27,12 @@ def critic_values(critic: FSDPEngine, batch: Batch, stats: Stats) -> Tensor:
 
 
 def update_critic(
-    critic: FSDPEngine, inputs: Batch, options: PPOCriticConfig, stats: Stats
+    critic: FSDPEngine,
+    inputs: Batch,
+    options: PPOCriticConfig,
+    stats: Stats,
+    guard: NonFiniteGuard,
+    step: int,
 ) -> list[dict[str, Any]]:
     """Train the critic on `returns`, clipped around `values` (both [B, T]); a collective.
 
@@ -40,7 +46,8 @@ def update_critic(
         if not math.isnan(explained):
             stats.scalar(explained_variance=explained)
         loss = partial(critic_loss, eps_clip=options.eps_clip, stats=stats)
-        return update(critic, inputs, options.ppo_n_minibatches, loss, stats)
+        skipped = partial(guard.skipped, "critic", critic, inputs, loss, num_loss_tokens, step=step)
+        return update(critic, inputs, options.ppo_n_minibatches, loss, stats, on_skipped=skipped)
 
 
 def critic_loss(values: Tensor, flat: Batch, *, eps_clip: float, stats: Stats) -> Tensor:

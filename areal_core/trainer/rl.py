@@ -25,9 +25,10 @@ from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import Evaluation, validation_rows
+from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
-from areal_core.trainer.update import update
+from areal_core.trainer.update import num_loss_tokens, update
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]
@@ -51,7 +52,7 @@ def train_steps(
     """
     config, stats, timing = trainer.config, trainer.stats, trainer.stats.timing
     actor, critic, objective = trainer.actor, trainer.critic, trainer.objective
-    engines, observe = trainer.engines, trainer._observe
+    engines, guard, observe = trainer.engines, trainer.guard, trainer._observe
 
     for step in range(trainer.first_step, trainer.end_step):
         with timing("step"):
@@ -83,9 +84,12 @@ def train_steps(
                     objective.loss,
                     stats,
                     partial(observe, step=step),
+                    partial(
+                        guard.skipped, "actor", actor, inputs, objective.loss, num_loss_tokens, step=step
+                    ),
                 )
             if critic is not None and config.critic is not None:
-                plan["critic"] = update_critic(critic, inputs, config.critic, stats)
+                plan["critic"] = update_critic(critic, inputs, config.critic, stats, guard, step)
             for engine in engines.values():
                 engine.step_schedule()
             trainer.version += 1
@@ -98,6 +102,7 @@ def train_steps(
                 stats=trainer.last_stats,
                 checksums=trainer.checksums() if trainer.takes_checksums else {},
             )
+            guard.check_weights(engines, f"after step {step}", step)
             del batch, values, inputs  # else they stay in memory until the next step replaces them
 
             # Weight sync: from here on, samples come from the new weights.
@@ -137,6 +142,8 @@ class PPOTrainer:
         checkpoint: folder to continue from, written by `save_checkpoint` of the `start` event.
         stop_after: the last step to train, if it is not the run's last.
         print_steps: print one line per step on rank 0.
+        stops_at_nonfinite: stop as `actor.nonfinite` says; False for a replay, which follows its
+            record.
 
     Raises:
         ConfigError: the run would have no steps.
@@ -156,6 +163,7 @@ class PPOTrainer:
         checkpoint: Path | None = None,
         stop_after: int | None = None,
         print_steps: bool = True,
+        stops_at_nonfinite: bool = True,
     ) -> None:
         self.config = config
         self.train_dataset = train_dataset
@@ -179,6 +187,10 @@ class PPOTrainer:
         # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
         self.live_stats = Stats(counts)
         self.last_stats: dict[str, float] = {}
+        trained = {"actor": config.actor} | ({"critic": config.critic} if config.critic else {})
+        self.guard = NonFiniteGuard(
+            config, trained, self.ranks, self.tokenizer, self.stats, stops_at_nonfinite
+        )
         self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
         self.steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
         self.recovery = Recovery(config, self.ranks, self.steps_per_epoch)
@@ -219,7 +231,9 @@ class PPOTrainer:
         Raises:
             ConfigError: there is no dataset and no source, no rollout engine, no validation rows
                 although `evaluator` requests them, or a path that cannot be imported.
+            NonFiniteError: a weight, or a number of an update, is not finite (`actor.nonfinite`).
         """
+        self.guard.check_weights(self.engines, "before the first step")
         source, evaluation = self.source, None
         if source is None:
             workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow

@@ -20,6 +20,7 @@ from areal_core.errors import ConfigError
 from areal_core.telemetry import Stats
 from areal_core.trainer import build
 from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
+from areal_core.trainer.nonfinite import NonFiniteGuard
 
 
 def never(step: int) -> bool:
@@ -60,6 +61,7 @@ class SupervisedTrainer(ABC):
         self.actor = build.build_engine(config.actor, self.ranks, self.total_steps, load=self.load)
         self.actor.granularity = self.granularity
         self.stats = Stats(self.ranks.is_group_leader)
+        self.guard = NonFiniteGuard(config, {"actor": config.actor}, self.ranks, self.tokenizer, self.stats)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
         self.engines = {"actor": self.actor}
         steps_per_epoch = self.loader.steps_per_epoch
@@ -101,8 +103,9 @@ class SupervisedTrainer(ABC):
         with build.build_loggers(self.config, self.ranks, steps) as logger:
             if self.first_step == 0 and self.config.evaluator.eval_before_train:
                 self.evaluate(f"eval-before-{self.name}")
+            self.guard.check_weights(self.engines, "before the first step")
             for step in range(self.first_step, self.total_steps):
-                self._train_step()
+                self._train_step(step)
                 if self.validation.frequency.is_due(step):
                     self.evaluate(f"eval-{self.name}")
                 stats = self.stats.export()
@@ -117,14 +120,34 @@ class SupervisedTrainer(ABC):
             self.saver.finish()
             self.recovery.finish()
 
-    def _train_step(self) -> None:
+    def _train_step(self, step: int) -> None:
         """Train on this rank's rows of the next batch, in one optimizer step; a collective."""
         with self.stats.timing("step"), self.stats.scope(self.name):
-            batch = self.to_batch([row for _, row in self.loader.next_batch()])
+            rows = self.loader.next_batch()
+            batch = self.to_batch([row for _, row in rows])
             with self.stats.timing("train_step"):
                 result = self.actor.train_batch(batch, self.loss, self.weight)
+            if not result.update_successful:
+                names = [f"row {number} of the run" for number, _ in rows for _ in range(self.granularity)]
+                every = range(len(names))
+                self.guard.skipped(
+                    "actor",
+                    self.actor,
+                    batch,
+                    self.loss,
+                    self.weight,
+                    step=step,
+                    minibatch=0,
+                    rows=every,
+                    names=names,
+                )
+            self.guard.check_weights(self.engines, f"after step {step}")
             self.actor.step_schedule()
-            self.stats.scalar(grad_norm=result.grad_norm, lr=result.lr)
+            self.stats.scalar(
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                update_successful=float(result.update_successful),
+            )
 
     def evaluate(self, scope: str) -> None:
         """Record the training statistics of all validation rows under `scope`; a collective."""

@@ -19,12 +19,15 @@ def update(
     loss: LossFunction,
     stats: Stats,
     observe: Callable[..., None] = ignore_event,
+    on_skipped: Callable[..., None] = ignore_event,
 ) -> list[dict[str, Any]]:
     """Train on a batch in several optimizer steps; a collective.
 
     Args:
         inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
         observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
+        on_skipped: called on every rank with `minibatch` and `rows` of an optimizer step that was
+            not taken.
 
     Returns:
         The plan that was followed, in JSON types: rows, micro-batches and results per
@@ -41,6 +44,8 @@ def update(
             update_successful=float(result.update_successful),
             num_micro_batches=len(result.micro_batches),
         )
+        if not result.update_successful:
+            on_skipped(minibatch=index, rows=rows)
         for number, micro in enumerate(result.micro_batches):
             observe(
                 "micro_batch",

@@ -164,9 +164,7 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
     first = samples[0]
     norms = ", ".join(format_number(norm) for norm in found["grad_norms"])
     out.print(
-        f"[bold]Step {step}[/bold]: {len(samples)} samples, gradient norm {norms} (by minibatch). The largest gradient is that of "
-        f"[bold]rank {first['rank']}, row {first['row']}[/bold] (prompt {first['prompt_id']}, sample {first['sample_id']}): "
-        f"{100 * first['gradient_share']:.3g} % of the minibatch's gradient, {100 * first['loss_share']:.3g} % of its loss."
+        f"[bold]Step {step}[/bold]: {len(samples)} samples, gradient norm {norms} (by minibatch). {verdict_on(samples)}"
     )
     if not found["faithful"]:
         out.print(
@@ -182,6 +180,27 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
     )
 
 
+def verdict_on(samples: list[dict[str, Any]]) -> str:
+    """Name the sample with the largest gradient, or those whose gradient is not finite."""
+    first = samples[0]
+    name = (
+        f"[bold]rank {first['rank']}, row {first['row']}[/bold] "
+        f"(prompt {first['prompt_id']}, sample {first['sample_id']})"
+    )
+    broken = sum(not math.isfinite(sample["gradient_norm"]) for sample in samples)
+    if broken:
+        return f"The gradients of {broken} samples are not finite, the first is that of {name}."
+    if first["gradient_norm"] == 0:
+        return "Every sample's gradient is 0: nothing is learned where all rewards of a group are equal."
+    shares = f"{percent(first['gradient_share'])} of the minibatch's gradient, {percent(first['loss_share'])} of its loss"
+    return f"The largest gradient is that of {name}: {shares}."
+
+
+def percent(share: float) -> str:
+    """Write a share; a dash if there is none."""
+    return f"{100 * share:.3g} %" if math.isfinite(share) else "-"
+
+
 def explain_table(samples: list[dict[str, Any]]) -> Table:
     """Make a table with one row per sample."""
     found = Table(box=None, pad_edge=False, header_style="dim")
@@ -193,9 +212,9 @@ def explain_table(samples: list[dict[str, Any]]) -> Table:
         found.add_row(
             *(str(name) for name in names),
             *(format_number(number) for number in numbers),
-            f"{100 * s['loss_share']:.3g} %",
-            f"{100 * s['gradient_share']:.3g} %",
-            f"{s['gradient_norm']:.3g} x",
+            percent(s["loss_share"]),
+            percent(s["gradient_share"]),
+            f"{s['gradient_norm']:.3g}{' x' if math.isfinite(s['gradient_share']) else ''}",
         )
     return found
 

@@ -41,7 +41,7 @@ def mistakes_as_sentences() -> Iterator[None]:
     """Print errors that our packages raise for users as one sentence, on the first such rank."""
     from areal_core.agent.errors import AgentError
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
-    from areal_core.errors import ConfigError, DatasetError, RewardError
+    from areal_core.errors import ConfigError, DatasetError, NonFiniteError, RewardError
     from areal_core.rollout import errors as rollout
     from recorder import DamagedRecord, RecordError
     from replayer.errors import ReplayError
@@ -61,6 +61,7 @@ def mistakes_as_sentences() -> Iterator[None]:
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (
+        NonFiniteError,
         rollout.ServerDied,
         rollout.WeightUpdateFailed,
         rollout.RequestRefused,

@@ -51,3 +51,9 @@ def test_moving_to_host_memory_where_there_is_no_device_memory_is_only_noted():
 def test_enable_offload_speaks_for_every_model():
     config = SFTConfig(experiment_name="a", trial_name="b", enable_offload=True)
     assert config.actor.offload
+
+
+def test_float16_is_refused_where_it_is_trained_in():
+    with pytest.raises(ConfigError, match=r"^actor.dtype is 'float16', .*: use bfloat16 or float32$"):
+        check_config(sft(dtype="float16"))
+    assert check_config(sft(dtype="bfloat16")) == []

@@ -91,6 +91,19 @@ def test_one_bad_step_is_no_alarm(tmp_path):
     assert examined(write_stats(tmp_path, run))[0] == 0
 
 
+@pytest.mark.parametrize(("norms", "first"), [([np.nan] * 12, 0), ([0.0, 0.0, np.inf], 2)])
+def test_gradients_that_are_not_finite_are_named_in_any_run(tmp_path, norms, first):
+    write_stats(tmp_path, {"grad_norm": np.array(norms)})
+    code, report = examined(tmp_path)
+    alarm = next(alarm for alarm in report["alarms"] if alarm["id"] == "D17")
+    count = int(np.sum(~np.isfinite(norms)))
+    assert code == 1
+    assert alarm["found"] == f"{count} of {len(norms)} steps are not finite"
+    assert alarm["advice"][0].endswith(f"break step {first}: areal-debug replay RECORD --explain {first}")
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
+    assert done.stdout.startswith("Gradients that are not finite: ")
+
+
 def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_path):
     broken = TROUBLES["truncation"][1](healthy())
     write_stats(tmp_path / "verl", {name: broken[name] for name in VERL}, VERL)

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from areal_core.engine.optimizer import clip_gradients, schedule_factor
+from areal_core.engine.optimizer import gradient_norm, schedule_factor
 
 
 def test_linear_schedule_matches_literal_numbers():
@@ -26,15 +28,9 @@ def test_unknown_schedule_names_the_known_ones():
         schedule_factor("cosin", 1, 0, 0.0)
 
 
-def test_clipping_scales_3_4_5_down_to_norm_1():
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([parameter], max_norm=1.0) == 5.0
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
-
-
-def test_gradients_with_an_infinite_norm_are_left_for_the_caller_to_skip():
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([float("inf"), 1.0])
-    assert clip_gradients([parameter], max_norm=1.0) == float("inf")
-    assert parameter.grad.tolist() == [float("inf"), 1.0]
+@pytest.mark.parametrize(("gradient", "norm"), [([3.0, 4.0], 5.0), ([math.inf, 1.0], math.inf)])
+def test_gradient_norm_is_that_of_all_gradients(gradient, norm):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    for parameter, value in zip(parameters, gradient, strict=False):  # the last one has no gradient
+        parameter.grad = torch.tensor([value])
+    assert float(gradient_norm(parameters)) == norm

@@ -1,8 +1,13 @@
 """The sample that made a step is named, and shares add up to the step that was taken."""
 
+import io
+import math
+
 import pytest
 import torch
+from rich.console import Console
 
+from areal_debug.replay.render import print_explanation
 from replayer.explain import explain
 
 SPIKE = (2, 9)  # step, row
@@ -60,3 +65,43 @@ def test_the_random_numbers_of_the_step_are_not_used_up(spiked):
     torch.manual_seed(1)
     explain(spiked.path, 0)
     assert torch.equal(torch.rand(1), drawn)  # the replay ends with the recorded state, whatever was before
+
+
+def test_a_step_without_a_gradient_has_no_shares(tmp_path, tiny_model, record_run):
+    def alike(batch, step):
+        return batch | {"rewards": torch.zeros_like(batch["rewards"])}
+
+    run = record_run(tmp_path, tiny_model, 1, alike)
+    found = explain(run.path, 0)
+    assert found.faithful
+    assert found.grad_norms == [0.0, 0.0]
+    assert len(found.samples) == 16
+    assert {sample.gradient_norm for sample in found.samples} == {0.0}
+    assert all(math.isnan(sample.gradient_share) for sample in found.samples)
+    out = Console(file=io.StringIO(), width=200)
+    print_explanation(out, run.record, found.to_dict())
+    assert "gradient norm 0, 0 (by minibatch). Every sample's gradient is 0" in out.file.getvalue()
+
+
+def test_samples_with_a_gradient_that_is_not_finite_come_first(tmp_path, tiny_model, record_run):
+    def broken(batch, step):
+        advantage = batch["rewards"].clone()
+        advantage[SPIKE[1]] = math.nan
+        return batch | {"rewards": advantage}
+
+    run = record_run(
+        tmp_path,
+        tiny_model,
+        1,
+        broken,
+        actor__reward_norm=None,
+        actor__adv_norm=None,
+        actor__nonfinite="skip",
+    )
+    found = explain(run.path, 0)
+    assert (found.samples[0].row, found.samples[0].minibatch) == (SPIKE[1], 1)
+    assert [math.isfinite(sample.gradient_norm) for sample in found.samples] == [False] + 15 * [True]
+    out = Console(file=io.StringIO(), width=200)
+    print_explanation(out, run.record, found.to_dict())
+    shown = out.file.getvalue()
+    assert f"The gradients of 1 samples are not finite, the first is that of rank 0, row {SPIKE[1]}" in shown

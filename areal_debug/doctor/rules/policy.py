@@ -123,25 +123,29 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
 def gradients_spike(run: Run) -> Alarm | None:
     """D17: single steps whose gradient norm is many times the median, or not finite."""
     norm = run.series.get("grad_norm")
-    if norm is None or len(norm.values) < 5:
+    if norm is None:
         return None
     bad = ~np.isfinite(norm.values)
+    if not bad.any() and len(norm.values) < 5:
+        return None
     moving = norm.finite.values[norm.finite.values > 0]
     usual = np.median(moving) if len(moving) else np.inf
-    spikes = bad | (norm.values > 5 * usual)
-    if bad.sum() == 0 and spikes.sum() < max(2, 0.02 * len(norm.values)):
+    spikes = bad if bad.any() else norm.values > 5 * usual
+    if not bad.any() and spikes.sum() < max(2, 0.02 * len(norm.values)):
         return None
     at = np.flatnonzero(spikes)
+    first = int(norm.steps[at[0]])
     return Alarm(
         "D17",
         "gradients that are not finite" if bad.any() else "gradient spikes",
         "error" if bad.any() else "warning",
         norm.name,
-        f"{len(at)} of {len(norm.values)} steps are beyond 5 times the median of {usual:.3g}"
-        + (f", {int(bad.sum())} are not finite" if bad.any() else ""),
+        f"{len(at)} of {len(norm.values)} steps are "
+        + ("not finite" if bad.any() else f"beyond 5 times the median of {usual:.3g}"),
         tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
         (
-            f"find the samples that dominate step {int(norm.steps[at[0]])}: areal-debug replay RECORD --explain {int(norm.steps[at[0]])}",
+            f"find the samples that {'break' if bad.any() else 'dominate'} step {first}: "
+            f"areal-debug replay RECORD --explain {first}",
             "a smaller learning rate, gradient clipping (actor.optimizer.gradient_clipping 1.0)",
             "were weights stale there? compare with the logprob difference",
         ),

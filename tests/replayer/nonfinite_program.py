@@ -1,0 +1,80 @@
+"""Runs that stop: of two ranks, of which one has a reward of NaN, and of supervised training."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from areal_core.config import PPOConfig, SFTConfig, config_from_dict
+from areal_core.errors import NonFiniteError
+from areal_core.trainer.rl import PPOTrainer
+from areal_core.trainer.sft import SFTTrainer
+from replayer.preflight import RandomRollouts
+
+TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+TEXT = "~abc"
+
+
+class Rollouts(RandomRollouts):
+    def __init__(self, is_broken: bool) -> None:
+        super().__init__(100, 2, 4, longest=16, seed=1)
+        self.is_broken = is_broken
+
+    def next_batch(self, step, version):
+        batch = super().next_batch(step, version)
+        if self.is_broken:
+            batch["rewards"][3] = math.nan
+        return batch
+
+
+def train_on_two_ranks(folder: str, model: str) -> None:
+    tree = yaml.safe_load(TINY.read_text())
+    tree |= {"cluster": {"fileroot": folder}, "allocation_mode": "embedded|fsdp:d2"}
+    tree["actor"] |= {"path": model}
+    with PPOTrainer(
+        config_from_dict(tree, PPOConfig),
+        source=lambda trainer: Rollouts(trainer.ranks.rank == 1),
+        total_steps=2,
+        print_steps=False,
+    ) as trainer:
+        message = ""
+        try:
+            trainer.train()
+        except NonFiniteError as error:
+            message = str(error)
+        messages = trainer.ranks.gather_objects(message)
+        if trainer.ranks.rank == 0:
+            print(json.dumps(messages))
+
+
+def train_supervised(folder: Path, model: Path) -> str:
+    tree = {
+        "experiment_name": "tiny",
+        "trial_name": "test",
+        "device": "cpu",
+        "cluster": {"fileroot": str(folder)},
+        "train_dataset": {"path": "arithmetic", "type": "sft", "batch_size": 2, "shuffle": False},
+        "actor": {"path": str(model), "dtype": "float32", "optimizer": {"lr": 1e-3}},
+    }
+    rows = [{"input_ids": [10 + row, 11, 12, 13], "loss_mask": [0, 1, 1, 1]} for row in range(8)]
+    with SFTTrainer(config_from_dict(tree, SFTConfig), rows) as trainer:
+        rows[4]["input_ids"] = trainer.tokenizer(TEXT)["input_ids"]
+        marked = rows[4]["input_ids"][0]
+
+        def break_output(module, inputs, output):
+            return output.masked_fill((inputs[0] == marked)[..., None], math.nan)
+
+        trainer.actor.model.get_input_embeddings().register_forward_hook(break_output)
+        try:
+            trainer.train()
+        except NonFiniteError as error:
+            return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train_on_two_ranks(*sys.argv[1:])

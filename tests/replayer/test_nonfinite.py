@@ -1,0 +1,205 @@
+"""A planted value that is not finite stops the run and is named; a skipped update replays."""
+
+import importlib.util
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_core.errors import NonFiniteError
+from areal_core.trainer.rl import PPOTrainer
+from areal_debug.wiring import recorder_of
+from recorder import RecordingOptions, open_record
+from replayer.explain import explain
+from replayer.preflight import RandomRollouts
+from replayer.request import Request
+from replayer.run import replay_and_compare
+
+PROGRAM = Path(__file__).parent / "nonfinite_program.py"
+MARKED = 104  # a token that no other row has
+STEP, ROW = 1, 9
+
+
+class Rollouts(RandomRollouts):
+    """Random rows, of which one is marked."""
+
+    def __init__(self, edit):
+        super().__init__(MARKED, 4, 4, longest=16, seed=1)
+        self.edit = edit
+
+    def next_batch(self, step, version):
+        batch = super().next_batch(step, version)
+        return self.edit(batch) if step == STEP else batch
+
+
+def mark(batch):
+    ids = batch["input_ids"].clone()
+    ids[ROW, 0] = MARKED
+    return batch | {"input_ids": ids}
+
+
+def change(name, value):
+    def edit(batch):
+        column = batch[name].clone()
+        column[ROW] = torch.where(batch["loss_mask"][ROW] > 0, value, 0.0) if column.dim() == 2 else value
+        return batch | {name: column}
+
+    return edit
+
+
+def run(config, folder=None, edit=lambda batch: batch, plant=lambda trainer: None, num_steps=3):
+    """Train, recording into `folder` if there is one; return the statistics of each step."""
+    found = []
+
+    def observe(trainer):
+        plant(trainer)
+        return lambda event, **facts: found.append(facts["stats"]) if event == "step" else None
+
+    observers = [observe]
+    if folder is not None:
+        config.debug.dump_rollout_data, config.debug.path = True, str(folder)
+        observers.append(lambda trainer: recorder_of(trainer, folder, RecordingOptions(text=True)))
+    source = Rollouts(edit)
+    with PPOTrainer(
+        config,
+        source=lambda trainer: source,
+        observers=observers,
+        total_steps=num_steps,
+        print_steps=False,
+    ) as trainer:
+        trainer.train()
+    return found
+
+
+def break_output(module, inputs, output):
+    return output.masked_fill((inputs[0] == MARKED)[..., None], math.nan)
+
+
+def break_gradient(module, inputs, output):
+    if output.requires_grad:
+        output.register_hook(
+            lambda gradient: gradient.masked_fill((inputs[0] == MARKED)[..., None], math.inf)
+        )
+
+
+def embedding_hook(hook):
+    return lambda trainer: trainer.actor.model.get_input_embeddings().register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("what", "edit", "plant"),
+    [
+        ("reward", change("rewards", math.nan), None),
+        ("log-prob (logprobs)", change("logprobs", -math.inf), None),
+        ("log-prob of the current weights", mark, break_output),
+        ("gradient of model.embed_tokens.weight", mark, break_gradient),
+    ],
+)
+def test_a_planted_value_is_named_with_its_row(tmp_path, tiny_model, tiny_config_of, what, edit, plant):
+    # without recomputed log-probs, the first forward pass is that of the update
+    config = tiny_config_of(tmp_path, tiny_model, 3, actor__use_decoupled_loss=False)
+    with pytest.raises(NonFiniteError) as raised:
+        run(config, edit=edit, plant=embedding_hook(plant) if plant else lambda trainer: None)
+    first, second, *others = str(raised.value).splitlines()
+    assert first.startswith(f"step {STEP}, actor, minibatch ")
+    assert first.endswith(f": the {what} is not finite in 1 row:")
+    assert second.startswith(f"    rank 0, row {ROW}, prompt 2, sample 1: '")
+    assert others == ["actor.nonfinite=skip continues without such updates"]
+
+
+def test_a_loss_that_is_not_finite_is_named(tmp_path, tiny_model, tiny_config_of):
+    def overflow(trainer):
+        real = trainer.objective.loss
+
+        def loss(logprobs, entropy, flat):
+            return real(logprobs, entropy, flat) * torch.where(
+                (flat["input_ids"] == MARKED).any(), math.inf, 1.0
+            )
+
+        object.__setattr__(trainer.objective, "loss", loss)
+
+    config = tiny_config_of(tmp_path, tiny_model, 3)
+    with pytest.raises(
+        NonFiniteError, match=r"the loss is not finite in 1 row:\n    rank 0, row 9, prompt 2"
+    ):
+        run(config, edit=mark, plant=overflow)
+
+
+def test_a_weight_is_named_before_the_first_step_and_after_an_update(tmp_path, tiny_model, tiny_config_of):
+    def break_weight(trainer):
+        parameter = dict(trainer.actor.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+        with torch.no_grad():
+            parameter.to_local()[0, 0] = math.nan
+
+    config = tiny_config_of(tmp_path, tiny_model, 3)
+    with pytest.raises(NonFiniteError) as raised:
+        run(config, plant=break_weight)
+    expected = "before the first step, actor: the weight model.layers.1.mlp.up_proj.weight is not finite"
+    assert str(raised.value) == expected
+    config.actor.optimizer.lr = math.inf
+    with pytest.raises(
+        NonFiniteError, match=r"step 0, .*: the weight model.embed_tokens.weight \(and \d+ more\)"
+    ):
+        run(config)
+
+
+def test_the_record_of_a_stopped_run_contains_the_step(tmp_path, tiny_model, tiny_config_of):
+    folder = tmp_path / "record"
+    with pytest.raises(NonFiniteError) as raised:
+        run(tiny_config_of(tmp_path, tiny_model, 3), folder, change("rewards", math.nan))
+    assert str(raised.value).splitlines()[2:5] == [
+        f"    areal-debug record show {folder} --step {STEP}",
+        f"    areal-debug view {folder} --step {STEP}",
+        f"    areal-debug replay {folder} --explain {STEP}",
+    ]
+    assert open_record(folder).steps == (0, STEP)
+    found = explain(str(folder), STEP)
+    assert found.faithful
+    assert all(math.isnan(norm) for norm in found.grad_norms)
+    assert {sample.row for sample in found.samples} == set(range(16))
+    # of samples whose gradient is not finite, there is no share to report
+    assert all(math.isnan(sample.gradient_share) for sample in found.samples)
+
+
+def test_skipped_updates_leave_the_weights_and_replay_to_the_same_bits(
+    tmp_path, tiny_model, tiny_config_of, caplog
+):
+    config = tiny_config_of(tmp_path, tiny_model, 3, actor__nonfinite="skip")
+    with caplog.at_level(logging.WARNING):
+        stats = run(config, tmp_path / "record", change("rewards", math.nan))
+    assert [step["ppo_actor/update/update_successful"] for step in stats] == [1.0, 0.0, 1.0]
+    skipped = [text for text in caplog.messages if "skipped this update" in text]
+    assert [text.splitlines()[0][:27] for text in skipped] == [
+        f"step {STEP}, actor, minibatch {number}:" for number in range(2)
+    ]
+    assert skipped[1].endswith("skipped this update, number 2 of at most 10")
+    record = open_record(tmp_path / "record")
+    weights = [record.step(step).outcome(0).checksums for step in record.steps]
+    assert weights[0] == weights[1] != weights[2]
+    assert replay_and_compare(Request(str(record.path), 0, 2)).identical
+
+
+def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, tiny_config_of):
+    config = tiny_config_of(tmp_path, tiny_model, 3, actor__nonfinite="skip", actor__nonfinite_skips=1)
+    with pytest.raises(NonFiniteError, match="nonfinite_skips is 1, and this is update 2 that is skipped"):
+        run(config, edit=change("rewards", math.nan))
+
+
+def test_both_of_two_ranks_stop_with_the_row_of_the_rank_that_has_it(tmp_path, tiny_model, torchrun):
+    messages = torchrun(PROGRAM, 2, tmp_path, tiny_model)
+    assert messages[0] == messages[1]
+    first, second, *_ = messages[0].splitlines()
+    assert first.endswith("the reward is not finite in 1 row:")
+    assert second.startswith("    rank 1, row 3, prompt ")
+
+
+def test_a_supervised_run_stops_and_names_the_row(tmp_path, tiny_model):
+    spec = importlib.util.spec_from_file_location("nonfinite_program", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    message = program.train_supervised(tmp_path, tiny_model)
+    first, second, *_ = message.splitlines()
+    assert first == "step 2, actor, minibatch 0: the log-prob of the current weights is not finite in 1 row:"
+    assert second == f"    rank 0, row 0, row 4 of the run: {program.TEXT!r}"
