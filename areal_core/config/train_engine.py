@@ -84,9 +84,10 @@ class FSDPEngineConfig:
 
     wrap_policy: FSDPWrapPolicy | None = option(None, "Modules that each become a unit of sharding.")
     offload_params: bool = option(False, "Keep parameters, gradients and optimiser states in host memory.")
-    memory_efficient_load: bool = option(
-        False,
-        "Only rank 0 reads the checkpoint; others never hold all of it, except with tensor parallelism.",
+    memory_efficient_load: bool | None = option(
+        None,
+        "Only rank 0 reads the checkpoint; others never hold all of it, except with tensor parallelism. "
+        "Empty: with several ranks, and without tensor parallelism.",
     )
     per_layer_optim_step: bool = option(
         False, "Keep optimiser states in host memory and step one layer at a time."
@@ -96,6 +97,16 @@ class FSDPEngineConfig:
     )
     shard_vision_across_sp: bool = option(False, "Shard the vision tower over the sequence group.")
     compile: bool = option(False, "Compile transformer layers with torch.compile.")
+    shard_size: int | None = option(
+        None,
+        "Ranks that share one copy of the weights (HSDP); empty: all. It divides d x c.",
+        limits=AT_LEAST_1,
+    )
+    sync_every_micro_batch: bool = option(
+        True,
+        "Sum gradients over ranks after each micro-batch; false: after the last one, which is faster, "
+        "holds the full gradient on each rank, and rounds differently.",
+    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ on how rows are divided into micro-batches.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_
 from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.entropy import note_use_of_entropy
 from areal_core.engine.finite import count_nonfinite
+from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
-from areal_core.engine.sharding import fsdp_module, full_tensor
+from areal_core.engine.sharding import fsdp_module
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -37,23 +38,6 @@ LossFunction = Callable[..., Tensor]
 
 def ignore_event(event: str, **facts: object) -> None:
     """Do nothing: the default observer of a step."""
-
-
-@dataclass(frozen=True)
-class FullTensors:
-    """The full weights of a sharded model, cast to `dtype`.
-
-    Each is gathered when the iterator reaches it, so iterating is a collective. It can be iterated
-    again, as a weight update does that lost a server.
-    """
-
-    model: PreTrainedModel
-    dtype: torch.dtype
-    device: torch.device
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, full_tensor(parameter.detach().to(self.device)).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -110,6 +94,8 @@ class FSDPEngine:
             multiple of `micro_batches_divisor`.
         granularity: number of consecutive rows that stay in one micro-batch, 2 for pairs; the
             number of rows of every batch is a multiple of it.
+        syncs_every_micro_batch: sum gradients over ranks after each micro-batch; else once, after
+            the last one, and each rank accumulates the gradient of the full model meanwhile.
         adapter: is trained in place of the model, which is frozen.
         step_groups: the `groups` of `offload.take_step`; None where optimizer states stay on the
             device.
@@ -130,6 +116,7 @@ class FSDPEngine:
     optimizer: Optimizer | None = None
     schedule: LRScheduler | None = None
     gradient_clipping: float = 1.0
+    syncs_every_micro_batch: bool = True
     adapter: Adapter | None = None
     step_groups: list[list[Parameter]] | None = None
     sleeps: bool = False
@@ -244,10 +231,11 @@ class FSDPEngine:
             raise ValueError("the batch has no token in the loss mask on any rank: every loss_mask is 0")
         self.model.train()
         self.optimizer.zero_grad()
-        results = [
-            self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe)
-            for rows in self.divide(batch)
-        ]
+        groups, results = self.divide(batch), []
+        for number, rows in enumerate(groups):
+            is_last = number == len(groups) - 1
+            fsdp_module(self.model).set_requires_gradient_sync(self.syncs_every_micro_batch or is_last)
+            results.append(self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe))
         observe("gradients", batch=batch, total_weight=total_weight)
         parameters = list(self.model.parameters())
         norm = gradient_norm(parameters)

@@ -38,11 +38,13 @@ class Meshes:
         all: every rank, with the dimensions "dp", "sp" and "tp".
         shards: the ranks that share shards with this one, with the flattened dimension "dp_sp".
         same_rows: the ranks that have the same rows as this one; None if no other rank does.
+        timeout: of every group.
     """
 
     all: DeviceMesh
     shards: DeviceMesh
     same_rows: dist.ProcessGroup | None
+    timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,27 @@ class Ranks:
     def shard_mesh(self) -> DeviceMesh:
         """The ranks that FSDP shards parameters and averages gradients over: data and sequence."""
         return self.meshes.shards
+
+    def replicated_shards(self, shard_size: int) -> DeviceMesh:
+        """Return a mesh for HSDP; a collective.
+
+        Its dimensions are "replicate", ranks with the same shards, and "shard", consecutive ranks
+        that share one copy of the weights.
+
+        Raises:
+            RanksError: the ranks do not divide into such groups, or layers are split, too.
+        """
+        num_ranks = self.shard_mesh.size()
+        if num_ranks % shard_size or self.tensor_parallel_size > 1:
+            raise RanksError(
+                f"fsdp.shard_size is {shard_size}, and the weights are sharded over {num_ranks} rank(s) "
+                f"with t{self.tensor_parallel_size}: give a divisor of that number, and use t1"
+            )
+        shape = (num_ranks // shard_size, shard_size)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            set_timeout(group, self.device.type, self.meshes.timeout)
+        return mesh
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
@@ -205,7 +228,7 @@ def build_meshes(
     same_rows = dist.new_subgroups(model_parallel, timeout=timeout)[0] if model_parallel > 1 else None
     for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
         set_timeout(group, device_kind, timeout)
-    return Meshes(mesh, shards, same_rows)
+    return Meshes(mesh, shards, same_rows, timeout)
 
 
 def set_timeout(group: dist.ProcessGroup, device_kind: str, timeout: timedelta) -> None:

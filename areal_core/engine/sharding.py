@@ -43,6 +43,7 @@ def shard_model(
     compiles: bool = False,
     offloads: bool = False,
     from_rank_0: bool = False,
+    shard_size: int | None = None,
 ) -> PreTrainedModel:
     """Split layers by tensor parallelism, then shard them over the other ranks.
 
@@ -58,11 +59,13 @@ def shard_model(
         compiles: run layers through torch.compile.
         offloads: keep shards in host memory; a layer is on the device while it computes.
         from_rank_0: only rank 0 has weights; the model of the other ranks may be on "meta".
+        shard_size: ranks that share one copy of the weights; None for all.
 
     Raises:
         ModelError: no module of the model has one of the class names; its logits are not supported;
             tensor parallelism cannot split it, or is combined with compilation.
-        RanksError: the ranks of a group cannot share its attention heads.
+        RanksError: the ranks of a group cannot share its attention heads, or ranks do not divide
+            into groups of `shard_size`.
     """
     if compiles and ranks.tensor_parallel_size > 1:
         raise ModelError(
@@ -92,10 +95,11 @@ def shard_model(
         param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=False
     )
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offloads else OffloadPolicy()
+    mesh = ranks.shard_mesh if shard_size is None else ranks.replicated_shards(shard_size)
     for part in (*layers, model):
         if from_rank_0:
             broadcast_parameters(part, ranks)
-        fully_shard(part, mesh=ranks.shard_mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 

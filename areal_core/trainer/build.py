@@ -173,12 +173,15 @@ def shard_engine(
     attention = choose_attention(options.attn_impl, ranks.device.type, dtype)
     logger.debug("%s: attention is %s", options.path, attention.reason)
     fsdp = options.fsdp
+    from_rank_0 = fsdp.memory_efficient_load
+    if from_rank_0 is None:
+        from_rank_0 = ranks.world_size > 1 and ranks.tensor_parallel_size == 1
     model = load(
         options.path,
         attn_implementation=attention.implementation,
         init_from_scratch=options.init_from_scratch,
         disable_dropout=options.disable_dropout,
-        without_weights=fsdp.memory_efficient_load and ranks.rank > 0,
+        without_weights=from_rank_0 and ranks.rank > 0,
     )
     if options.use_liger:
         apply_liger(model, ranks.device.type)
@@ -192,7 +195,8 @@ def shard_engine(
         layer_classes=layer_classes,
         compiles=fsdp.compile,
         offloads=fsdp.offload_params,
-        from_rank_0=fsdp.memory_efficient_load,
+        from_rank_0=from_rank_0,
+        shard_size=fsdp.shard_size,
     )
     return FSDPEngine(
         model,
@@ -203,6 +207,7 @@ def shard_engine(
         min_micro_batches=options.mb_spec.n_mbs or 1,
         packing=options.mb_spec.packing_algorithm,
         micro_batches_divisor=options.mb_spec.n_mbs_divisor,
+        syncs_every_micro_batch=fsdp.sync_every_micro_batch,
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
     )

@@ -289,7 +289,7 @@ def broken_gradient(
     loss_fn: LossFunction,
     weight_fn: Callable[[Batch], Tensor],
 ) -> Cause | None:
-    """Find a row whose gradient is not finite, by bisection of the rows of all ranks; a collective."""
+    """Find a row of any rank whose gradient is not finite, by bisection; a collective."""
     ranks, size = engine.ranks, engine.granularity
     counts = ranks.gather_leaders(len(rows) // size)
     suspects = [(rank, unit) for rank, count in enumerate(counts) for unit in range(count)]

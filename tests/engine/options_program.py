@@ -29,7 +29,7 @@ SAME_BITS = {
     "optimizer steps layer by layer": {"fsdp.per_layer_optim_step": True},
     "asleep between steps": {"offload": True},
     "activations recomputed": {"gradient_checkpointing": True},
-    "rank 0 reads": {"fsdp.memory_efficient_load": True},
+    "every rank reads": {"fsdp.memory_efficient_load": False},
     "all at once": {
         "fsdp.memory_efficient_load": True,
         "fsdp.per_layer_optim_step": True,

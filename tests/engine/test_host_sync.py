@@ -18,7 +18,7 @@ READS = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor
 
 
 class Scalars(TorchDispatchMode):
-    """Count `float(tensor)`, `int(tensor)`, `bool(tensor)` and `tensor.item()`, also in autograd."""
+    """Count reads of one number, by `float`, `int`, `bool` and `item`, also in autograd."""
 
     def __init__(self):
         super().__init__()

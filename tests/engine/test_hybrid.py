@@ -1,0 +1,54 @@
+"""Four ranks: weights sharded over all or over pairs of them, read once, gathered in few bytes."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from areal_core.engine.errors import RanksError
+from areal_core.trainer.build import build_engine
+
+PROGRAM = Path(__file__).parent / "hybrid_program.py"
+spec = importlib.util.spec_from_file_location("hybrid_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(torchrun, tiny_model):
+    return torchrun(PROGRAM, 4, tiny_model)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "one sum", "both"])
+def test_other_ways_to_share_weights_and_gradients_give_the_plain_result(four_ranks, way):
+    plain, other = four_ranks["plain"], four_ranks[way]
+    assert other["losses"] == pytest.approx(plain["losses"], rel=2e-6)
+    assert other["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    assert other["weights"] == pytest.approx(plain["weights"], rel=1e-4)
+    assert other["checksums"].keys() == plain["checksums"].keys()
+
+
+def test_pairs_of_ranks_share_a_copy_of_the_weights(four_ranks):
+    # 105 rows of the embedding
+    assert four_ranks["plain"]["rows"] == [27, 27, 27, 24]
+    assert four_ranks["hybrid"]["rows"] == [53, 52, 53, 52]
+
+
+@pytest.mark.parametrize("way", ["plain", "hybrid"])
+def test_weights_are_cast_before_they_are_gathered_with_the_same_bits(four_ranks, way):
+    assert four_ranks[way]["same_gather"]
+
+
+def test_every_group_has_the_timeout_of_the_run(four_ranks):
+    assert len(four_ranks["timeouts"]) >= 5
+    assert set(four_ranks["timeouts"]) == {program.TIMEOUT_S}
+
+
+def test_only_rank_0_reads_the_model(four_ranks):
+    assert four_ranks["read_by"] == [True, False, False, False]
+
+
+def test_ranks_that_do_not_divide_into_copies_are_refused(ranks, tiny_model):
+    options = program.options.make_options(str(tiny_model), {"fsdp.shard_size": 2})
+    with pytest.raises(RanksError, match=r"fsdp.shard_size is 2, .* sharded over 1 rank\(s\) with t1"):
+        build_engine(options, ranks, total_steps=1)
