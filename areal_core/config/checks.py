@@ -167,6 +167,17 @@ def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
 
 
+def copies_of_the_weights_divide_the_ranks(config: BaseExperimentConfig) -> Iterator[str]:
+    train = config.allocation.train
+    for name, engine in engines_of(config):
+        size = engine.fsdp.shard_size
+        if size is not None and train is not None and (train.data * train.context % size or train.tensor > 1):
+            yield (
+                f"{name}.fsdp.shard_size is {size} and the allocation trains with {train}; "
+                "the first must divide d x c, and needs t1"
+            )
+
+
 def trained_models_need_no_loss_scaling(config: BaseExperimentConfig) -> Iterator[str]:
     for name, engine in engines_of(config):
         if name in ("actor", "critic") and engine.dtype == "float16":
@@ -318,6 +329,7 @@ COUPLINGS = (
     only_pairs_stay_together,
     liger_has_a_gpu,
     trained_models_need_no_loss_scaling,
+    copies_of_the_weights_divide_the_ranks,
     compiled_layers_are_not_split,
     adapters_have_a_size,
     only_trained_models_have_adapters,

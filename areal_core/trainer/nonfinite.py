@@ -54,10 +54,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cause:
-    """The first thing that is not finite, and the rows of this rank in which it is."""
+    """The first thing that is not finite, and the rows of this rank in which it is.
+
+    `is_example`: other rows may have the same.
+    """
 
     what: str
     rows: list[int] = field(default_factory=list)
+    is_example: bool = False
 
 
 @dataclass
@@ -126,7 +130,7 @@ class NonFiniteGuard:
             cause = find_cause(engine, inputs, rows, loss_fn, weight_fn)
         options = self.options[name]
         where = f"step {step}, {name}, minibatch {minibatch}"
-        message = f"{where}: the {cause.what} is not finite{self.shown_rows(inputs, cause.rows, names)}"
+        message = f"{where}: the {cause.what} is not finite{self.shown_rows(inputs, cause, names)}"
         count = self.num_skipped[name] = self.num_skipped.get(name, 0) + 1
         limit = options.nonfinite_skips
         if options.nonfinite == "skip" and (limit is None or count <= limit):
@@ -152,18 +156,19 @@ class NonFiniteGuard:
                 ]
         return "\n".join([*lines, *([hint] if hint else [])])
 
-    def shown_rows(self, inputs: Batch, rows: Sequence[int], names: Sequence[str] | None) -> str:
+    def shown_rows(self, inputs: Batch, cause: Cause, names: Sequence[str] | None) -> str:
         """Describe the rows of all ranks, those with the first ones in full."""
         mine = [
             f"    rank {self.ranks.data_parallel_rank}, row {row}, {name_of(inputs, row, names)}: {self.excerpt(inputs, row)}"
-            for row in rows[:ROWS_SHOWN]
+            for row in cause.rows[:ROWS_SHOWN]
         ]
-        gathered = self.ranks.gather_leaders((len(rows), mine))
+        gathered = self.ranks.gather_leaders((len(cause.rows), mine))
         count, shown = sum(n for n, _ in gathered), [line for _, lines in gathered for line in lines]
         if not count:
             return ""
         of = f", the first {ROWS_SHOWN} of them" if count > ROWS_SHOWN else ""
-        return "\n".join([f" in {count} row{'s' * (count > 1)}{of}:", *shown[:ROWS_SHOWN]])
+        number = f"{'at least ' if cause.is_example else ''}{count} row{'s' * (count > 1)}"
+        return "\n".join([f" in {number}{of}:", *shown[:ROWS_SHOWN]])
 
     def excerpt(self, inputs: Batch, row: int) -> str:
         """Return the head and the tail of a row's text, quoted."""
@@ -313,7 +318,7 @@ def broken_gradient(
     what = broken_tensors(engine, gradient_of)
     assert engine.optimizer is not None
     engine.optimizer.zero_grad()
-    return Cause(f"gradient of {what}" if what else "gradient norm", mine(suspects))
+    return Cause(f"gradient of {what}" if what else "gradient norm", mine(suspects), is_example=True)
 
 
 def gradient_is_finite(

@@ -141,12 +141,12 @@ def models_of(config: AnyConfig) -> list[Model]:
 
 def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
     """Estimate what stays in memory for the duration of the run, in shards of equal size."""
-    num_ranks = sizes.world_size
+    options, all_on_host = model.options, model.options.fsdp.offload_params
+    num_ranks = options.fsdp.shard_size or sizes.world_size
     replicated = shape.undivided if sizes.tensor > 1 else 0
     shard = -(-(shape.num_parameters - replicated) // num_ranks) - (-replicated * sizes.tensor // num_ranks)
     over = f"{shape.num_parameters:,} parameters over {num_ranks} rank{'s' * (num_ranks != 1)}"
     over += f", {replicated:,} of them over {num_ranks // sizes.tensor}" if replicated else ""
-    options, all_on_host = model.options, model.options.fsdp.offload_params
     if shape.adapter:
         frozen = Part(
             f"{model.name}: frozen weights",
@@ -173,6 +173,10 @@ def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
         on_host = all_on_host or visits
         parts.append(Part(f"{model.name}: optimizer", size * shard, states, on_host))
         parts.append(Part(f"{model.name}: gradients", FP32 * shard, "float32, sharded", all_on_host))
+        if not options.fsdp.sync_every_micro_batch and num_ranks > 1:
+            size = SIZES[options.grad_reduce_dtype] * (shape.adapter or shape.num_parameters) // sizes.tensor
+            name = f"{model.name}: summed gradients"
+            parts.append(Part(name, size, f"{options.grad_reduce_dtype}, full, until the last micro-batch"))
     return parts
 
 

@@ -57,3 +57,12 @@ def test_float16_is_refused_where_it_is_trained_in():
     with pytest.raises(ConfigError, match=r"^actor.dtype is 'float16', .*: use bfloat16 or float32$"):
         check_config(sft(dtype="float16"))
     assert check_config(sft(dtype="bfloat16")) == []
+
+
+@pytest.mark.parametrize(("allocation", "size", "trains"), [("d4", 3, "d4"), ("d4t2", 2, "d4t2")])
+def test_copies_of_the_weights_that_do_not_divide_the_ranks_are_refused(allocation, size, trains):
+    config = sft(f"fsdp:{allocation}", fsdp=FSDPEngineConfig(shard_size=size))
+    with pytest.raises(ConfigError, match=rf"shard_size is {size} and the allocation trains with {trains}; "):
+        check_config(config)
+    config = sft("fsdp:d4", fsdp=FSDPEngineConfig(shard_size=2))
+    assert check_config(config) == []

@@ -45,6 +45,16 @@ def sizes(options: TrainEngineConfig, on_host: bool) -> dict[str, int]:
             {"masters": 2000, "optimizer": 3000, "gradients": 2000},
             {},
         ),
+        (
+            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(shard_size=1)),
+            {"masters": 4000, "optimizer": 8000, "gradients": 4000},
+            {},
+        ),
+        (
+            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(sync_every_micro_batch=False)),
+            {"masters": 2000, "optimizer": 4000, "gradients": 2000, "summed gradients": 4000},
+            {},
+        ),
     ],
 )
 def test_states_are_in_the_memory_that_options_choose(options, on_device, on_host):

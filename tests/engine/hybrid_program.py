@@ -1,6 +1,6 @@
-"""Train under several ways of sharding, on all ranks; print losses, norms, weights, timeouts, reads.
+"""Train under several ways of sharding, on all ranks; print losses, weights, timeouts, reads.
 
-Argument: model folder.
+Arguments: model folder, and a folder for a checkpoint.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.model import load_model
@@ -47,6 +48,20 @@ def train(ranks: Ranks, model: str, changes: dict[str, object]) -> dict[str, obj
     }
 
 
+def resumed(ranks: Ranks, model: str, folder: str) -> list[dict[str, object]]:
+    """Return a second step with copies of the weights, and from a checkpoint, also without copies."""
+    batch = options.steps.rows(ranks.rank, ranks.world_size)
+    engine = build_engine(options.make_options(model, WAYS["hybrid"]), ranks, total_steps=10)
+    options.steps.train_step(engine, batch)
+    save_checkpoint(folder, {"actor": engine}, {})
+    found = [options.steps.train_step(engine, batch)]
+    for changes in (WAYS["hybrid"], WAYS["plain"]):
+        again = build_engine(options.make_options(model, changes), ranks, total_steps=10)
+        load_checkpoint(folder, {"actor": again})
+        found.append(options.steps.train_step(again, batch))
+    return found
+
+
 def gathers_the_same_bits(engine: FSDPEngine) -> bool:
     """Compare weights that were cast, then gathered in small buckets, with the reverse."""
     found = dict(FullTensors(engine.model, torch.bfloat16, engine.ranks.device, bucket_bytes=5000))
@@ -78,11 +93,12 @@ def timeouts_s(ranks: Ranks) -> list[float]:
     ]
 
 
-def main(model: str) -> None:
+def main(model: str, checkpoint: str) -> None:
     torch.set_num_threads(1)
     os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     ranks = join_ranks("cpu")
     found: dict[str, object] = {way: train(ranks, model, changes) for way, changes in WAYS.items()}
+    found["resumed"] = resumed(ranks, model, checkpoint)
     found |= {"timeouts": timeouts_s(ranks), "read_by": read_by(ranks, model)}
     if ranks.rank == 0:
         print(json.dumps(found))
@@ -90,4 +106,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

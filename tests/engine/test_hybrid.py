@@ -15,8 +15,8 @@ spec.loader.exec_module(program)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(torchrun, tiny_model):
-    return torchrun(PROGRAM, 4, tiny_model)
+def four_ranks(torchrun, tiny_model, tmp_path_factory):
+    return torchrun(PROGRAM, 4, tiny_model, tmp_path_factory.mktemp("hybrid") / "000001")
 
 
 @pytest.mark.parametrize("way", ["hybrid", "one sum", "both"])
@@ -32,6 +32,13 @@ def test_pairs_of_ranks_share_a_copy_of_the_weights(four_ranks):
     # 105 rows of the embedding
     assert four_ranks["plain"]["rows"] == [27, 27, 27, 24]
     assert four_ranks["hybrid"]["rows"] == [53, 52, 53, 52]
+
+
+def test_a_checkpoint_of_copied_weights_continues_with_and_without_copies(four_ranks):
+    straight, hybrid, plain = four_ranks["resumed"]
+    assert hybrid == straight
+    assert plain["loss"] == straight["loss"]  # of the same weights
+    assert plain["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("way", ["plain", "hybrid"])
