@@ -49,7 +49,7 @@ def train(ranks: Ranks, model: str, changes: dict[str, object]) -> dict[str, obj
 
 
 def resumed(ranks: Ranks, model: str, folder: str) -> list[dict[str, object]]:
-    """Return a second step with copies of the weights, and from a checkpoint, also without copies."""
+    """Return a second step: straight on, and from a checkpoint, with and without copies."""
     batch = options.steps.rows(ranks.rank, ranks.world_size)
     engine = build_engine(options.make_options(model, WAYS["hybrid"]), ranks, total_steps=10)
     options.steps.train_step(engine, batch)

@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 import yaml
 
-from areal_core.config import PPOConfig, SFTConfig, config_from_dict
+from areal_core.config import PPOConfig, RWConfig, SFTConfig, config_from_dict
 from areal_core.errors import NonFiniteError
+from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 from replayer.preflight import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 TEXT = "~abc"
+METHODS = {"sft": (SFTConfig, SFTTrainer), "rw": (RWConfig, RWTrainer)}
 
 
 class Rollouts(RandomRollouts):
@@ -50,19 +52,31 @@ def train_on_two_ranks(folder: str, model: str) -> None:
             print(json.dumps(messages))
 
 
-def train_supervised(folder: Path, model: Path) -> str:
+def train_supervised(folder: Path, model: Path, method: str) -> str:
     tree = {
         "experiment_name": "tiny",
         "trial_name": "test",
         "device": "cpu",
         "cluster": {"fileroot": str(folder)},
-        "train_dataset": {"path": "arithmetic", "type": "sft", "batch_size": 2, "shuffle": False},
+        "train_dataset": {"path": "arithmetic", "type": method, "batch_size": 2, "shuffle": False},
         "actor": {"path": str(model), "dtype": "float32", "optimizer": {"lr": 1e-3}},
     }
     rows = [{"input_ids": [10 + row, 11, 12, 13], "loss_mask": [0, 1, 1, 1]} for row in range(8)]
-    with SFTTrainer(config_from_dict(tree, SFTConfig), rows) as trainer:
-        rows[4]["input_ids"] = trainer.tokenizer(TEXT)["input_ids"]
-        marked = rows[4]["input_ids"][0]
+    name = "input"
+    if method == "rw":
+        sides, name = ("chosen", "rejected"), "chosen"
+        rows = [
+            {
+                f"{side}_{key.removeprefix('input_')}": list(value)
+                for side in sides
+                for key, value in row.items()
+            }
+            for row in rows
+        ]
+    config_class, trainer_class = METHODS[method]
+    with trainer_class(config_from_dict(tree, config_class), rows) as trainer:
+        rows[4][f"{name}_ids"] = trainer.tokenizer(TEXT)["input_ids"]
+        marked = rows[4][f"{name}_ids"][0]
 
         def break_output(module, inputs, output):
             return output.masked_fill((inputs[0] == marked)[..., None], math.nan)

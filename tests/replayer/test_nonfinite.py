@@ -128,6 +128,29 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path, tiny_model, tiny_config_of
         run(config, edit=mark, plant=overflow)
 
 
+@pytest.mark.parametrize(
+    ("hook", "found"),
+    [
+        (break_output, "actor, minibatch 0: the value (values) is not finite in 1 row"),
+        (
+            break_gradient,
+            "critic, minibatch 0: the gradient of model.embed_tokens.weight is not finite in at least 1",
+        ),
+    ],
+)
+def test_a_critic_is_judged_as_the_actor_is(tmp_path, tiny_model, tiny_config_of, hook, found):
+    critic = {"path": str(tiny_model), "dtype": "float32", "optimizer": {"lr": 1e-3}, "ppo_n_minibatches": 1}
+    config = tiny_config_of(tmp_path, tiny_model, 3, critic=critic)
+    with pytest.raises(NonFiniteError) as raised:
+        run(
+            config,
+            edit=mark,
+            plant=lambda trainer: trainer.critic.model.get_input_embeddings().register_forward_hook(hook),
+        )
+    assert found in str(raised.value)
+    assert f"    rank 0, row {ROW}, prompt 2, sample 1: " in str(raised.value)
+
+
 def test_a_weight_is_named_before_the_first_step_and_after_an_update(tmp_path, tiny_model, tiny_config_of):
     def break_weight(trainer):
         parameter = dict(trainer.actor.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
@@ -196,11 +219,18 @@ def test_both_of_two_ranks_stop_with_the_row_of_the_rank_that_has_it(tmp_path, t
     assert second.startswith("    rank 1, row 3, prompt ")
 
 
-def test_a_supervised_run_stops_and_names_the_row(tmp_path, tiny_model):
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("sft", "log-prob of the current weights is not finite in 1 row"),
+        ("rw", "score of the current weights is not finite in 1 row"),
+    ],
+)
+def test_a_supervised_run_stops_and_names_the_row(tmp_path, tiny_model, method, what):
     spec = importlib.util.spec_from_file_location("nonfinite_program", PROGRAM)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    message = program.train_supervised(tmp_path, tiny_model)
+    message = program.train_supervised(tmp_path, tiny_model, method)
     first, second, *_ = message.splitlines()
-    assert first == "step 2, actor, minibatch 0: the log-prob of the current weights is not finite in 1 row:"
+    assert first == f"step 2, actor, minibatch 0: the {what}:"
     assert second == f"    rank 0, row 0, row 4 of the run: {program.TEXT!r}"
