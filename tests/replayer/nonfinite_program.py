@@ -1,4 +1,7 @@
-"""Runs that stop: of two ranks, of which one has a reward of NaN, and of supervised training."""
+"""Runs that stop: of two ranks, of which one has the row that is broken; and supervised ones.
+
+Arguments: folder, model folder, allocation of the trainer, what is broken.
+"""
 
 import json
 import math
@@ -16,32 +19,49 @@ from areal_core.trainer.sft import SFTTrainer
 from replayer.preflight import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+MARKED = 104  # a token that no other row has
 TEXT = "~abc"
 METHODS = {"sft": (SFTConfig, SFTTrainer), "rw": (RWConfig, RWTrainer)}
 
 
 class Rollouts(RandomRollouts):
-    def __init__(self, is_broken: bool) -> None:
-        super().__init__(100, 2, 4, longest=16, seed=1)
-        self.is_broken = is_broken
+    def __init__(self, has_broken_row: bool, broken: str) -> None:
+        super().__init__(MARKED, 2, 4, longest=16, seed=1)
+        self.has_broken_row, self.broken = has_broken_row, broken
 
     def next_batch(self, step, version):
         batch = super().next_batch(step, version)
-        if self.is_broken:
-            batch["rewards"][3] = math.nan
+        if self.has_broken_row:
+            batch["input_ids"][3, 0] = MARKED
+            if self.broken == "reward":
+                batch["rewards"][3] = math.nan
         return batch
 
 
-def train_on_two_ranks(folder: str, model: str) -> None:
+def break_output(module, inputs, output):
+    return output.masked_fill((inputs[0] == MARKED)[..., None], math.nan)
+
+
+def break_gradient(module, inputs, output):
+    if output.requires_grad:
+        at = (inputs[0] == MARKED)[..., None]
+        output.register_hook(lambda gradient: gradient.masked_fill(at, math.inf))
+
+
+def train_on_two_ranks(folder: str, model: str, allocation: str, broken: str) -> None:
     tree = yaml.safe_load(TINY.read_text())
-    tree |= {"cluster": {"fileroot": folder}, "allocation_mode": "embedded|fsdp:d2"}
-    tree["actor"] |= {"path": model}
+    tree |= {"cluster": {"fileroot": folder}, "allocation_mode": f"embedded|fsdp:{allocation}"}
+    tree["actor"] |= {"path": model, "use_decoupled_loss": False}
     with PPOTrainer(
         config_from_dict(tree, PPOConfig),
-        source=lambda trainer: Rollouts(trainer.ranks.rank == 1),
+        source=lambda trainer: Rollouts(
+            trainer.ranks.data_parallel_rank == trainer.ranks.data_parallel_size - 1, broken
+        ),
         total_steps=2,
         print_steps=False,
     ) as trainer:
+        if broken in HOOKS:
+            trainer.actor.model.get_input_embeddings().register_forward_hook(HOOKS[broken])
         message = ""
         try:
             trainer.train()
@@ -50,6 +70,9 @@ def train_on_two_ranks(folder: str, model: str) -> None:
         messages = trainer.ranks.gather_objects(message)
         if trainer.ranks.rank == 0:
             print(json.dumps(messages))
+
+
+HOOKS = {"log-prob": break_output, "gradient": break_gradient}
 
 
 def train_supervised(folder: Path, model: Path, method: str) -> str:
@@ -76,11 +99,6 @@ def train_supervised(folder: Path, model: Path, method: str) -> str:
     config_class, trainer_class = METHODS[method]
     with trainer_class(config_from_dict(tree, config_class), rows) as trainer:
         rows[4][f"{name}_ids"] = trainer.tokenizer(TEXT)["input_ids"]
-        marked = rows[4][f"{name}_ids"][0]
-
-        def break_output(module, inputs, output):
-            return output.masked_fill((inputs[0] == marked)[..., None], math.nan)
-
         trainer.actor.model.get_input_embeddings().register_forward_hook(break_output)
         try:
             trainer.train()

@@ -211,12 +211,22 @@ def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, 
         run(config, edit=change("rewards", math.nan))
 
 
-def test_both_of_two_ranks_stop_with_the_row_of_the_rank_that_has_it(tmp_path, tiny_model, torchrun):
-    messages = torchrun(PROGRAM, 2, tmp_path, tiny_model)
+@pytest.mark.parametrize(
+    ("allocation", "broken", "found"),
+    [
+        ("d2", "reward", "the reward is not finite in 1 row:"),
+        ("d2", "gradient", "the gradient of model.embed_tokens.weight is not finite in at least 1 row:"),
+        ("c2", "log-prob", "the log-prob of the current weights is not finite in 1 row:"),
+    ],
+)
+def test_both_of_two_ranks_stop_with_the_row_of_the_one_that_has_it(
+    tmp_path, tiny_model, torchrun, allocation, broken, found
+):
+    messages = torchrun(PROGRAM, 2, tmp_path, tiny_model, allocation, broken)
     assert messages[0] == messages[1]
     first, second, *_ = messages[0].splitlines()
-    assert first.endswith("the reward is not finite in 1 row:")
-    assert second.startswith("    rank 1, row 3, prompt ")
+    assert first.endswith(found)
+    assert second.startswith(f"    rank {1 if allocation == 'd2' else 0}, row 3, prompt ")
 
 
 @pytest.mark.parametrize(
