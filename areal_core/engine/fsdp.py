@@ -7,6 +7,7 @@ on how rows are divided into micro-batches.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -372,7 +373,10 @@ class FSDPEngine:
     def step_schedule(self) -> None:
         """Advance the learning rate; once per training step, whatever its number of minibatches."""
         assert self.schedule is not None
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # After an update that was skipped, in the first step, the order is right all the same.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.schedule.step()
 
     def named_full_tensors(self) -> FullTensors | MergedTensors:
         """Return every full weight in the compute dtype, merged with its adapter if there is one.

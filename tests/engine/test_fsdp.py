@@ -87,6 +87,20 @@ def test_a_step_with_nothing_to_train_on_is_an_error(ranks, tiny_model):
         program.train_step(program.make_engine(ranks, str(tiny_model), 100), batch)
 
 
+def test_an_update_with_an_infinite_loss_is_not_taken_though_its_gradient_is_finite(ranks, tiny_model):
+    engine = program.make_engine(ranks, str(tiny_model), 20)
+    before = engine.checksums()
+    result = engine.train_batch(
+        program.rows(),
+        lambda logprobs, entropy, flat: logprobs.sum() + torch.tensor(torch.inf),
+        lambda part: part["loss_mask"].sum(),
+    )
+    engine.step_schedule()  # without a warning of torch
+    assert not result.update_successful
+    assert 0 < result.grad_norm < torch.inf
+    assert engine.checksums() == before
+
+
 def test_saved_hugging_face_folder_holds_the_trained_weights(ranks, tiny_model, tmp_path):
     engine = program.make_engine(ranks, str(tiny_model), 100)
     program.train_step(engine, program.rows())
