@@ -33,6 +33,8 @@ ACTS_FROM = (
     ("actor.sapo", "loss"),
     ("actor.entropy_coef", "loss"),
     ("actor.use_sapo_loss", "loss"),
+    ("actor.loss_aggregation", "loss"),
+    ("actor.kl_loss_", "loss"),
     ("actor.m2_threshold", "advantages"),
     ("actor.kl_", "advantages"),
     ("actor.discount", "advantages"),

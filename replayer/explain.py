@@ -21,7 +21,6 @@ from areal_core.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_core.trainer.update import num_loss_tokens
 from recorder import Record, open_record
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
@@ -100,7 +99,7 @@ class Explainer:
     def __init__(self, trainer: PPOTrainer, found: StepExplanation) -> None:
         self.trainer, self.found = trainer, found
         # Separate statistics: a sample that is run again must not count twice in those of the step.
-        self.loss = replace(trainer.objective, stats=Stats()).loss
+        self.objective = replace(trainer.objective, stats=Stats())
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Handle an event (ARCHITECTURE.md)."""
@@ -143,7 +142,8 @@ class Explainer:
         """Run forward and backward of one row, or of none; return its share of the loss."""
         chosen = [] if position is None else [position]
         engine = self.trainer.actor
-        result = engine.backward(facts["batch"], chosen, self.loss, num_loss_tokens, facts["total_weight"])
+        loss, weigh = self.objective.loss, self.objective.denominator
+        result = engine.backward(facts["batch"], chosen, loss, weigh, facts["total_weight"])
         return float(result.loss) / float(facts["total_weight"])
 
     def share(

@@ -1,14 +1,15 @@
-"""The losses of every method, on packed tokens: a sum, and statistics without gradient.
+"""The losses of every method, on packed tokens, and statistics without gradient.
 
     policy          policy_loss (PPO, GRPO, GSPO, DAPO's clip-higher, dual clip), sapo_loss,
-                    entropy_bonus, distillation_loss
+                    kl_loss, entropy_bonus, distillation_loss: a loss per token, 0 outside of the
+                    loss mask; aggregate_loss and loss_denominator make one number of them
     critic          value_loss, explained_variance
     supervised      sft_loss
     preferences     dpo_loss, reward_model_loss: chosen and rejected sequences alternate
 
-Each loss is a sum over the tokens in the loss mask, or over pairs. The caller divides by their
-number over all ranks and micro-batches, so the gradient does not depend on how the batch is
-divided.
+The losses of critics, supervised learning and preferences are sums over the tokens in the loss
+mask, or over pairs. The caller divides every sum by a denominator over all ranks and micro-batches,
+so the gradient does not depend on how the batch is divided.
 """
 
 import math
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_core.algorithm.advantages import kl_estimate
 from areal_core.algorithm.alignment import masked_segment_mean, segment_ids, segment_sum
 from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
 
@@ -38,7 +40,7 @@ def policy_loss(
     level: str = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """(sum of the loss over the loss mask, per-token statistics [tokens] without gradient).
+    """(loss, statistics without gradient), all [tokens], the loss 0 outside of the loss mask.
 
     All inputs are [tokens], next-token aligned, packed by `cu_seqlens`. With
     `r = exp(logprobs - proximal_logprobs)`:
@@ -85,7 +87,7 @@ def policy_loss(
         "clip_mask": clip_mask,
         "dual_clip_mask": dual_clip_mask,
     }
-    return loss.sum(), stats
+    return loss, stats
 
 
 def sapo_loss(
@@ -99,7 +101,7 @@ def sapo_loss(
 ) -> tuple[Tensor, Stats]:
     """SAPO: a soft gate on the policy ratio in place of a clip; all inputs [tokens].
 
-    Returns (sum over the loss mask, per-token statistics).
+    Returns (loss, statistics without gradient), the loss 0 outside of the loss mask.
 
     Soft Adaptive Policy Optimization (arXiv 2511.20347): `-A * sigmoid(tau (r - 1)) * 4 / tau`, tau
     by the sign of A. At r = 1 the gradient is that of `-A r`; away from 1 it decays, faster for
@@ -122,16 +124,70 @@ def sapo_loss(
         "sapo_scaled_gate_pos": gate_pos.detach(),
         "sapo_scaled_gate_neg": gate_neg.detach(),
     }
-    return loss.sum(), stats
+    return loss, stats
+
+
+def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tensor, estimator: str = "k3") -> Tensor:
+    """Estimate the KL of policy and reference with its gradient: [tokens], 0 outside of the mask.
+
+    `advantages.kl_estimate` without its clamp, beyond which there would be no gradient; k3 is
+    GRPO's (arXiv 2402.03300 eq. 4). On tokens that the policy sampled, the gradient of k2 is that
+    of KL(policy || reference), of k3 that of KL(reference || policy), and of k1 0 on average.
+    """
+    # where before the estimate: a masked token may hold anything, and inf * 0 is nan
+    difference = torch.where(loss_mask.bool(), logprobs - reference_logprobs, 0.0)
+    return kl_estimate(difference, torch.zeros_like(difference), estimator, clamp=torch.inf)
 
 
 def entropy_bonus(entropy: Tensor, loss_mask: Tensor, coefficient: float) -> Tensor:
-    """Term added to the loss: the sum of `-coefficient * H` over the loss mask.
+    """Term added to the loss: `-coefficient * H` [tokens], 0 outside of the loss mask.
 
     Inputs are [tokens]. `entropy` is that of the full next-token distribution, in nats and with its
     gradient; A3C (arXiv 1602.01783) sec. 4.
     """
-    return -coefficient * torch.where(loss_mask.bool(), entropy, 0.0).sum()
+    return -coefficient * torch.where(loss_mask.bool(), entropy, 0.0)
+
+
+def aggregate_loss(
+    losses: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str = "token-mean"
+) -> Tensor:
+    """Sum the losses [tokens] of complete sequences, packed by `cu_seqlens`.
+
+    "seq-mean-token-mean" divides each by the number of its sequence's tokens in the loss mask.
+    Divided by the `loss_denominator` of all sequences of a step, this is the objective.
+    """
+    if aggregation != "seq-mean-token-mean":
+        return losses.sum()
+    ids, num_rows = segment_ids(cu_seqlens), cu_seqlens.numel() - 1
+    lengths = segment_sum(loss_mask.to(losses.dtype), ids, num_rows).clamp(min=1)  # [n]
+    return (losses / lengths[ids]).sum()
+
+
+def loss_denominator(loss_mask: Tensor, aggregation: str = "token-mean", max_length: int = 1) -> Tensor:
+    """Return what the `aggregate_loss` of rows is divided by; `loss_mask` is [B, T].
+
+        token-mean               tokens in the loss mask        DAPO, arXiv 2503.14476 eq. 8
+        seq-mean-token-mean      rows                           GRPO, 2402.03300 eq. 3
+        seq-mean-token-sum       rows                           RLOO, 2402.14740
+        seq-mean-token-sum-norm  rows * `max_length`            Dr.GRPO, 2503.20783 sec. 3
+
+    Rows are those with a token in the loss mask.
+
+    Raises:
+        ValueError: `aggregation` is none of these.
+    """
+    mask = loss_mask.bool()
+    if aggregation == "token-mean":
+        return mask.sum()
+    rows = mask.any(1).sum()
+    if aggregation in ("seq-mean-token-mean", "seq-mean-token-sum"):
+        return rows
+    if aggregation == "seq-mean-token-sum-norm":
+        return rows * max_length
+    raise ValueError(
+        f"loss aggregation {aggregation!r} is unknown; expected token-mean, seq-mean-token-mean, "
+        "seq-mean-token-sum or seq-mean-token-sum-norm"
+    )
 
 
 def value_loss(
@@ -175,9 +231,9 @@ def explained_variance(
 def distillation_loss(
     logprobs: Tensor, teacher_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, Stats]:
-    """(sum over the loss mask, per-token statistics without gradient).
+    """(loss, statistics without gradient), the loss 0 outside of the loss mask.
 
-    All inputs are [tokens], next-token aligned.
+    All are [tokens], next-token aligned.
 
     `r * stop_gradient(logp - logp_teacher)` with `r = exp(logp - logp_behaviour)`: its mean
     estimates the reverse KL of the policy from the teacher over tokens that the behaviour policy
@@ -190,7 +246,7 @@ def distillation_loss(
     ratio = torch.where(mask, logprobs - behaviour_logprobs, 0.0).exp()
     distance = torch.where(mask, logprobs.detach() - teacher_logprobs, 0.0)
     loss = ratio * distance
-    return loss.sum(), {"loss": loss.detach()}
+    return loss, {"loss": loss.detach()}
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Stats, Stats]:

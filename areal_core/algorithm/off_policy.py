@@ -12,6 +12,7 @@ proximal (the trainer's weights at the start of the step) and current. Decoupled
 import torch
 from torch import Tensor
 
+from areal_core.algorithm.advantages import kl_estimate
 from areal_core.algorithm.alignment import (
     masked_segment_max,
     masked_segment_mean,
@@ -33,16 +34,23 @@ def behaviour_weights(
     action: str = "mask",
     metric: str = "ratio",
     agg: str = "mean",
+    weight: str = "geometric-mean",
     upper: float | None = None,
     lower: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mask, weights, filtered), each [tokens]: bool, float32, bool.
 
-    All inputs are [tokens], packed by `cu_seqlens`. Without bounds every token keeps its ratio.
-    `level` "sequence" aggregates the tokens of a sequence by `agg`; a ratio is aggregated as
-    log-ratio (the mean gives the geometric mean). `action` "mask" drops tokens that are out of
-    bounds, "clamp" (ratio only) limits their weight. `filtered` marks the dropped or clamped
-    tokens. Non-finite log-ratios count as 0, that is, as equal policies. Weights carry no gradient.
+    All inputs are [tokens], packed by `cu_seqlens`. A token's weight is its ratio
+    `proximal / behaviour`; the metric of it, or its divergence, is compared with the bounds.
+
+    `level` "sequence" compares one number per sequence: the metrics of its tokens aggregated by
+    `agg`, ratios as log-ratios. With the metric "ratio" its tokens also share one weight, whatever
+    `agg` is: the geometric mean of their ratios, as upstream has it, or with `weight` "product" the
+    ratio of the sequence's probabilities, which is the unbiased importance weight.
+
+    `action` "mask" drops tokens that are out of bounds, "clamp" (ratio only) limits their weight.
+    `filtered` marks the dropped or clamped tokens. Non-finite log-ratios count as 0, that is, as
+    equal policies. Weights carry no gradient.
 
     Raises:
         ValueError: `metric` or `agg` is unknown.
@@ -50,13 +58,14 @@ def behaviour_weights(
     mask = loss_mask.bool()
     log_ratio = (proximal_logprobs - behaviour_logprobs).detach().float()
     log_ratio = torch.where(log_ratio.isfinite() & mask, log_ratio, 0.0)
-    if metric == "ratio":
-        aggregated = log_ratio if level == "token" else aggregate(log_ratio, mask, cu_seqlens, agg)
-        measured = weights = aggregated.exp()
-    else:
-        per_token = kl_metric(log_ratio, metric)
-        measured = per_token if level == "token" else aggregate(per_token, mask, cu_seqlens, agg)
-        weights = log_ratio.exp()
+    measured = log_ratio if metric == "ratio" else kl_metric(log_ratio, metric)
+    log_weight = log_ratio
+    if level == "sequence":
+        measured = aggregate(measured, mask, cu_seqlens, agg)
+        if metric == "ratio":
+            log_weight = aggregate(log_ratio, mask, cu_seqlens, "sum" if weight == "product" else "mean")
+    measured = measured.exp() if metric == "ratio" else measured
+    weights = log_weight.exp()
     outside = torch.zeros_like(mask)
     if upper is not None:
         outside = outside | (measured > upper)
@@ -72,13 +81,9 @@ def behaviour_weights(
 
 def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
     """Return `advantages.kl_estimate` without its clamp, which would distort a bound."""
-    if metric == "kl_k1":
-        return log_ratio
-    if metric == "kl_k2":
-        return log_ratio**2 / 2
-    if metric == "kl_k3":
-        return torch.exp(-log_ratio) - 1 + log_ratio
-    raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
+    if metric not in ("kl_k1", "kl_k2", "kl_k3"):
+        raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
+    return kl_estimate(log_ratio, torch.zeros_like(log_ratio), metric.removeprefix("kl_"), clamp=torch.inf)
 
 
 def aggregate(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:

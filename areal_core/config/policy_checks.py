@@ -66,9 +66,10 @@ def temperatures_agree(config: PPOConfig) -> Iterator[str]:
 
 def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
     actor, ref = config.actor, config.ref
-    if actor.kl_ctl > 0 and ref is None:
-        yield f"actor.kl_ctl is {actor.kl_ctl} and ref is None; set actor.kl_ctl=0 or give a ref section"
-    elif actor.kl_ctl > 0 and ref is not None and ref.temperature != actor.temperature:
+    for name in ("kl_ctl", "kl_loss_coef"):
+        if getattr(actor, name) > 0 and ref is None:
+            yield f"actor.{name} is {getattr(actor, name)} and ref is None; set actor.{name}=0 or give a ref section"
+    if actor.uses_reference() and ref is not None and ref.temperature != actor.temperature:
         yield (
             f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; "
             "the KL penalty compares the two: they must be equal"
@@ -107,7 +108,12 @@ def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
         )
     elif not 0 < actor.overlong_tokens <= max_new_tokens:
         yield f"actor.overlong_tokens is {actor.overlong_tokens} and gconfig.max_new_tokens is {max_new_tokens}; expected 1 to the second"
-    if actor.max_new_tokens != max_new_tokens:
+
+
+def lengths_of_the_loss_are_those_sampled(config: PPOConfig) -> Iterator[str]:
+    actor, max_new_tokens = config.actor, config.gconfig.max_new_tokens
+    uses_it = actor.overlong_reward_penalty or actor.loss_aggregation == "seq-mean-token-sum-norm"
+    if uses_it and actor.max_new_tokens != max_new_tokens:
         yield f"actor.max_new_tokens is {actor.max_new_tokens} and gconfig.max_new_tokens is {max_new_tokens}; they must be equal"
 
 
@@ -120,6 +126,11 @@ def rejection_sampling_is_consistent(config: PPOConfig) -> Iterator[str]:
         yield f"{name} is given and actor.behav_imp_weight_cap is {cap}; keep the first, whose upper is the cap"
     if rejection.action == "clamp" and rejection.metric != "ratio":
         yield f"{name}.action is 'clamp' and {name}.metric is {rejection.metric!r}; only a ratio can be clamped"
+    if rejection.weight == "product" and (rejection.level, rejection.metric) != ("sequence", "ratio"):
+        yield (
+            f"{name}.weight is 'product', {name}.level is {rejection.level!r} and {name}.metric is "
+            f"{rejection.metric!r}; only sequences compared by ratio have one weight: set geometric-mean"
+        )
     if rejection.metric == "ratio" and rejection.upper <= 1:
         yield f"{name}.metric is 'ratio' and {name}.upper is {rejection.upper}; expected above 1"
     if rejection.lower is not None and rejection.lower >= rejection.upper:
@@ -227,6 +238,7 @@ PPO_COUPLINGS = (
     kl_penalty_has_a_reference,
     longest_sequence_fits,
     overlong_penalty_is_complete,
+    lengths_of_the_loss_are_those_sampled,
     rejection_sampling_is_consistent,
     sapo_has_no_clip,
     proximal_policy_is_there_to_compare,

@@ -47,12 +47,22 @@ def kl_penalty(weight: float, estimator: str) -> Options:
     } | like_actor("ref")
 
 
+def kl_loss(coefficient: float) -> Options:
+    """Return options of a KL to the initial weights in the loss, if there is no `ref` section."""
+    return kl_penalty(0.0, "k1") | {"actor.kl_loss_coef": coefficient, "actor.kl_loss_estimator": "k3"}
+
+
 ADVANTAGES_OF_BATCH: Options = {
     "actor.adv_norm.mean_level": "batch",
     "actor.adv_norm.std_level": "batch",
 }
 NO_KL: Options = {"actor.kl_ctl": 0.0}
 GRPO = reward_norm("group", "group") | ADVANTAGES_OF_BATCH | NO_KL
+# As the papers define them: `adv_norm`, which upstream's files have for every algorithm, is off.
+GRPO_PAPER = reward_norm("group", "group") | {
+    "actor.adv_norm": None,
+    "actor.loss_aggregation": "seq-mean-token-mean",
+}
 
 PRESETS: dict[str, Options] = {
     "grpo": GRPO,
@@ -72,6 +82,28 @@ PRESETS: dict[str, Options] = {
     | {"actor.reward_norm.mean_leave1out": True}
     | ADVANTAGES_OF_BATCH
     | NO_KL,
+    "grpo_paper": GRPO_PAPER | kl_loss(0.04),
+    "dr_grpo_paper": reward_norm("group", None)
+    | NO_KL
+    | {
+        "actor.adv_norm": None,
+        "actor.loss_aggregation": "seq-mean-token-sum-norm",
+        "actor.max_new_tokens": "${gconfig.max_new_tokens}",
+    },
+    "rloo_paper": reward_norm("group", None)
+    | NO_KL
+    | {
+        "actor.reward_norm.mean_leave1out": True,
+        "actor.adv_norm": None,
+        "actor.loss_aggregation": "seq-mean-token-sum",
+    },
+    "gspo_paper": GRPO_PAPER
+    | NO_KL
+    | {
+        "actor.importance_sampling_level": "sequence",
+        "actor.eps_clip": 3e-4,
+        "actor.eps_clip_higher": 4e-4,
+    },
     "reinforce_pp": {"actor.reward_norm": None} | ADVANTAGES_OF_BATCH | kl_penalty(0.001, "k1"),
     "reinforce_pp_baseline": reward_norm("group", None) | ADVANTAGES_OF_BATCH | kl_penalty(0.001, "k2"),
     "lite_ppo": reward_norm("group", "batch") | ADVANTAGES_OF_BATCH | NO_KL,
@@ -127,6 +159,8 @@ RESET: Options = {
     "actor.reward_norm.mean_leave1out": False,
     "actor.adv_norm.mean_leave1out": False,
     "actor.importance_sampling_level": "token",
+    "actor.loss_aggregation": "token-mean",
+    "actor.kl_loss_coef": 0.0,
     "actor.eps_clip_higher": None,
     "actor.dynamic_sampling": False,
     "actor.overlong_reward_penalty": False,

@@ -183,6 +183,11 @@ class RejectionSamplingConfig:
         "ratio", "Metric that is compared with the bounds.", ("ratio", "kl_k1", "kl_k2", "kl_k3")
     )
     agg: str = option("mean", "Aggregation over tokens at level sequence.", ("mean", "sum", "max"))
+    weight: str = option(
+        "geometric-mean",
+        "Weight of a sequence, with metric ratio: mean of its log-ratios, or their sum.",
+        ("geometric-mean", "product"),
+    )
     upper: float = option(5.0, "Upper bound.")
     lower: float | None = option(None, "Lower bound; empty: none.")
 
@@ -221,6 +226,16 @@ class PPOActorConfig(TrainEngineConfig):
         limits=AT_LEAST_0,
     )
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
+    kl_loss_coef: float = option(
+        0.0, "Weight of the KL to the reference in the loss; above 0 needs a ref section.", limits=AT_LEAST_0
+    )
+    kl_loss_estimator: str = option("k3", "Estimator of that KL.", ("k1", "k2", "k3"))
+    loss_aggregation: str = option(
+        "token-mean",
+        "Mean over all tokens; or over sequences, of the mean or sum of their tokens, or of that sum "
+        "divided by max_new_tokens.",
+        ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss.", limits=AT_LEAST_0)
     use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
     sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.", limits=ABOVE_0)
@@ -243,13 +258,20 @@ class PPOActorConfig(TrainEngineConfig):
     group_size: int = option(1, "Older option; must equal gconfig.n_samples.", limits=AT_LEAST_1)
     log_agent_stats: bool = option(False, "Log statistics of agent episodes.")
     log_agent_stats_keys: list[str] = section(list, "Keys of those statistics.")
-    max_new_tokens: int = option(1024, "For the overlong penalty; must equal gconfig.max_new_tokens there.")
+    max_new_tokens: int = option(
+        1024,
+        "For the overlong penalty and seq-mean-token-sum-norm; must equal gconfig.max_new_tokens there.",
+    )
 
     def should_compute_prox_logp(self) -> bool:
         """Return whether a step starts with a forward pass for the trainer's own logprobs."""
         if self.use_decoupled_loss:
             return self.prox_logp_method != "loglinear"
         return self.recompute_logprob
+
+    def uses_reference(self) -> bool:
+        """Return whether rewards or loss contain the KL to a reference model."""
+        return self.kl_ctl > 0 or self.kl_loss_coef > 0
 
 
 @dataclass

@@ -39,8 +39,8 @@ def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngin
 
 
 def build_reference(config: PPOConfig, ranks: Ranks, actor: FSDPEngine) -> FSDPEngine | BaseReference | None:
-    """Build the reference model of the KL penalty; None without a penalty."""
-    if config.ref is None or config.actor.kl_ctl <= 0:
+    """Build the reference model of the KL penalty or loss; None without either."""
+    if config.ref is None or not config.actor.uses_reference():
         return None
     return BaseReference(actor) if is_base_of(config.ref, config.actor) else build_scorer(config.ref, ranks)
 

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages, overlong_penalty, shape_rewards
 from areal_core.algorithm.alignment import to_next_token
-from areal_core.algorithm.losses import distillation_loss, entropy_bonus, policy_loss, sapo_loss
+from areal_core.algorithm.losses import (
+    aggregate_loss,
+    distillation_loss,
+    entropy_bonus,
+    kl_loss,
+    loss_denominator,
+    policy_loss,
+    sapo_loss,
+)
 from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
 from areal_core.algorithm.off_policy import (
     behaviour_weights,
@@ -49,7 +57,7 @@ class PolicyObjective:
 
         Args:
             batch: token-aligned rows of this rank.
-            reference: the model of the KL penalty, if there is one.
+            reference: the model that the KL is taken to, if there is one.
             version: of the trainer's weights.
             values: of a critic, [B, T], one for every token.
             teacher: the model that is distilled, if there is one.
@@ -72,7 +80,7 @@ class PolicyObjective:
             behaviour,
             batch["attention_mask"],
             batch["finish_reason"],
-            reference_logprobs=scored["ref_logp"] if reference is not None else None,
+            reference_logprobs=scored["ref_logp"] if reference is not None and options.kl_ctl > 0 else None,
             values=values,
             kl_ctl=options.kl_ctl,
             kl_estimator=options.kl_estimator,
@@ -144,8 +152,13 @@ class PolicyObjective:
             rewards, batch["prompt_id"], **norm_arguments(options.reward_norm, self.sum_over_ranks)
         )
 
+    def denominator(self, rows: Batch) -> Tensor:
+        """Return what the `loss` of next-token aligned rows is divided by."""
+        options = self.options
+        return loss_denominator(rows["loss_mask"], options.loss_aggregation, options.max_new_tokens)
+
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
-        """Policy loss of a packed micro-batch, summed over the loss mask; records its statistics.
+        """Policy loss of a packed micro-batch, summed as its aggregation says; records statistics.
 
         Args:
             logprobs, entropy: of the current weights, [tokens].
@@ -158,9 +171,14 @@ class PolicyObjective:
         trusted = self._trusted_tokens(mask, flat)
         kept, weights = self._behaviour_weights(proximal, trusted, flat)
         surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
-        loss, details = surrogate(logprobs, proximal, kept, weights, flat)
+        losses, details = surrogate(logprobs, proximal, kept, weights, flat)
+        loss = self._total(losses, flat)
         if options.entropy_coef != 0.0:
-            loss = loss + entropy_bonus(entropy, mask, options.entropy_coef)
+            loss = loss + self._total(entropy_bonus(entropy, mask, options.entropy_coef), flat)
+        if options.kl_loss_coef != 0.0:
+            divergence = kl_loss(logprobs, flat["ref_logp"], mask, options.kl_loss_estimator)
+            stats.stat("n_valid_tokens", kl_loss=divergence)
+            loss = loss + options.kl_loss_coef * self._total(divergence, flat)
         stats.stat(
             "n_valid_tokens",
             importance_weight=details["importance_weight"],
@@ -173,6 +191,10 @@ class PolicyObjective:
         if self.distillation is None:
             return loss
         return self._with_teacher(self.distillation, loss, logprobs, kept, flat)
+
+    def _total(self, losses: Tensor, flat: Batch) -> Tensor:
+        """Return the sum of losses [tokens] that `denominator` divides."""
+        return aggregate_loss(losses, flat["loss_mask"], flat["cu_seqlens"], self.options.loss_aggregation)
 
     def _proximal_logprobs(self, logprobs: Tensor, flat: Batch) -> Tensor:
         """Return the proximal log-probs [tokens], with "loglinear" an approximation of them.
@@ -222,7 +244,8 @@ class PolicyObjective:
         self, weights: TeacherConfig, loss: Tensor, logprobs: Tensor, kept: Tensor, flat: Batch
     ) -> Tensor:
         """Return the weighted sum of policy loss and distillation loss."""
-        distilled, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
+        losses, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
+        distilled = self._total(losses, flat)
         self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
         if weights.rl_loss_weight == 0:  # left out, not multiplied: 0 times an infinite loss is nan
             return weights.distill_loss_weight * distilled
@@ -289,6 +312,7 @@ class BehaviourBounds(TypedDict, total=False):
     action: str
     metric: str
     agg: str
+    weight: str
     upper: float | None
     lower: float | None
 
@@ -307,6 +331,7 @@ def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
             "action": rejection.action,
             "metric": rejection.metric,
             "agg": rejection.agg,
+            "weight": rejection.weight,
             "upper": rejection.upper,
             "lower": rejection.lower,
         }

@@ -84,8 +84,15 @@ def train_steps(
                     objective.loss,
                     stats,
                     partial(observe, step=step),
+                    objective.denominator,
                     partial(
-                        guard.skipped, "actor", actor, inputs, objective.loss, num_loss_tokens, step=step
+                        guard.skipped,
+                        "actor",
+                        actor,
+                        inputs,
+                        objective.loss,
+                        objective.denominator,
+                        step=step,
                     ),
                 )
             if critic is not None and config.critic is not None:

@@ -12,6 +12,11 @@ from areal_core.engine.ranks import Ranks
 from areal_core.telemetry import Stats
 
 
+def num_loss_tokens(batch: Batch) -> Tensor:
+    """Return the number of tokens in the loss mask: the loss denominator of a batch."""
+    return batch["loss_mask"].sum()
+
+
 def update(
     engine: FSDPEngine,
     inputs: Batch,
@@ -19,12 +24,14 @@ def update(
     loss: LossFunction,
     stats: Stats,
     observe: Callable[..., None] = ignore_event,
+    weigh: Callable[[Batch], Tensor] = num_loss_tokens,
     on_skipped: Callable[..., None] = ignore_event,
 ) -> list[dict[str, Any]]:
     """Train on a batch in several optimizer steps; a collective.
 
     Args:
         inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
+        weigh: returns the denominator of the loss of rows.
         observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
         on_skipped: called on every rank with `minibatch` and `rows` of an optimizer step that was
             not taken.
@@ -36,7 +43,7 @@ def update(
     plan = []
     for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks)):
         observe_engine = partial(observe, minibatch=index, rows=rows)
-        result = engine.train_batch(select_rows(inputs, rows), loss, num_loss_tokens, observe_engine)
+        result = engine.train_batch(select_rows(inputs, rows), loss, weigh, observe_engine)
         stats.scalar(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -73,8 +80,3 @@ def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) ->
     """Return the rows of each optimizer step, equally many steps on every rank; a collective."""
     lengths = sequence_lengths(batch).tolist()
     return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)
-
-
-def num_loss_tokens(batch: Batch) -> Tensor:
-    """Return the number of tokens in the loss mask: the loss denominator of a batch."""
-    return batch["loss_mask"].sum()

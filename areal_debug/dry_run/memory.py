@@ -132,7 +132,8 @@ def models_of(config: AnyConfig) -> list[Model]:
     if isinstance(config, PPOConfig):
         if config.critic is not None:
             models.append(Model("critic", config.critic, trains=True, has_scores=True))
-        if config.ref is not None and config.actor.kl_ctl > 0 and not is_base_of(config.ref, config.actor):
+        uses_reference = config.actor.uses_reference()
+        if config.ref is not None and uses_reference and not is_base_of(config.ref, config.actor):
             models.append(Model("reference", config.ref))
         if config.teacher is not None:
             models.append(Model("teacher", config.teacher))

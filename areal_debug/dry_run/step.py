@@ -75,8 +75,9 @@ def plan_scores(config: PPOConfig) -> Iterator[Stage]:
     actor = config.actor
     if config.critic is not None:
         yield Stage("values", f"one forward pass of {config.critic.path}")
-    if config.ref is not None and actor.kl_ctl > 0:
-        yield Stage("reference", f"one forward pass of {reference_of(config)}; KL weight {actor.kl_ctl}")
+    if config.ref is not None and actor.uses_reference():
+        weights = f"KL weight {actor.kl_ctl} in the reward, {actor.kl_loss_coef} in the loss"
+        yield Stage("reference", f"one forward pass of {reference_of(config)}; {weights}")
     if config.teacher is not None:
         weights = f"policy loss x {config.teacher.rl_loss_weight} + distillation x {config.teacher.distill_loss_weight}"
         yield Stage("teacher", f"one forward pass of {config.teacher.path}; {weights}")

@@ -44,7 +44,7 @@ def test_clip_limits_only_the_side_that_would_gain():
         eps_clip=0.2,
     )
     torch.testing.assert_close(stats["loss"], torch.tensor([-1.2, -0.5, 1.5, 0.8]))
-    torch.testing.assert_close(loss, torch.tensor(0.6))
+    torch.testing.assert_close(loss.sum(), torch.tensor(0.6))
     assert stats["clip_mask"].tolist() == [True, False, False, True]
     torch.testing.assert_close(stats["importance_weight"], torch.tensor([1.5, 0.5, 1.5, 0.5]))
 
@@ -82,7 +82,7 @@ def test_sequence_level_takes_the_geometric_mean_of_each_sequence():
     )
     torch.testing.assert_close(stats["importance_weight"], torch.tensor([1.0, 1.0, 1.1, 0.0]))
     torch.testing.assert_close(stats["loss"], torch.tensor([-2.0, -2.0, -2.2, 0.0]))  # mean advantage 2
-    torch.testing.assert_close(loss, torch.tensor(-6.2))
+    torch.testing.assert_close(loss.sum(), torch.tensor(-6.2))
 
 
 def test_at_the_start_the_gradient_is_that_of_plain_policy_gradient():
@@ -90,7 +90,7 @@ def test_at_the_start_the_gradient_is_that_of_plain_policy_gradient():
     for level in ("token", "sequence"):
         logprobs = old.clone().requires_grad_()
         loss, _ = policy_loss(logprobs, old, advantages, torch.tensor([1, 1, 1, 0]), TWO, level=level)
-        loss.backward()
+        loss.sum().backward()
         expected = [-1.0, 2.0, -0.5, 0.0] if level == "token" else [0.5, 0.5, -0.5, 0.0]
         torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
 
@@ -100,8 +100,8 @@ def test_masked_tokens_touch_neither_loss_nor_gradient():
     loss, _ = policy_loss(
         logprobs, torch.tensor([-1.0, -300.0, 0.0, -2.0]), torch.ones(4), torch.tensor([1, 0, 0, 1]), ONE
     )
-    loss.backward()
-    assert loss.item() == -2.0
+    loss.sum().backward()
+    assert loss.tolist() == [-1.0, 0.0, 0.0, -1.0]
     assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, -1.0]
 
 
@@ -115,8 +115,8 @@ def test_empty_mask_still_has_a_backward():
         value_loss(logprobs, torch.zeros(4), torch.ones(4), torch.zeros(4))[0],
     ):
         logprobs.grad = None
-        loss.backward()
-        assert loss.item() == 0.0
+        loss.sum().backward()
+        assert loss.sum().item() == 0.0
         assert logprobs.grad.tolist() == [0.0] * 4
 
 
@@ -137,8 +137,8 @@ def test_loss_does_not_depend_on_how_sequences_are_packed():
         arrays = [a[start:end] for a in (logprobs, old, advantages, mask)]
         parts += policy_loss(
             *map(torch.from_numpy, arrays), torch.tensor([0, end - start]), level="sequence"
-        )[0]
-    torch.testing.assert_close(whole, parts)
+        )[0].sum()
+    torch.testing.assert_close(whole.sum(), parts)
 
 
 def test_unknown_level_is_refused():
@@ -188,7 +188,27 @@ def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
         True,
         True,
     ]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", agg="sum")[1] == [16.0, 16.0, 0.25, 0.25]
+
+
+# Sequences of ratios 2, 8 and 1, 1/4: geometric means 4, 1/2; products 16, 1/4; largest 8, 1.
+@pytest.mark.parametrize(
+    ("options", "kept", "weights"),
+    [
+        ({"agg": "sum", "upper": 10.0}, [False, True], [0.0, 0.5]),
+        ({"agg": "sum", "upper": 20.0}, [True, True], [4.0, 0.5]),
+        ({"agg": "sum", "upper": 10.0, "action": "clamp"}, [True, True], [4.0, 0.5]),  # 4 is below 10
+        ({"agg": "sum", "upper": 3.0, "action": "clamp"}, [True, True], [3.0, 0.5]),
+        ({"agg": "max", "upper": 9.0, "lower": 2.0}, [True, False], [4.0, 0.0]),
+        ({"agg": "max", "upper": 7.0, "action": "clamp"}, [True, True], [4.0, 0.5]),
+        ({"agg": "sum", "upper": 20.0, "weight": "product"}, [True, True], [16.0, 0.25]),
+        ({"agg": "sum", "upper": 10.0, "weight": "product", "action": "clamp"}, [True, True], [10.0, 0.25]),
+        ({"agg": "mean", "upper": 5.0, "weight": "product"}, [True, True], [16.0, 0.25]),
+    ],
+)
+def test_bounds_judge_a_sequence_and_do_not_choose_its_weight(options, kept, weights):
+    found = weights_of((2.0, 8.0, 1.0, 0.25), cu_seqlens=TWO, level="sequence", **options)
+    assert found[0] == [kept[0], kept[0], kept[1], kept[1]]
+    assert found[1] == [weights[0], weights[0], weights[1], weights[1]]
 
 
 def test_kl_metric_drops_by_divergence_and_weighs_by_ratio():
@@ -241,8 +261,8 @@ def test_sft_loss_sums_over_trainable_tokens_and_perplexity_is_that_of_each_sequ
 def test_entropy_bonus_lowers_the_loss_by_the_entropy_of_trained_tokens():
     entropy = torch.tensor([0.5, 1.5, float("nan")], requires_grad=True)
     bonus = entropy_bonus(entropy, torch.tensor([1, 1, 0]), 0.1)
-    bonus.backward()
-    torch.testing.assert_close(bonus.detach(), torch.tensor(-0.2))
+    bonus.sum().backward()
+    torch.testing.assert_close(bonus.detach(), torch.tensor([-0.05, -0.15, 0.0]))
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.1, -0.1, 0.0]))
 
 
@@ -255,7 +275,7 @@ def test_sapo_gate_matches_literal_numbers_and_its_gradient_at_the_start():
     assert stats["loss"].tolist() == [-2.0, 1.0]
     gates = [stats[f"sapo_{gate}"].tolist() for gate in ("soft_gate", "scaled_gate_pos", "scaled_gate_neg")]
     assert gates == [[2.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
-    loss.backward()
+    loss.sum().backward()
     assert logprobs.grad.tolist() == [-1.0, 1.0]  # that of -A r
 
 

@@ -75,7 +75,7 @@ def test_policy_loss(lengths, level, higher, c_clip):
         *tensors(logprobs, prox, advantages, mask, cu_seqlens), eps_clip=0.2, eps_clip_higher=higher,
         c_clip=c_clip, level=level, weights=torch.from_numpy(weights),
     )  # fmt: skip
-    np.testing.assert_allclose(got.item(), expected, rtol=1e-10)
+    np.testing.assert_allclose(got.sum().item(), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("lengths", SHAPES)
@@ -84,7 +84,7 @@ def test_sapo_loss(lengths):
     ratio, tau = np.exp(logprobs - old), np.where(advantages > 0, 0.7, 1.3)
     expected = (-advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1))))[mask].sum()
     got, _ = sapo_loss(*tensors(logprobs, old, advantages, mask), tau_pos=0.7, tau_neg=1.3)
-    np.testing.assert_allclose(got.item(), expected, rtol=1e-6)
+    np.testing.assert_allclose(got.sum().item(), expected, rtol=1e-6)
 
 
 DISTANCES = {
@@ -105,9 +105,11 @@ def rejected_by_numpy(prox, behaviour, mask, cu_seqlens, level, action, metric, 
             difference = (prox - behaviour)[tokens if level == "sequence" else [i]]
             joined = JOINED[agg](DISTANCES[metric](difference))
             measured = math.exp(joined) if metric == "ratio" else joined
-            weight = measured if metric == "ratio" else math.exp(prox[i] - behaviour[i])
+            # upstream's: the geometric mean of the sequence, whatever its bounds judge
+            shared = level == "sequence" and metric == "ratio"
+            weight = math.exp(difference.mean() if shared else prox[i] - behaviour[i])
             filtered[i] = not (lower is None or measured >= lower) or not (upper is None or measured <= upper)
-            if action == "clamp":
+            if action == "clamp" and filtered[i]:
                 weight = np.clip(weight, lower or 0.0, upper)
             kept[i] = action == "clamp" or not filtered[i]
             weights[i] = weight * kept[i]
@@ -171,7 +173,8 @@ def test_sft_loss_and_entropy_bonus_are_those_of_logits(num_tokens):
     torch.testing.assert_close(loss, expected)
     p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(1, keepdims=True)
     entropy = -(p * np.log(p)).sum(1)[mask.numpy()].sum()
-    np.testing.assert_allclose(entropy_bonus(chosen.entropy(), mask, 0.3).item(), -0.3 * entropy, rtol=1e-10)
+    bonus = entropy_bonus(chosen.entropy(), mask, 0.3).sum()
+    np.testing.assert_allclose(bonus.item(), -0.3 * entropy, rtol=1e-10)
 
 
 @pytest.mark.parametrize("lengths", [[4, 7, 2, 5], [1, 1], [30, 12, 3, 9, 1, 44]])

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from areal_core.algorithm.advantages import kl_estimate
-from areal_core.algorithm.losses import dpo_loss, entropy_bonus, policy_loss, sapo_loss
+from areal_core.algorithm.losses import (
+    aggregate_loss,
+    dpo_loss,
+    entropy_bonus,
+    kl_loss,
+    loss_denominator,
+    policy_loss,
+    sapo_loss,
+)
 from areal_core.algorithm.off_policy import behaviour_weights
 
 pytestmark = pytest.mark.long  # importing TRL takes longer than all other tests of formulas
@@ -78,7 +86,7 @@ def loss_of_trl(compute, rows: Rows, **options):
         use_vllm="weights" in options, vllm_importance_sampling_correction=True, use_adaptive_entropy=False,
         model=SimpleNamespace(training=True), accelerator=accelerator(), current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled="entropy_coef" in options, entropy_coef=options.get("entropy_coef"),
-        _metrics=defaultdict(lambda: defaultdict(list)),
+        _metrics=defaultdict(lambda: defaultdict(list)), max_completion_length=WIDTH,
     )  # fmt: skip
     ids = torch.zeros(ROWS, WIDTH, dtype=torch.long)
     count = rows.mask.sum()
@@ -97,7 +105,7 @@ def ours(rows: Rows, **options):
     logprobs = rows.packed(rows.logprobs).requires_grad_()
     advantages = rows.packed(rows.advantages[:, None].expand(ROWS, WIDTH))
     loss, _ = policy_loss(logprobs, rows.packed(rows.old), advantages, rows.packed(rows.mask), rows.cu_seqlens, **options)  # fmt: skip
-    return loss, logprobs
+    return loss.sum(), logprobs
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -141,11 +149,36 @@ def test_kl_to_a_reference_is_that_of_trl(trl):
     torch.testing.assert_close(plain + penalty, expected)
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation"),
+    [
+        ("dapo", "token-mean"),
+        ("bnpo", "token-mean"),
+        ("grpo", "seq-mean-token-mean"),
+        ("dr_grpo", "seq-mean-token-sum-norm"),
+    ],
+)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_aggregation_with_a_kl_loss_is_that_of_trl(trl, loss_type, aggregation, level):
+    rows = Rows(8)
+    expected, slope = loss_of_trl(trl.grpo, rows, loss_type=loss_type, beta=0.5, level=level)
+    logprobs = rows.packed(rows.logprobs).requires_grad_()
+    old, reference, mask = (rows.packed(column) for column in (rows.old, rows.reference, rows.mask))
+    advantages = rows.packed(rows.advantages[:, None].expand(ROWS, WIDTH))
+    losses, _ = policy_loss(logprobs, old, advantages, mask, rows.cu_seqlens, level=level)
+    losses = losses + 0.5 * kl_loss(logprobs, reference, mask)
+    total = aggregate_loss(losses, mask, rows.cu_seqlens, aggregation)
+    loss = total / loss_denominator(rows.mask, aggregation, WIDTH) * rows.mask.sum()
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected)
+    torch.testing.assert_close(logprobs.grad, slope)
+
+
 def test_entropy_bonus_is_that_of_trl(trl):
     rows = Rows(5)
     plain, _ = loss_of_trl(trl.grpo, rows)
     expected, _ = loss_of_trl(trl.grpo, rows, entropy_coef=0.02)
-    torch.testing.assert_close(plain + entropy_bonus(rows.entropy, rows.mask, 0.02), expected)
+    torch.testing.assert_close(plain + entropy_bonus(rows.entropy, rows.mask, 0.02).sum(), expected)
 
 
 def test_sapo_is_that_of_trl(trl):
@@ -154,7 +187,7 @@ def test_sapo_is_that_of_trl(trl):
     means = [
         sapo_loss(
             rows.logprobs[row], rows.old[row], rows.advantages[index], rows.mask[row], tau_pos=0.8, tau_neg=1.2
-        )[0]
+        )[0].sum()
         / rows.mask[row].sum()
         for index in range(ROWS)
         for row in (rows.row(index),)

@@ -44,6 +44,8 @@ def grpo(r, groups):
 
 REWARDS = {
     "dr_grpo": lambda r, groups: r - group_mean(r, groups),
+    "dr_grpo_paper": lambda r, groups: r - group_mean(r, groups),
+    "rloo_paper": lambda r, groups: r - others_mean(r, groups),
     "rloo": lambda r, groups: r - others_mean(r, groups),
     "reinforce_pp": lambda r, groups: r,
     "reinforce_pp_baseline": lambda r, groups: r - group_mean(r, groups),
@@ -106,6 +108,8 @@ def test_advantages_of_a_preset(name):
     tokens = np.where(aligned, r[:, None] - to_come, 0.0)
     chosen = tokens[aligned]
     expected = np.where(aligned, (tokens - chosen.mean()) / (chosen.std(ddof=1) + EPS), 0.0)
+    if name.endswith("_paper"):
+        expected = tokens
 
     ours = torch.from_numpy(reference).float()
     scorer = SimpleNamespace(

@@ -58,6 +58,17 @@ def test_presets_set_literal_values():
     assert load("algorithm=sapo").actor.use_decoupled_loss is False
     assert load("algorithm=m2po").actor.m2_threshold == 0.04
     assert load("algorithm=decoupled_ppo").actor.rejection_sampling.upper == 5.0
+    paper = load("algorithm=grpo_paper").actor
+    assert (paper.adv_norm, paper.loss_aggregation, paper.kl_ctl) == (None, "seq-mean-token-mean", 0.0)
+    assert (paper.kl_loss_coef, paper.kl_loss_estimator) == (0.04, "k3")
+    paper = load("algorithm=dr_grpo_paper", "gconfig.max_new_tokens=77").actor
+    assert (paper.reward_norm.std_level, paper.loss_aggregation) == (None, "seq-mean-token-sum-norm")
+    assert (paper.adv_norm, paper.max_new_tokens) == (None, 77)
+    paper = load("algorithm=rloo_paper").actor
+    assert (paper.reward_norm.mean_leave1out, paper.reward_norm.std_level) == (True, None)
+    assert (paper.adv_norm, paper.loss_aggregation) == (None, "seq-mean-token-sum")
+    paper = load("algorithm=gspo_paper").actor
+    assert (paper.eps_clip, paper.eps_clip_higher, paper.adv_norm) == (3e-4, 4e-4, None)
     ppo = load("algorithm=ppo")
     assert (ppo.actor.reward_norm, ppo.critic.path, ppo.critic.eps_clip) == (None, ppo.actor.path, 0.5)
     assert ppo.critic.optimizer == ppo.actor.optimizer

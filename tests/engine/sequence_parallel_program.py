@@ -52,7 +52,7 @@ def rows(rank: int = 0, num_ranks: int = 1) -> Batch:
 
 def sequence_level_policy_loss(logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
     masked = logprobs, flat["old_logp"], flat["advantages"], flat["loss_mask"].bool(), flat["cu_seqlens"]
-    return policy_loss(*masked, eps_clip=10.0, level="sequence")[0]
+    return policy_loss(*masked, eps_clip=10.0, level="sequence")[0].sum()
 
 
 def preference_loss(logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:

@@ -58,6 +58,24 @@ def test_shares_add_up_to_the_step_that_was_recorded(spiked):
             assert found.grad_norms[index] == pytest.approx(float.fromhex(minibatch["grad_norm"]), rel=1e-5)
 
 
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
+    tmp_path, tiny_model, record_run, aggregation
+):
+    run = record_run(
+        tmp_path, tiny_model, 2, actor__loss_aggregation=aggregation, actor__max_new_tokens=8,
+        actor__kl_loss_coef=0.5, ref__path=str(tiny_model), ref__dtype="float32",
+    )  # fmt: skip
+    found = explain(run.path, 1)
+    assert found.faithful
+    for index, minibatch in enumerate(run.record.step(1).plan(0).details["minibatches"]):
+        samples = [s for s in found.samples if s.minibatch == index]
+        length = 8 if aggregation == "seq-mean-token-sum-norm" else 1
+        assert minibatch["loss_denominator"] == length * len(minibatch["rows"])
+        assert sum(s.gradient_share for s in samples) == pytest.approx(1, abs=1e-4)
+        assert sum(s.loss for s in samples) == pytest.approx(float.fromhex(minibatch["loss"]), abs=1e-5)
+
+
 def test_the_random_numbers_of_the_step_are_not_used_up(spiked):
     torch.manual_seed(0)
     explain(spiked.path, 0)
