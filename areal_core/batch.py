@@ -46,8 +46,9 @@ def _widen(tensor: Tensor, width: int) -> Tensor:
 
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return the given rows, in the given order, trimmed to the longest of them."""
-    index = torch.as_tensor(rows, dtype=torch.int64)
-    width = max(sequence_lengths(batch)[index].tolist(), default=0)
+    mask = batch["attention_mask"]
+    index = torch.as_tensor(rows, dtype=torch.int64, device=mask.device)
+    width = max(mask[index].sum(1).tolist(), default=0)
     return {key: t[index] if t.dim() == 1 else t[index, :width] for key, t in batch.items()}
 
 
@@ -68,10 +69,15 @@ def sort_canonical(batch: Batch) -> Batch:
 
 def pack(batch: Batch) -> Batch:
     """Flatten `[B, T]` to `[tokens]`, without padding, and add `cu_seqlens`, int32 [B + 1]."""
-    mask = batch["attention_mask"]
-    flat = {k: t[mask] if t.dim() == 2 else t for k, t in batch.items() if k != "attention_mask"}
-    ends = sequence_lengths(batch).cumsum(0)
-    flat["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+    lengths = sequence_lengths(batch)
+    tokens = lengths.tolist()
+
+    def flattened(padded: Tensor) -> Tensor:
+        # Rows are copied, several times faster than selecting by the mask.
+        return torch.cat([row[:n] for row, n in zip(padded, tokens, strict=True)] or [padded.flatten()])
+
+    flat = {k: flattened(t) if t.dim() == 2 else t for k, t in batch.items() if k != "attention_mask"}
+    flat["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return flat
 
 
@@ -83,7 +89,7 @@ def unpack(flat: Batch, width: int | None = None) -> Batch:
     cu_seqlens = flat["cu_seqlens"].to(torch.int64)
     lengths = cu_seqlens.diff()  # [B]
     width = int(lengths.max()) if width is None else width
-    mask = torch.arange(width) < lengths[:, None]  # [B, T]
+    mask = torch.arange(width, device=lengths.device) < lengths[:, None]  # [B, T]
     batch = {"attention_mask": mask}
     for key, tensor in flat.items():
         if key == "cu_seqlens":

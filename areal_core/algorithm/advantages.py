@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_core.algorithm.alignment import first_and_last, masked
 from areal_core.batch import FINISH_REASONS
 
 CUT_OFF = FINISH_REASONS.index("length")
+# Tokens of a block of `gae`, and of the window of blocks that fits into a processor's cache.
+BLOCK, WINDOW = 32, 1536
 
 
 def overlong_penalty(
@@ -105,16 +108,20 @@ def compute_advantages(
     """
     mask = loss_mask.bool()
     bootstraps = (finish_reason == CUT_OFF) & mask_no_eos_with_zero  # [B]
-    rewards = torch.where(bootstraps, 0.0, rewards)
-    kl_rewards = torch.zeros_like(logprobs)
+    total_rewards = terminal_rewards(torch.where(bootstraps, 0.0, rewards), mask)
+    kl_rewards = torch.zeros_like(total_rewards)
     if reference_logprobs is not None:
-        kl_rewards = torch.where(mask, -kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), 0.0)
-    total_rewards = kl_rewards + terminal_rewards(rewards, mask)
-    values = torch.zeros_like(logprobs) if values is None else values
-    after_last = values.gather(1, attention_mask.sum(1, keepdim=True).long().sub(1).clamp(min=0))[:, 0]  # [B]
-    bootstrap = torch.where(bootstraps, after_last, 0.0)
+        kl_rewards = masked(-kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), mask)
+        total_rewards = kl_rewards + total_rewards
+    bootstrap = torch.zeros_like(rewards, dtype=torch.float32)
+    if values is not None:
+        end = attention_mask.sum(1, keepdim=True).sub(1).clamp(min=0)  # [B, 1]
+        after_last = values.gather(1, end)[:, 0]
+        bootstrap = torch.where(bootstraps, after_last, 0.0)
+        values = masked(values.float(), mask)
     advantages = gae(total_rewards, values, mask, bootstrap, discount, gae_lambda)
-    return Advantages(advantages, torch.where(mask, advantages + values, 0.0), kl_rewards, total_rewards)
+    returns = advantages if values is None else advantages + values
+    return Advantages(advantages, returns, kl_rewards, total_rewards)
 
 
 def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
@@ -123,14 +130,19 @@ def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     Not on the last token: when a sequence ends in tool output, whose mask is 0, the reward would be
     lost there. The reward of a row with an empty loss mask is dropped.
     """
-    num_tokens = loss_mask.shape[1]
-    positions = torch.arange(1, num_tokens + 1, device=loss_mask.device)  # [T], from 1 so that 0 means none
-    last = (loss_mask.bool() * positions).amax(1)  # [B]
-    return torch.where(positions == last[:, None], rewards[:, None].float(), 0.0)
+    mask = loss_mask.bool()
+    last = first_and_last(mask)[1][:, None]  # [B, 1]
+    earned = torch.where(mask.gather(1, last), rewards[:, None].float(), 0.0)  # [B, 1]
+    return torch.zeros(mask.shape, device=mask.device).scatter_(1, last, earned)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, loss_mask: Tensor, bootstrap: Tensor, discount: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor | None,
+    loss_mask: Tensor,
+    bootstrap: Tensor,
+    discount: float,
+    gae_lambda: float,
 ) -> Tensor:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16) over the loss mask.
 
@@ -138,16 +150,60 @@ def gae(
 
     `delta_t = r_t + discount * V_next - V_t`, `A_t = delta_t + discount * gae_lambda * A_next`,
     where "next" is the next position whose mask is 1: prompt and tool tokens in between are not
-    steps of the policy. `bootstrap` [B] is the value after the last one. With discount = gae_lambda
-    = 1 and no values, the advantage of a token is the sum of the rewards from it on.
+    steps of the policy. Rewards and values are finite; `values` None are 0. `bootstrap` [B] is the value after the last one. With
+    discount = gae_lambda = 1 and no values, the advantage of a token is the sum of the rewards from
+    it on.
+
+    Computed as the linear recurrence `m_t = own_t + decay_t * m_{t+1}` of what position t passes on
+    to the one before it:
+
+        own_t = discount * (1 - gae_lambda) * V_t + discount * gae_lambda * r_t      0 in a hole
+        decay_t = discount * gae_lambda                                              1 in a hole
+        A_t = r_t - V_t + m_{t+1},    m behind the last position = discount * bootstrap
+
+    A position depends on the ones behind it in the same way whatever the padding and the other
+    rows: the same bits.
     """
-    mask = loss_mask.bool()
-    advantages = torch.zeros_like(rewards, dtype=torch.float32)
-    next_value, next_advantage = bootstrap.float(), torch.zeros_like(bootstrap, dtype=torch.float32)  # [B]
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + discount * next_value - values[:, t]
-        advantage = delta + discount * gae_lambda * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    mask, num_tokens = loss_mask.bool(), loss_mask.shape[1]
+    message = discount * bootstrap.float()  # [B]
+    advantages = torch.empty(mask.shape, device=mask.device)
+    for start in range((num_tokens - 1) // WINDOW * WINDOW, -1, -WINDOW):
+        part = slice(start, start + WINDOW)
+        ahead = rewards[:, part].float()  # [B, w]
+        keep = mask[:, part].view(torch.uint8).float()  # [B, w]
+        own = discount * gae_lambda * ahead
+        if values is not None:
+            own += discount * (1 - gae_lambda) * values[:, part]
+            ahead = ahead - values[:, part]
+        decay = (1 - keep).add_(keep, alpha=discount * gae_lambda)
+        messages = scan_from_end(own.mul_(keep), decay, message)  # [w, B]
+        following = torch.cat([messages[1:], message[None]]).t().contiguous()  # [B, w]
+        advantages[:, part] = following.add_(ahead).mul_(keep)
+        message = messages[0]
     return advantages
+
+
+def scan_from_end(own: Tensor, decay: Tensor, message: Tensor) -> Tensor:
+    """Return `m_t = own_t + decay_t * m_{t+1}` of [B, w] columns, transposed: [w, B].
+
+    `message` [B] is m behind the last column. All blocks of columns advance together, one column
+    at a time, as if nothing came after them; then what comes after is passed from block to block.
+    """
+    num_columns = own.shape[1]
+    local = in_blocks(own, 0.0)  # [blocks, BLOCK, B]
+    factor = in_blocks(decay, 1.0)  # on what comes from behind the block
+    locals_, factors = local.unbind(1), factor.unbind(1)  # [blocks, B] of each column
+    for column in range(BLOCK - 2, -1, -1):
+        locals_[column].add_(factors[column] * locals_[column + 1])
+        factors[column].mul_(factors[column + 1])
+    incoming = torch.empty_like(locals_[0])  # [blocks, B]
+    for block in range(len(incoming) - 1, -1, -1):
+        incoming[block] = message
+        message = locals_[0][block] + factors[0][block] * message
+    return local.add_(factor.mul_(incoming[:, None])).view(-1, own.shape[0])[:num_columns]
+
+
+def in_blocks(columns: Tensor, fill: float) -> Tensor:
+    """Transpose and divide [B, w] columns, the last block padded: [blocks, BLOCK, B]."""
+    padded = torch.nn.functional.pad(columns, (0, -columns.shape[1] % BLOCK), value=fill)
+    return padded.t().contiguous().view(-1, BLOCK, columns.shape[0])

@@ -22,6 +22,25 @@ def to_next_token(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {key: shifted_left(batch[key], LAST[key]) for key in ROLLED}
 
 
+def masked(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """Return floating-point `values` where `mask`, else exactly `fill`, whatever is there.
+
+    On bits: on a CPU several times as fast as `torch.where`, which is not vectorised for a mask.
+    """
+    integer = {torch.float32: torch.int32, torch.float64: torch.int64}[values.dtype]
+    other = torch.full((), fill, dtype=values.dtype, device=values.device).view(integer)
+    chosen = mask.to(integer).neg_()  # all bits set where the mask is
+    return (values.view(integer) ^ other).bitwise_and_(chosen).bitwise_xor_(other).view(values.dtype)
+
+
+def first_and_last(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of the first and last true element of each row of [B, T]: two int64 [B].
+
+    Without one, the first is 0 and the last T - 1.
+    """
+    return mask.max(1).indices, mask.shape[1] - 1 - mask.flip(1).max(1).indices
+
+
 def shifted_left(values: Tensor, last: float) -> Tensor:
     """Shift columns of [B, T] left by one: column t is column t + 1, the last column is `last`."""
     end = torch.full_like(values[:, :1], last)  # [B, 1]

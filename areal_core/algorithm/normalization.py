@@ -10,14 +10,15 @@ an empty mask calls it too, or the others would wait indefinitely. Groups do not
 no call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.alignment import segment_sum
+from areal_core.algorithm.alignment import masked, segment_sum
 
+WINDOW = 1024  # columns that are normalised at a time; a power of two
 SumOverRanks = Callable[[Tensor], Tensor]
 
 
@@ -43,10 +44,11 @@ def normalize_groups(
     "group" or None (mean 0, or no division). GRPO (arXiv 2402.03300) sec. 4.1.2 is group and group;
     Dr.GRPO (2503.20783) omits the division; `leave_one_out` is the baseline of RLOO (2402.14740).
     """
-    groups = torch.unique(group_ids, return_inverse=True)[1]  # [B]
+    column = values[:, None]  # [B, 1]
     return _normalize(
-        values, groups, mean_level, std_level, leave_one_out, unbiased, eps, sum_over_ranks
-    ).float()
+        column, torch.ones_like(column, dtype=torch.bool), group_ids, mean_level, std_level,
+        leave_one_out, unbiased, eps, sum_over_ranks,
+    )[:, 0]  # fmt: skip
 
 
 def normalize_tokens(
@@ -67,19 +69,15 @@ def normalize_tokens(
     samples.
     """
     assert group_ids is not None or "group" not in (mean_level, std_level), "level group needs group_ids"
-    mask = mask.bool()
     rows = torch.zeros_like(mask[:, 0], dtype=torch.long) if group_ids is None else group_ids  # [B]
-    groups = torch.unique(rows, return_inverse=True)[1]
-    token_groups = groups[:, None].expand_as(mask)[mask]  # [tokens]
-    normal = _normalize(
-        values[mask], token_groups, mean_level, std_level, leave_one_out, unbiased, eps, sum_over_ranks
+    return _normalize(
+        values, mask.bool(), rows, mean_level, std_level, leave_one_out, unbiased, eps, sum_over_ranks
     )
-    return torch.zeros_like(values, dtype=torch.float32).masked_scatter(mask, normal.float())
 
 
 @dataclass
 class _Moments:
-    """Moments of the set that each element belongs to; all [N] float64."""
+    """Moments of the set that each row belongs to; all [B, 1] float64."""
 
     count: Tensor
     total: Tensor
@@ -98,7 +96,8 @@ class _Moments:
 
 def _normalize(
     values: Tensor,
-    groups: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
     mean_level: str | None,
     std_level: str | None,
     leave_one_out: bool,
@@ -106,33 +105,64 @@ def _normalize(
     eps: float,
     sum_over_ranks: SumOverRanks,
 ) -> Tensor:
-    """Normalise values [N] with group numbers [N]: [N] float64."""
-    values = values.double()
-    levels = {mean_level, std_level}
-    moments = {}
+    """Normalise the masked values of [B, T], whose sets consist of rows: [B, T] float32."""
+    groups = torch.unique(group_ids, return_inverse=True)[1]  # [B]
+    levels, moments = {mean_level, std_level}, {}
     if "batch" in levels:
-        moments["batch"] = _moments(values, torch.zeros_like(groups), sum_over_ranks)
+        moments["batch"] = _moments(values, mask, torch.zeros_like(groups), 1, sum_over_ranks)
     if "group" in levels:
-        moments["group"] = _moments(values, groups, on_one_rank)
-    centred = values
-    if mean_level is not None:
-        mean = moments[mean_level].mean_without_self(values) if leave_one_out else moments[mean_level].mean()
-        centred = values - mean
-    if std_level is None:
-        return centred
-    std = moments[std_level].std(unbiased)
-    return torch.where(std == 0, 0.0, centred / (std + eps))  # a nan stays visible
+        moments["group"] = _moments(values, mask, groups, len(groups), on_one_rank)
+
+    def normal(values: Tensor) -> Tensor:
+        if mean_level is not None:
+            of_set = moments[mean_level]
+            values = values - (of_set.mean_without_self(values) if leave_one_out else of_set.mean())
+        return values if std_level is None else values / (moments[std_level].std(unbiased) + eps)
+
+    # A set with zero standard deviation carries no signal; a nan stays visible.
+    carries = mask if std_level is None else mask & (moments[std_level].squares != 0)
+    normalized = torch.empty(values.shape, device=values.device)
+    for window in _windows(values):
+        normalized[:, window] = masked(normal(values[:, window].double()), carries[:, window])
+    return normalized
 
 
-def _moments(values: Tensor, sets: Tensor, sum_over_ranks: SumOverRanks) -> _Moments:
-    """Moments in two passes: a sum of squares minus a square of sums would lose small variances."""
-    num_sets = int(sets.max()) + 1 if sets.numel() else 1
-    ones = torch.ones_like(values)
+def _moments(
+    values: Tensor, mask: Tensor, sets: Tensor, num_sets: int, sum_over_ranks: SumOverRanks
+) -> _Moments:
+    """Moments in two passes: a sum of squares minus a square of sums would lose small variances.
+
+    `sets` [B] numbers the set of each row.
+    """
+    counts = mask.view(torch.uint8).sum(1, dtype=torch.int32)  # faster than a sum of bools
+    sums = [counts.double(), _row_sums(values, mask)]
     # Every rank reaches both collectives, also one without elements.
-    sums = sum_over_ranks(
-        torch.stack([segment_sum(ones, sets, num_sets), segment_sum(values, sets, num_sets)])
-    )
-    count, total = sums[0], sums[1]  # [num_sets]
-    deviations = values - (total / count)[sets]
-    squares = sum_over_ranks(segment_sum(deviations**2, sets, num_sets))
-    return _Moments(count[sets], total[sets], squares[sets])
+    count, total = sum_over_ranks(torch.stack([segment_sum(rows, sets, num_sets) for rows in sums]))
+    mean = (total / count)[sets, None]  # [B, 1]
+    deviations = _row_sums(values, mask, lambda values: (values - mean) ** 2)
+    squares = sum_over_ranks(segment_sum(deviations, sets, num_sets))
+    return _Moments(*(of_set[sets, None] for of_set in (count, total, squares)))
+
+
+def _row_sums(
+    values: Tensor, mask: Tensor, term: Callable[[Tensor], Tensor] = lambda values: values
+) -> Tensor:
+    """Sum `term` over the masked values of each row: [B] float64.
+
+    Columns are added half to half, so that the bits do not depend on padding or on other rows.
+    """
+    total = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    for window in _windows(values):
+        columns = masked(term(values[:, window].double()), mask[:, window])
+        width = columns.shape[1]
+        columns = torch.nn.functional.pad(columns, (0, (1 << (width - 1).bit_length()) - width))
+        while columns.shape[1] > 1:
+            left, right = columns.chunk(2, dim=1)
+            columns = left + right
+        total += columns[:, 0]
+    return total
+
+
+def _windows(values: Tensor) -> Iterator[slice]:
+    """Slice the columns of [B, T]; a window's float64 copy fits into a processor's cache."""
+    return (slice(start, start + WINDOW) for start in range(0, values.shape[1], WINDOW))

@@ -17,6 +17,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from areal_core.algorithm.alignment import masked
+
+PART = 2**15  # elements that are reduced at a time
+
 
 class Reduce(Enum):
     """The reduction of a name's values."""
@@ -84,7 +88,7 @@ class Stats:
             if mask.dtype != torch.bool:
                 raise ValueError(f"denominator {name!r} has dtype {mask.dtype}; expected torch.bool")
             self._masks[self._scope.get() + name] = mask
-            self._record(name, Reduce.SUM, mask.detach(), torch.ones_like(mask))
+            self._record(name, Reduce.SUM, mask.count_nonzero().reshape(1))
 
     def stat(self, denominator: str, reduce: Reduce = Reduce.AVG_MIN_MAX, **values: Tensor) -> None:
         """Record values of the shape of the mask `denominator`, of this or an outer scope."""
@@ -101,7 +105,7 @@ class Stats:
         """Record single numbers."""
         for name, value in values.items():
             number = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1)
-            self._record(name, Reduce.SCALAR, number, torch.ones_like(number, dtype=torch.bool))
+            self._record(name, Reduce.SCALAR, number)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -124,7 +128,7 @@ class Stats:
             for listener in self.timing_listeners:
                 listener(name, start_ns, end_ns)
             seconds = torch.tensor([(end_ns - start_ns) / 1e9], dtype=torch.float64)
-            four = _four_numbers(seconds, torch.ones(1, dtype=torch.bool))
+            four = _four_numbers(seconds, torch.ones_like(seconds, dtype=torch.bool))
             self._records.setdefault(f"timeperf/{name}", []).append((Reduce.TIMING, four))
 
     def export(self, gather: "Callable[[Records], list[Records]] | None" = None) -> dict[str, float]:
@@ -155,7 +159,8 @@ class Stats:
             f"there is no denominator {name!r} in scope {self._scope.get()!r}; known: {', '.join(self._masks) or 'none'}"
         )
 
-    def _record(self, name: str, reduce: Reduce, values: Tensor, mask: Tensor) -> None:
+    def _record(self, name: str, reduce: Reduce, values: Tensor, mask: Tensor | None = None) -> None:
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         self._records.setdefault(self._scope.get() + name, []).append((reduce, _four_numbers(values, mask)))
 
 
@@ -174,21 +179,19 @@ def gather_over_ranks(records: Records) -> list[Records]:
 def _four_numbers(values: Tensor, mask: Tensor) -> Tensor:
     """Return [4] float64 on the device of `values`: count, sum, minimum, maximum over the mask.
 
-    Does not synchronise with the device.
+    Does not synchronise with the device. Values are taken in parts that fit into a processor's
+    cache in float64, and that one thread sums whatever their number.
     """
-    values = values.double()
-    inside = torch.where(mask, values, 0.0)
-    lowest = torch.where(mask, values, torch.inf).flatten()
-    highest = torch.where(mask, values, -torch.inf).flatten()
-    edge = values.new_full((1,), torch.inf)  # an empty tensor has no minimum of its own
-    return torch.stack(
-        [
-            mask.sum().double(),
-            inside.sum(),
-            torch.cat([lowest, edge]).amin(),
-            torch.cat([highest, -edge]).amax(),
-        ]
-    )
+    count = mask.count_nonzero().double()
+    if values.numel() == 0:
+        return torch.stack([count, count, count + torch.inf, count - torch.inf])
+    parts = []
+    for part, inside in zip(values.reshape(-1).split(PART), mask.reshape(-1).split(PART), strict=True):
+        numbers = part.double()
+        lowest, highest = (masked(numbers, inside, edge) for edge in (torch.inf, -torch.inf))
+        parts.append(torch.stack([masked(numbers, inside).sum(), lowest.amin(), highest.amax()]))
+    total, least, most = torch.stack(parts).unbind(1)  # [parts]
+    return torch.stack([count, total.sum(), least.amin(), most.amax()])
 
 
 def _read(fours: list[Tensor]) -> Iterator[list[float]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.advantages import groups_without_spread
+from areal_core.algorithm.alignment import first_and_last
 from areal_core.algorithm.off_policy import loglinear_proximal_logprobs
 from areal_core.batch import Batch, sequence_lengths
 from areal_core.config import PPOActorConfig
@@ -125,20 +126,14 @@ def log_versions(stats: Stats, batch: Batch, version: int) -> None:
         batch: token-aligned, `versions` and `loss_mask` [B, T].
         version: of the trainer's weights at the start of the step.
     """
-    mask, versions = batch["loss_mask"].bool(), batch["versions"].float()
-    positions = torch.arange(mask.shape[1]).expand_as(mask)  # [B, T]
-    head = positions.masked_fill(~mask, mask.shape[1] - 1).amin(1, keepdim=True)  # [B, 1]
-    tail = positions.masked_fill(~mask, 0).amax(1, keepdim=True)  # [B, 1]
+    mask, staleness = batch["loss_mask"].bool(), version - batch["versions"]  # [B, T]
+    of_head, of_tail = (staleness.gather(1, at[:, None])[:, 0] for at in first_and_last(mask))  # [B]
     with stats.scope("version_stats"):
         stats.scalar(v_proximal=version, v_theta=version + 1)
         stats.denominator(n_valid_generated_tokens=mask, n_generated_seqs=mask.any(1))
         stats.stat(
             "n_valid_generated_tokens",
-            sample_staleness_proximal=version - versions,
-            sample_staleness_theta=version + 1 - versions,
+            sample_staleness_proximal=staleness,
+            sample_staleness_theta=staleness + 1,
         )
-        stats.stat(
-            "n_generated_seqs",
-            head_offpolicyness=version - versions.gather(1, head)[:, 0],
-            tail_offpolicyness=version - versions.gather(1, tail)[:, 0],
-        )
+        stats.stat("n_generated_seqs", head_offpolicyness=of_head, tail_offpolicyness=of_tail)

@@ -1,4 +1,4 @@
-"""Aggregation of the policy loss: literal numbers, the papers' formulas, and any division of rows."""
+"""Aggregation of the policy loss: literal numbers, papers' formulas, any division of rows."""
 
 import numpy as np
 import pytest

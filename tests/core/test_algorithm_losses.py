@@ -196,7 +196,7 @@ def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
     [
         ({"agg": "sum", "upper": 10.0}, [False, True], [0.0, 0.5]),
         ({"agg": "sum", "upper": 20.0}, [True, True], [4.0, 0.5]),
-        ({"agg": "sum", "upper": 10.0, "action": "clamp"}, [True, True], [4.0, 0.5]),  # 4 is below 10
+        ({"agg": "sum", "upper": 10.0, "action": "clamp"}, [True, True], [4.0, 0.5]),
         ({"agg": "sum", "upper": 3.0, "action": "clamp"}, [True, True], [3.0, 0.5]),
         ({"agg": "max", "upper": 9.0, "lower": 2.0}, [True, False], [4.0, 0.0]),
         ({"agg": "max", "upper": 7.0, "action": "clamp"}, [True, True], [4.0, 0.5]),
@@ -289,6 +289,22 @@ def test_m2po_drops_the_largest_until_the_mean_is_small():
     assert second_moment_mask(prox, zeros, mask, 9.0).tolist() == [True, True, True, True, False]
     assert second_moment_mask(prox, zeros, mask, 0.0).tolist() == [True, False, False, False, False]
     assert second_moment_mask(prox, zeros, zeros, 0.04).tolist() == [False] * 5
+
+
+def test_m2po_asks_the_other_ranks_four_times():
+    random, calls = torch.Generator().manual_seed(3), []
+
+    def sum_over_ranks(sums):
+        calls.append(sums.shape)
+        return sums
+
+    prox = torch.randn(5000, generator=random)
+    kept = second_moment_mask(prox, prox * 0, prox < 9, 0.04, sum_over_ranks=sum_over_ranks)
+    assert calls == [(2, 2048)] * 3 + [(2, 1)]
+    smallest = (prox**2).double().sort().values
+    largest_set = (smallest.cumsum(0) / torch.arange(1, 5001) < 0.04).sum()
+    assert kept.sum() == largest_set
+    assert (prox[kept] ** 2).max() == smallest[largest_set - 1]
 
 
 def test_m2po_equals_numpy_for_any_distribution_of_tokens_over_ranks():

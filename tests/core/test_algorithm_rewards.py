@@ -12,7 +12,7 @@ from areal_core.algorithm.advantages import (
     overlong_penalty,
     shape_rewards,
 )
-from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.alignment import first_and_last, masked, to_next_token
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
 
 
@@ -36,6 +36,22 @@ def test_first_token_of_a_row_does_not_wrap_to_its_end():
     row = torch.tensor([[1, 1, 1]], dtype=torch.int32)
     aligned = to_next_token({"loss_mask": row, "logprobs": row.float(), "versions": row})
     assert aligned["loss_mask"].tolist() == [[1, 1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masking_replaces_whatever_is_there_exactly(dtype):
+    values = torch.tensor([[1.5, float("nan"), -0.0], [float("inf"), -2.0, 3.0]], dtype=dtype)
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    for fill in (0.0, float("inf"), -1.25):
+        assert torch.equal(masked(values, mask, fill), torch.where(mask, values, fill))
+    columns = torch.randn(3, 8, dtype=dtype)[:, 2:5]  # not contiguous
+    assert torch.equal(masked(columns, columns > 0), columns.clamp(min=0))
+
+
+def test_first_and_last_column_of_a_mask():
+    mask = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool()
+    first, last = first_and_last(mask)
+    assert (first.tolist(), last.tolist()) == ([1, 4, 0], [3, 4, 4])
 
 
 def test_rewards_are_biased_then_scaled_then_clipped():
@@ -186,6 +202,23 @@ def test_token_normalisation_by_group_equals_numpy():
         values[mask].astype(float), tokens, "group", "group", False, True, 1e-5
     )
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_and_rows_of_other_groups_change_no_bit_of_normalised_tokens():
+    generator = torch.Generator().manual_seed(2)
+    values, mask = torch.randn(6, 2500, generator=generator), torch.rand(6, 2500, generator=generator) < 0.8
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    levels = {"mean_level": "group", "std_level": "group"}
+    whole = normalize_tokens(values, mask, group_ids=groups, **levels)
+    wider = [torch.nn.functional.pad(x, (0, 777)) for x in (values, mask)]
+    assert torch.equal(normalize_tokens(*wider, group_ids=groups, **levels)[:, :2500], whole)
+    alone = normalize_tokens(values[2:4], mask[2:4], group_ids=groups[2:4], **levels)
+    assert torch.equal(alone, whole[2:4])
+    batch = normalize_tokens(values, mask)
+    assert torch.equal(normalize_tokens(*wider)[:, :2500], batch)
+    chosen = values[mask].double()
+    expected = (values.double() - chosen.mean()) / (chosen.std() + 1e-5)
+    torch.testing.assert_close(batch, torch.where(mask, expected, 0.0).float())
 
 
 class ThreadRanks:

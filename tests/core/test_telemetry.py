@@ -29,6 +29,23 @@ def test_statistics_are_taken_over_the_mask():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(5, 3 * 2**15 + 7), (0, 4), (3, 0)])
+def test_large_and_empty_tensors_are_reduced_completely(shape):
+    generator = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) < 0.5
+    stats = Stats()
+    stats.denominator(n=mask)
+    stats.stat("n", x=torch.where(mask, values, float("nan")))
+    exported = stats.export()
+    assert exported["n"] == mask.sum()
+    if mask.any():
+        chosen = values[mask].double()
+        assert exported["x/avg"] == pytest.approx(chosen.mean().item(), rel=1e-12)
+        assert (exported["x/min"], exported["x/max"]) == (chosen.min(), chosen.max())
+    else:
+        assert set(exported) == {"n"}
+
+
 def test_micro_batches_weigh_by_their_tokens():
     stats = Stats()
     for mask, values in (([True, True, True], [1.0, 1.0, 1.0]), ([True], [5.0])):

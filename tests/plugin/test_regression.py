@@ -59,7 +59,7 @@ def test_the_committed_record_is_small():
 # change.
 BREAKS = {
     "clip": ("losses.py", "ratio.clamp(1.0 - eps_clip,", "ratio.clamp(1.0 - 2 * eps_clip,"),
-    "GAE": ("advantages.py", "delta + discount * gae_lambda * next", "delta + discount * next"),
+    "GAE": ("advantages.py", "own = discount * gae_lambda * ahead", "own = discount * ahead"),
     "deviation": ("normalization.py", "self.count - int(unbiased)", "self.count"),
     "alignment": ("alignment.py", "[values[:, 1:], end]", "[end, values[:, 1:]]"),
     "bound": ("losses.py", "loss = torch.maximum(unclipped,", "loss = torch.minimum(unclipped,"),
