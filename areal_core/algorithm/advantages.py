@@ -150,9 +150,9 @@ def gae(
 
     `delta_t = r_t + discount * V_next - V_t`, `A_t = delta_t + discount * gae_lambda * A_next`,
     where "next" is the next position whose mask is 1: prompt and tool tokens in between are not
-    steps of the policy. Rewards and values are finite; `values` None are 0. `bootstrap` [B] is the value after the last one. With
-    discount = gae_lambda = 1 and no values, the advantage of a token is the sum of the rewards from
-    it on.
+    steps of the policy. Rewards and values are finite; `values` None are 0. `bootstrap` [B] is the
+    value after the last one. With discount = gae_lambda = 1 and no values, the advantage of a token
+    is the sum of the rewards from it on.
 
     Computed as the linear recurrence `m_t = own_t + decay_t * m_{t+1}` of what position t passes on
     to the one before it:

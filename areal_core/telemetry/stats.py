@@ -180,18 +180,19 @@ def _four_numbers(values: Tensor, mask: Tensor) -> Tensor:
     """Return [4] float64 on the device of `values`: count, sum, minimum, maximum over the mask.
 
     Does not synchronise with the device. Values are taken in parts that fit into a processor's
-    cache in float64, and that one thread sums whatever their number.
+    cache in float64, and that one thread sums.
     """
     count = mask.count_nonzero().double()
     if values.numel() == 0:
         return torch.stack([count, count, count + torch.inf, count - torch.inf])
     parts = []
     for part, inside in zip(values.reshape(-1).split(PART), mask.reshape(-1).split(PART), strict=True):
-        numbers = part.double()
+        numbers = part if part.dtype == torch.float32 else part.double()
+        total = masked(numbers, inside).double().sum()
         lowest, highest = (masked(numbers, inside, edge) for edge in (torch.inf, -torch.inf))
-        parts.append(torch.stack([masked(numbers, inside).sum(), lowest.amin(), highest.amax()]))
-    total, least, most = torch.stack(parts).unbind(1)  # [parts]
-    return torch.stack([count, total.sum(), least.amin(), most.amax()])
+        parts.append(torch.stack([total, lowest.amin().double(), highest.amax().double()]))
+    totals, least, most = torch.stack(parts).unbind(1)  # [parts]
+    return torch.stack([count, totals.sum(), least.amin(), most.amax()])
 
 
 def _read(fours: list[Tensor]) -> Iterator[list[float]]:
