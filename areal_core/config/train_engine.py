@@ -229,7 +229,9 @@ class PPOActorConfig(TrainEngineConfig):
     kl_loss_coef: float = option(
         0.0, "Weight of the KL to the reference in the loss; above 0 needs a ref section.", limits=AT_LEAST_0
     )
-    kl_loss_estimator: str = option("k3", "Estimator of that KL.", ("k1", "k2", "k3"))
+    kl_loss_estimator: str = option(
+        "k3", "Estimator of that KL; the gradient of k1 is 0 on average.", ("k1", "k2", "k3")
+    )
     loss_aggregation: str = option(
         "token-mean",
         "Mean over all tokens; or over sequences, of the mean or sum of their tokens, or of that sum "

@@ -77,6 +77,19 @@ def test_a_what_if_trains_on_what_one_rank_would(split, run_of, report):
     assert ours["replayed"]["ppo_actor/n_seqs"] < ours["recorded"]["ppo_actor/n_seqs"]
 
 
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_aggregations_do_not_depend_on_ranks_or_micro_batches(train, report, tmp_path, aggregation):
+    options = (f"actor.loss_aggregation={aggregation}", "actor.max_new_tokens=8")
+    done = train("--dump-rollout", tmp_path / "record", *options, "actor.ppo_n_minibatches=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for division in (("--nproc", 2), ("actor.mb_spec.max_tokens_per_mb=1024",)):
+        found = report("replay", tmp_path / "record", "--to-step", 0, *division)
+        assert (found["guarantee"]["kind"], found["verdict"]["finding"]) == ("noise", "within")
+        recorded, replayed = (found["steps"][0][side] for side in ("recorded", "replayed"))
+        for name in ("ppo_actor/update/loss", "ppo_actor/update/grad_norm"):
+            assert replayed[name] == pytest.approx(recorded[name], rel=1e-5), name
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_shares_of_samples_add_up_and_are_those_of_one_rank(split, run_of, report, step):
     ours, alone = (report("replay", record.path, "--explain", step) for record in (split, run_of("d1")))

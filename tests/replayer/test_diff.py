@@ -214,6 +214,8 @@ def test_records_without_a_common_step_and_absent_steps_are_refused(tmp_path):
         ("actor.dtype", "batch"),
         ("ref.path", "logprobs"),
         ("actor.kl_ctl", "advantages"),
+        ("actor.kl_loss_coef", "loss"),
+        ("actor.loss_aggregation", "loss"),
         ("actor.eps_clip_higher", "loss"),
         ("actor.optimizer.lr", "weights"),
     ],
