@@ -28,7 +28,7 @@ from areal_core.trainer.evaluation import Evaluation, validation_rows
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
-from areal_core.trainer.update import num_loss_tokens, update
+from areal_core.trainer.update import update
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]
