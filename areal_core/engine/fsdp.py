@@ -103,6 +103,8 @@ class FSDPEngine:
         sleeps: release the engine's memory on the device while it is idle.
         packs_rows: compute the rows of a micro-batch in one forward; otherwise each `granularity`
             rows are a micro-batch, and each row a forward. See `parity.py`.
+        numbers_rows: tell layers with a state where rows begin, by the options `seq_idx` and
+            `cu_seq_lens_q` of Transformers, which their GPU kernels read.
     """
 
     model: PreTrainedModel
@@ -123,6 +125,7 @@ class FSDPEngine:
     sleeps: bool = False
     is_asleep: bool = False
     packs_rows: bool = True
+    numbers_rows: bool = False
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
@@ -333,7 +336,7 @@ class FSDPEngine:
         """Compute `forward` of the rows in one forward of the packed tokens."""
         lengths = sequence_lengths(part).tolist()
         tokens = slice_tokens(sum(lengths), self.ranks)
-        flat = pack(part)
+        flat = pack({key: part[key] for key in part.keys() & {"input_ids", "attention_mask", "loss_mask"}})
         input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
         positions = torch.cat([torch.arange(n, device=self.ranks.device) for n in lengths])
         inputs = {
@@ -343,6 +346,10 @@ class FSDPEngine:
             "sequence_lengths": tokens.lengths(lengths),
             "sequence_parallel": tokens.group,
         }
+        if self.numbers_rows:
+            numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            inputs["seq_idx"] = numbers[None].to(self.ranks.device, torch.int32)
+            inputs["cu_seq_lens_q"] = flat["cu_seqlens"].to(self.ranks.device)
         if is_score_model(self.model):
             return tokens.gather(self.model(**inputs)[0])
         # The label of a sequence's last position is another sequence's first token; no loss mask

@@ -11,7 +11,8 @@ packed rows -- as training computes them --> log-probs, entropies --+
 each row alone -- the class's own forward --> logits ---------------+
 ```
 
-Where packed rows differ, rows are computed one at a time, and checked again.
+Where packed rows differ, layers are told where rows begin, if they can use that, or else rows are
+computed one at a time; both are checked again.
 """
 
 import logging
@@ -151,14 +152,17 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
     tolerance, noise = TOLERANCE[engine.dtype], None
     reason, packed = by_position(config), None
     if reason is None:
-        found = columns_of(engine, rows)
-        packed = _largest(engine, found, expected)
+        packed, leak = measure_packed(engine, rows, expected)
         if packed > tolerance:
             noise = measure_noise(engine, rows[0], expected[0])
             tolerance = max(tolerance, NOISE_FACTOR * noise)
-        other = [(rows[0] + 1) % config.vocab_size, *rows[1:]]
-        leak = _largest(engine, columns_of(engine, other)[1:], found[1:])
         reason = why_not_packed(packed, leak, tolerance)
+    if reason is not None and packed is not None and engine.ranks.sequence_parallel_size == 1:
+        engine.numbers_rows = True
+        numbered, leak = measure_packed(engine, rows, expected)
+        engine.numbers_rows = why_not_packed(numbered, leak, tolerance) is None
+        if engine.numbers_rows:
+            reason, packed = None, numbered
     difference = packed
     if reason is not None or packed is None:
         compute_rows_alone(engine)
@@ -179,6 +183,16 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
         lengths,
         unchecked,
     )
+
+
+def measure_packed(
+    engine: FSDPEngine, rows: Sequence[Tensor], expected: Sequence[Tensor]
+) -> tuple[float, float]:
+    """Return how much packed rows differ, and change if the first row changes; a collective."""
+    found = columns_of(engine, rows)
+    other = (rows[0] + 1) % engine.model.config.get_text_config().vocab_size
+    leak = _largest(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])
+    return _largest(engine, found, expected), leak
 
 
 def why_not_packed(difference: float, leak: float, tolerance: float) -> str | None:

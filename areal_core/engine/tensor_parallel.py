@@ -29,7 +29,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 from areal_core.engine.errors import ModelError
 from areal_core.engine.logprobs import VocabularyShard
 
-FAMILIES = ("gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe")
+# Measured: benchmarks/model_families.py compares log-probs and gradients of each with Transformers.
+FAMILIES = (
+    *(
+        "arcee",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "helium",
+    ),
+    *("hyperclovax", "llama", "ministral", "ministral3", "mistral", "olmo", "qwen2", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3"),
+)
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 EMBEDDING, OUTPUT, EXPERTS = "embed_tokens", "lm_head", "experts"

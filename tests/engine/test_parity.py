@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.lfm2 import modeling_lfm2
 
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.engine import parity as P
@@ -63,6 +64,26 @@ def test_rows_that_see_each_other_are_computed_alone_and_it_is_said_once(ranks, 
     assert engine.divide(P.batch_of([torch.arange(3), torch.arange(5)])) == [[0], [1]]
     engine.granularity = 2  # pairs stay together
     assert engine.divide(P.batch_of([torch.arange(3)] * 4)) == [[0, 1], [2, 3]]
+
+
+def test_layers_that_use_the_numbers_of_rows_are_packed(ranks, tmp_path, monkeypatch):
+    """Transformers' convolution of LFM2 ignores `seq_idx` on a CPU; its GPU kernel starts anew with each row."""
+
+    def by_row(hidden, weight, bias=None, activation=None, *, seq_idx=None, **options):
+        if seq_idx is None:
+            return plain(hidden, weight, bias, activation, **options)
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([plain(row, weight, bias, activation) for row in hidden.split(lengths, dim=2)], 2)
+
+    plain = modeling_lfm2.causal_conv1d_fn
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", by_row)
+    families.write_tiny("lfm2", str(tmp_path))
+    engine = engine_of(tmp_path, ranks)
+    assert engine.packs_rows
+    assert engine.numbers_rows
+    rows = families.rows()
+    expected = [P.own_columns(engine, row) for row in rows]
+    assert families.difference(P.columns_of(engine, rows), expected) < 5e-6
 
 
 def test_a_packing_family_is_not_slowed_down(ranks, tiny_model, caplog):
