@@ -63,7 +63,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer, and what the model's class does to hidden states before and logits after."""
+    """The output layer, and what the model's class does before and after it."""
 
     layer: torch.nn.Linear
     logit_map: LogitMap
@@ -91,7 +91,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model in evaluation mode; `packs_rows` if packed rows get the hidden states of rows alone."""
+    """A model in evaluation mode; `packs_rows` if packed rows do not change each other."""
 
     model: Any
     head: Head

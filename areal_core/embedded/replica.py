@@ -59,7 +59,7 @@ class Replica:
         """Check that decoding with a cache and padding gives the logits of the class's own forward.
 
         Raises:
-            ModelError: it does not, as of models with a state that is not a cache of keys and values.
+            ModelError: it does not, as of models with a state besides keys and values.
         """
         config = self.model.config.get_text_config()
         row = random_rows([sum(CHECKED)], config.vocab_size)[0]

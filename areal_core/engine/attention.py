@@ -146,7 +146,9 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, window: Tensor | None, packing: Packing
 ) -> Tensor:
-    """Attention of one sequence with what SDPA does not support; scores are [heads, length, length].
+    """Attention of one sequence with what SDPA does not support.
+
+    Its scores are materialised, [heads, length, length].
 
     Soft-capped scores (arXiv 2408.00118, section 2), and sinks (GPT-OSS): a further column of the
     softmax, whose weight is discarded.

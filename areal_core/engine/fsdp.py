@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
 from areal_core.engine.checksums import parameter_checksums
-from areal_core.engine.entropy import note_use_of_entropy
-from areal_core.engine.finite import count_nonfinite
 from areal_core.engine.full_weights import FullTensors
+from areal_core.engine.logprobs import note_use_of_entropy
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import gradient_norm
@@ -103,7 +102,7 @@ class FSDPEngine:
         sleeps: release the engine's memory on the device while it is idle.
         packs_rows: compute the rows of a micro-batch in one forward; otherwise each `granularity`
             rows are a micro-batch, and each row a forward. See `parity.py`.
-        numbers_rows: tell layers with a state where rows begin, by the options `seq_idx` and
+        numbers_rows: pass to layers with a state where rows begin, by the options `seq_idx` and
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
     """
 
@@ -406,3 +405,16 @@ class FSDPEngine:
     def checksums(self) -> dict[str, str]:
         """Return the crc32c of every trained parameter; a collective."""
         return parameter_checksums(self.model, self.ranks)
+
+
+def count_nonfinite(logprobs: Tensor, flat: Batch) -> Tensor:
+    """Return the number of values in the loss mask that are not finite, [] on their device.
+
+    Args:
+        logprobs: of the model, [tokens].
+        flat: packed rows; per-token floats [tokens], per-row floats [rows].
+    """
+    mask = flat["loss_mask"].bool()
+    columns = [logprobs, *(tensor for tensor in flat.values() if tensor.is_floating_point())]
+    bad = [~column.isfinite() for column in columns]
+    return torch.stack([(b & mask if b.shape == mask.shape else b).sum() for b in bad]).sum()

@@ -15,6 +15,7 @@ the vocabulary only. The results of the ranks are combined by two reductions of 
 token, and the gradient of the hidden states is summed.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from transformers import PreTrainedModel
 
 from areal_core.engine.logits import LogitMap, measure_logit_map, output_layer, transformer
@@ -84,7 +86,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         result[0, :, 1] = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, bias, labels, is_here, largest + total.log(), result)
         ctx.temperature, ctx.logit_map, ctx.shard = temperature, logit_map, shard
-        ctx.has_entropy = None  # `entropy.note_use_of_entropy` may know
+        ctx.has_entropy = None  # `note_use_of_entropy` may know
         return result
 
     @staticmethod
@@ -217,3 +219,38 @@ def score_next_tokens(model: PreTrainedModel, shard: VocabularyShard | None = No
         return head(hidden, labels, temperature)
 
     head.forward, model.forward = MethodType(score, head), MethodType(forward, model)
+
+
+def note_use_of_entropy(loss: Tensor, pairs: Tensor, entropies: Tensor) -> None:
+    """Let the backward pass of `pairs` leave out the entropies' gradient if `loss` has none.
+
+    That is read from the graph of the loss: the gradient itself is on the device, and the backward
+    pass would have to wait for it.
+
+    Args:
+        pairs: (logprob, entropy) of each position, as `ChunkedLogprobs` computes them.
+        entropies: the column of `pairs` that `loss` was computed from.
+    """
+    source = entropies.grad_fn
+    assert source is not None
+    is_used = any(
+        node is source and output == entropies.output_nr for node, output in edges(loss.grad_fn, source)
+    )
+    backward: type = ChunkedLogprobs._backward_cls
+    for node, _ in edges(pairs.grad_fn):
+        if isinstance(node, backward):
+            node.has_entropy = is_used  # type: ignore[attr-defined]  # the node is the function's ctx
+            return
+
+
+def edges(root: Node | None, last: Node | None = None) -> Iterator[tuple[Node, int]]:
+    """Yield (node, index of its output) of every edge of a graph, breadth first, up to `last`."""
+    nodes, seen = [root], {last}
+    for node in nodes:
+        for parent, output in node.next_functions if node is not None else ():
+            if parent is None:
+                continue
+            yield parent, output
+            if parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)

@@ -11,7 +11,7 @@ packed rows -- as training computes them --> log-probs, entropies --+
 each row alone -- the class's own forward --> logits ---------------+
 ```
 
-Where packed rows differ, layers are told where rows begin, if they can use that, or else rows are
+Where packed rows differ, layers get the numbers of the rows, if they can use them, or else rows are
 computed one at a time; both are checked again.
 """
 
@@ -312,7 +312,7 @@ def own_forward(engine: FSDPEngine, attention: str) -> Iterator[None]:
 
 
 def _largest(engine: FSDPEngine, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest difference on any rank, infinity for one that is not finite; a collective."""
+    """Return the largest difference on any rank; infinity if one is not finite; a collective."""
     pairs = zip(found, expected, strict=True)
     differences = torch.cat([(a - b).abs().nan_to_num(torch.inf, torch.inf).flatten() for a, b in pairs])
     return max(engine.ranks.gather_objects(float(differences.max())))

@@ -54,8 +54,8 @@ def shard_model(
     Args:
         dtype: of compute; parameters keep their own dtype.
         grad_reduce_dtype: of the gradient reduction over ranks.
-        layer_classes: class names of the layers; by default those that the model forbids to split, or else
-            its longest list of modules.
+        layer_classes: class names of the layers; by default those that the model forbids to split,
+            or else its longest list of modules.
         compiles: run layers through torch.compile.
         offloads: keep shards in host memory; a layer is on the device while it computes.
         from_rank_0: only rank 0 has weights; the model of the other ranks may be on "meta".

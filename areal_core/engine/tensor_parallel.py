@@ -131,7 +131,7 @@ def vocabulary_shard(output_layer: nn.Module, mesh: DeviceMesh) -> VocabularySha
 
 
 def whole_vocabulary(output_layer: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a split output layer that gathers the logits of the whole vocabulary."""
+    """Return the forward of a split output layer that gathers the logits of all tokens."""
 
     def compute(features: Tensor) -> Tensor:
         with _plain_parameters(output_layer, None):

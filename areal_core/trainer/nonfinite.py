@@ -11,11 +11,11 @@ and can be replayed up to it; then the run stops, before its weights are sent or
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,6 @@ from areal_core.batch import Batch, pack, select_rows
 from areal_core.config import BaseExperimentConfig, TrainEngineConfig
 from areal_core.engine.checkpoint.distributed import Engines
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.engine.finite import largest_weight
 from areal_core.engine.fsdp import FSDPEngine, LossFunction
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
@@ -332,3 +331,10 @@ def gradient_is_finite(
     for group in engine.divide(batch):
         engine.backward(batch, group, loss_fn, weight_fn, total_weight)
     return bool(gradient_norm(engine.model.parameters()).isfinite())
+
+
+def largest_weight(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the largest absolute value of this rank's shards, []; NaN if they contain one."""
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    # A rank may have no rows of a small parameter.
+    return torch.nn.utils.get_total_norm([s.detach() for s in shards if s.numel()], torch.inf)

@@ -32,7 +32,7 @@ spec.loader.exec_module(families)
 # attention; experts.
 PACKED = ["cohere", "cohere2", "granite", "granitemoe", "minicpm3", "phi", "gpt_oss", "phi3, LongRoPE"]
 PACKED += ["llama, dynamic RoPE", "olmo", "ernie4_5", "gemma2", "deepseek_v3", "nanochat", "gpt2"]
-# Layers with a state, chunked attention, a mask from the values, lengths that layers do not pass on.
+# Layers with a state, chunked attention, a mask from the values, lengths that layers do not get.
 ALONE = ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "bamba", "jamba", "minimax", "recurrent_gemma"]
 ALONE += ["llama4_text", "doge", "stablelm", "bloom", "mpt", "mamba", "granitemoehybrid"]
 
@@ -67,7 +67,7 @@ def test_rows_that_see_each_other_are_computed_alone_and_it_is_said_once(ranks, 
 
 
 def test_layers_that_use_the_numbers_of_rows_are_packed(ranks, tmp_path, monkeypatch):
-    """Transformers' convolution of LFM2 ignores `seq_idx` on a CPU; its GPU kernel starts anew with each row."""
+    """Transformers' convolution of LFM2 ignores `seq_idx` on a CPU; its GPU kernel uses it."""
 
     def by_row(hidden, weight, bias=None, activation=None, *, seq_idx=None, **options):
         if seq_idx is None:
