@@ -32,6 +32,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.logits import output_layer, replaced_forward
 from areal_core.engine.model import attention_of, own_attention, set_attention
 from areal_core.engine.scores import is_score_model
+from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.tensor_parallel import whole_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,10 @@ def measure_parity(engine: FSDPEngine) -> Parity:
         ModelError: the model's own forward fails, or has no finite log-probs.
     """
     try:
-        return _measure_parity(engine)
+        parity = _measure_parity(engine)
+        # A forward without a backward leaves the weights outside of layers gathered.
+        fsdp_module(engine.model).reshard()
+        return parity
     except (EngineError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:

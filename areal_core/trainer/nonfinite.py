@@ -127,7 +127,7 @@ class NonFiniteGuard:
             return
         with self.stats.discarded():
             cause = find_cause(engine, inputs, rows, loss_fn, weight_fn)
-        options = self.options[name]
+        options: TrainEngineConfig = self.options[name]
         where = f"step {step}, {name}, minibatch {minibatch}"
         message = f"{where}: the {cause.what} is not finite{self.shown_rows(inputs, cause, names)}"
         count = self.num_skipped[name] = self.num_skipped.get(name, 0) + 1

@@ -40,7 +40,10 @@ def test_the_example_is_planned_with_the_adapter_that_is_trained_and_synced(dry_
         "the adapter is written to disk and read by 4 servers as default_lora-vN; the base model is compared with its files "
         "after the first and every 16 weight syncs"
     )
-    assert texts["reference"] == "one forward pass of the actor with its adapter off; KL weight 0.1"
+    assert (
+        texts["reference"]
+        == "one forward pass of the actor with its adapter off; KL weight 0.1 in the reward, 0.0 in the loss"
+    )
     parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
     num_parameters = run["memory"]["num_parameters"]
     # Rank 32 on seven layers of 64 and 256 features in each of two blocks, k and v half as wide as
