@@ -138,7 +138,12 @@ def check_heads(config: PretrainedConfig, sequence_parallel: int, tensor_paralle
     """Raise RanksError if the heads do not divide among the ranks that have the same rows."""
     if sequence_parallel * tensor_parallel == 1:
         return  # also for a model without attention
-    heads = config.get_text_config().num_attention_heads
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if heads is None:
+        raise RanksError(
+            f"a {config.model_type!r} model has no attention heads, which c{sequence_parallel} x t{tensor_parallel} "
+            f"ranks would share: leave c and t out of allocation_mode"
+        )
     if heads % (sequence_parallel * tensor_parallel):
         raise RanksError(
             f"the model has {heads} attention heads, which c{sequence_parallel} x t{tensor_parallel} ranks "

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from areal_core.engine.errors import RanksError
 from areal_core.engine.model import load_model
@@ -108,6 +109,15 @@ def test_heads_that_ranks_cannot_share_are_refused(folder):
     check_heads(config, 2, 2)
     with pytest.raises(RanksError, match=r"has 4 attention heads, which c3 x t1 ranks cannot share"):
         check_heads(config, 3, 1)
+
+
+def test_a_model_without_attention_cannot_share_heads():
+    config = AutoConfig.for_model("mamba")
+    check_heads(config, 1, 1)
+    with pytest.raises(
+        RanksError, match="a 'mamba' model has no attention heads, which c2 x t1 ranks would share"
+    ):
+        check_heads(config, 2, 1)
 
 
 def test_ranks_that_do_not_form_groups_are_refused(monkeypatch):
