@@ -165,7 +165,9 @@ def _explicit_attention(
     if packing.sinks is not None:
         column = packing.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=3)
-    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
+        scores = scores - scores.amax(dim=-1, keepdim=True)  # as GPT-OSS, whose softmax is not in float32
+    dtype = torch.float32 if packing.sinks is None else scores.dtype
+    weights = scores.softmax(-1, dtype=dtype)[..., : key.shape[2]].to(query.dtype)
     return torch.nn.functional.dropout(weights, packing.dropout) @ value
 
 

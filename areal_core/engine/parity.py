@@ -19,11 +19,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, pad
 from transformers import PretrainedConfig
 
 from areal_core.batch import Batch
@@ -41,12 +42,16 @@ LENGTHS = (11, 1, 6)  # of the rows; one more is longer than the sliding window
 LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is reported as not checked
 # Differences in nats below which no model is refused: rounding that the noise of two rows does not
 # show. Families that pack wrongly differ by 0.05 to 4 in float32.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
-NOISE_FACTOR = 8.0  # of the measured noise
-LEAK_FACTOR = 1 / 8  # of the tolerance: the same shapes are computed twice, so rounding cancels
-# Layers that attend to a part of the tokens by position in the forward, and not in the row; a few
-# short rows do not show it.
-BY_POSITION_IN_FORWARD = ("attention_chunk_size", "attn_temperature_tuning", "index_topk")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.002}
+NOISE_FACTOR = 4.0  # of the measured noise
+LEAK_FACTOR = 1 / 4  # of the tolerance: the same shapes are computed twice, so rounding cancels
+# Options of layers whose attention depends on the whole forward; a few short rows do not show it.
+DEPENDS_ON_FORWARD = {
+    "attention_chunk_size": "chunks of attention are counted from the start of the forward",
+    "attn_temperature_tuning": "attention is scaled by the position in the forward",
+    "index_topk": "attention selects among all tokens of the forward",
+    "keep_window_size": "attention selects among all tokens of the forward",
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
             f"damaged, or {engine.dtype} is too narrow for them"
         )
     tolerance, noise = TOLERANCE[engine.dtype], None
-    reason, packed = by_position(config), None
+    reason, packed = depends_on_forward(config), None
     if reason is None:
         packed, leak = measure_packed(engine, rows, expected)
         if packed > tolerance:
@@ -211,9 +216,11 @@ def why_not_packed(difference: float, leak: float, tolerance: float) -> str | No
 def measure_noise(engine: FSDPEngine, row: Tensor, expected: Tensor) -> float:
     """Return what rounding changes in the class's own forward; a collective.
 
-    That is another shape, in a batch of two rows, and another implementation of attention.
+    That is another shape, in a batch of two rows, and another kernel of attention.
     """
-    others = [own_columns(engine, row, twice=True), own_columns(engine, row, attention="eager")]
+    others = [own_columns(engine, row, twice=True)]
+    with sdpa_kernel(SDPBackend.MATH):
+        others.append(own_columns(engine, row))
     return _largest(engine, others, [expected, expected])
 
 
@@ -233,11 +240,11 @@ def choose_lengths(config: PretrainedConfig, device: str) -> tuple[tuple[int, ..
     return (*LENGTHS, window + 3), ()
 
 
-def by_position(config: PretrainedConfig) -> str | None:
-    """Name the option by which layers use positions in the forward; None if there is none."""
-    for name in BY_POSITION_IN_FORWARD:
+def depends_on_forward(config: PretrainedConfig) -> str | None:
+    """Say why a family's rows cannot be packed, whatever they measure; None if nothing is known."""
+    for name, reason in DEPENDS_ON_FORWARD.items():
         if value := getattr(config, name, None):
-            return f"its layers count tokens from the start of the forward ({name} is {value})"
+            return f"{reason} ({name} is {value})"
     return None
 
 
@@ -273,14 +280,11 @@ def columns_of(engine: FSDPEngine, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_columns(
-    engine: FSDPEngine, row: Tensor, *, twice: bool = False, attention: str | None = None
-) -> Tensor:
+def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tensor:
     """Compute one row by the forward of the model's class, without packing; a collective.
 
     Args:
         twice: in a batch of two rows, which changes the rounding only.
-        attention: name of an implementation in Transformers; by default `own_attention`.
 
     Returns:
         As `columns_of`.
@@ -288,12 +292,11 @@ def own_columns(
     engine.wake()
     engine.model.eval()
     ids = torch.stack([row, row.roll(1)] if twice else [row]).to(engine.ranks.device)
-    attention = attention or own_attention(engine.model)
     if is_score_model(engine.model):
-        with attention_of(engine.model, attention):
+        with attention_of(engine.model, own_attention(engine.model)):
             scores: Tensor = engine.model(input_ids=ids, use_cache=False)[0]
         return scores.float().cpu()
-    with own_forward(engine, attention):
+    with own_forward(engine):
         logits = engine.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [length - 1, vocab]
     log_p = torch.log_softmax(logits.float() / engine.temperature, -1).cpu()
     logprobs = log_p.gather(1, row[1:, None])[:, 0]
@@ -301,16 +304,26 @@ def own_columns(
 
 
 @contextmanager
-def own_forward(engine: FSDPEngine, attention: str) -> Iterator[None]:
-    """Let the model compute logits by the forward of its class, in the body."""
+def own_forward(engine: FSDPEngine) -> Iterator[None]:
+    """Let the model compute logits by forward and attention of its class, in the body.
+
+    The outputs of the output layer become float32: its bias, and what the class does to logits
+    afterwards, scaling or a soft cap, would round to the dtype of compute, as training does not.
+    """
     model, ranks = engine.model, engine.ranks
     head = output_layer(model)
     assert head is not None
     whole = whole_vocabulary(head, ranks.tensor_mesh) if ranks.tensor_parallel_size > 1 else None
+
+    def compute(features: Tensor) -> Tensor:
+        weight, bias = cast(nn.Linear, head).weight, cast(nn.Linear, head).bias
+        logits = (linear(features, weight) if whole is None else whole(features)).float()
+        return logits if bias is None else logits + bias
+
     with (
         replaced_forward(model, None),
-        replaced_forward(head, whole),
-        attention_of(model, attention),
+        replaced_forward(head, compute),
+        attention_of(model, own_attention(model)),
     ):
         yield
 
