@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -321,6 +322,17 @@ def cell(value: float | str | None) -> str:
     return "refused" if isinstance(value, str) else f"{value:.1e}"
 
 
+def bullet(row: dict[str, Any], key: str) -> str:
+    """Return a wrapped line of a list: the name of a row, and one of its values."""
+    return textwrap.fill(
+        f"* {row['name']}: {row[key]}",
+        100,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def page(measured: list[dict[str, Any]]) -> str:
     """Return docs/models.md."""
     equal = [row for row in measured if "float32" in row]
@@ -337,17 +349,17 @@ def page(measured: list[dict[str, Any]]) -> str:
         "",
         "## Why rows are computed one at a time",
         "",
-        *(f"* {row['name']}: {row['reason']}" for row in alone),
+        *(bullet(row, "reason") for row in alone),
         "",
         "## Refused",
         "",
-        *(f"* {row['name']}: {row['refused']}" for row in measured if "refused" in row),
+        *(bullet(row, "refused") for row in measured if "refused" in row),
         "",
         "## Not measured",
         "",
         "Transformers cannot build or run a tiny model of these with the options that the script has.",
         "",
-        *(f"* {row['name']}: {row['unmeasured']}" for row in measured if "unmeasured" in row),
+        *(bullet(row, "unmeasured") for row in measured if "unmeasured" in row),
     ]
     return "\n".join(lines) + "\n"
 
