@@ -20,7 +20,7 @@ from areal_core.engine.parity import LENGTHS, measure_parity
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import shard_engine
 
-NUM_FORWARDS = len(LENGTHS) + 2  # each row alone, and the packed rows twice
+NUM_FORWARDS = len(LENGTHS) - 1 + 2  # rows alone but that of one token, and packed rows twice
 WEIGHTS_7B, LINK, START_S = 15.2e9, 200e9, 90.0  # bytes in bfloat16, bytes/s of NVLink, usual start
 
 

@@ -296,6 +296,8 @@ def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tens
         with attention_of(engine.model, own_attention(engine.model)):
             scores: Tensor = engine.model(input_ids=ids, use_cache=False)[0]
         return scores.float().cpu()
+    if len(row) == 1:
+        return torch.zeros(0, 2)  # nothing is predicted; it only has to leave its neighbours alone
     with own_forward(engine):
         logits = engine.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [length - 1, vocab]
     log_p = torch.log_softmax(logits.float() / engine.temperature, -1).cpu()
