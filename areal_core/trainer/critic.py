@@ -17,7 +17,7 @@ from areal_core.config import PPOCriticConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Stats
 from areal_core.trainer.nonfinite import NonFiniteGuard
-from areal_core.trainer.update import num_loss_tokens, update
+from areal_core.trainer.update import update
 
 
 def critic_values(critic: FSDPEngine, batch: Batch, stats: Stats) -> Tensor:
@@ -46,7 +46,7 @@ def update_critic(
         if not math.isnan(explained):
             stats.scalar(explained_variance=explained)
         loss = partial(critic_loss, eps_clip=options.eps_clip, stats=stats)
-        skipped = partial(guard.skipped, "critic", critic, inputs, loss, num_loss_tokens, step=step)
+        skipped = partial(guard.skipped, "critic", step=step)
         return update(critic, inputs, options.ppo_n_minibatches, loss, stats, on_skipped=skipped)
 
 

@@ -85,15 +85,7 @@ def train_steps(
                     stats,
                     partial(observe, step=step),
                     objective.denominator,
-                    partial(
-                        guard.skipped,
-                        "actor",
-                        actor,
-                        inputs,
-                        objective.loss,
-                        objective.denominator,
-                        step=step,
-                    ),
+                    partial(guard.skipped, "actor", step=step),
                 )
             if critic is not None and config.critic is not None:
                 plan["critic"] = update_critic(critic, inputs, config.critic, stats, guard, step)

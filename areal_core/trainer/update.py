@@ -25,7 +25,7 @@ def update(
     stats: Stats,
     observe: Callable[..., None] = ignore_event,
     weigh: Callable[[Batch], Tensor] = num_loss_tokens,
-    on_skipped: Callable[..., None] = ignore_event,
+    on_skipped: Callable[..., None] | None = None,
 ) -> list[dict[str, Any]]:
     """Train on a batch in several optimizer steps; a collective.
 
@@ -33,8 +33,8 @@ def update(
         inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
         weigh: returns the denominator of the loss of rows.
         observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
-        on_skipped: called on every rank with `minibatch` and `rows` of an optimizer step that was
-            not taken.
+        on_skipped: called on every rank for an optimizer step that was not taken, with `engine`,
+            `inputs`, `loss` and `weigh`, and its `minibatch` and `rows` by name.
 
     Returns:
         The plan that was followed, in JSON types: rows, micro-batches and results per
@@ -51,8 +51,8 @@ def update(
             update_successful=float(result.update_successful),
             num_micro_batches=len(result.micro_batches),
         )
-        if not result.update_successful:
-            on_skipped(minibatch=index, rows=rows)
+        if not result.update_successful and on_skipped is not None:
+            on_skipped(engine, inputs, loss, weigh, minibatch=index, rows=rows)
         for number, micro in enumerate(result.micro_batches):
             observe(
                 "micro_batch",
