@@ -95,6 +95,7 @@ class Scorer:
     """A model in evaluation mode; `packs_rows` if packed rows do not change each other."""
 
     model: Any
+    transformer: torch.nn.Module
     head: Head
     packs_rows: bool
 
@@ -130,8 +131,9 @@ def refuse_lone_vision_model(folder: Path) -> None:
 def scorer_of(model: Any) -> Scorer:
     """Make a read-only scorer of a loaded model: no gradients, no dropout."""
     head = Head(model.get_output_embeddings(), measure_logit_map(model))
-    choose_frequencies_by_row(transformer(model))
-    scorer = Scorer(model.eval().requires_grad_(False), head, packs_rows=True)
+    find_hidden = transformer(model)
+    choose_frequencies_by_row(find_hidden)
+    scorer = Scorer(model.eval().requires_grad_(False), find_hidden, head, packs_rows=True)
     if packs_rows(scorer):
         return scorer
     set_attention(model, own_attention(model))
@@ -221,14 +223,13 @@ def predictors(
 
 def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Tensor:
     """Compute the last hidden states [tokens, dim] of packed, isolated sequences."""
-    find_hidden = transformer(scorer.model)
     tokens = torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None]
     if not scorer.packs_rows:
         rows = tokens.split(list(lengths), dim=1)
-        alone = [find_hidden(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+        alone = [scorer.transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
         return torch.cat(alone)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    output = find_hidden(
+    output = scorer.transformer(
         input_ids=tokens,
         position_ids=positions[None].to(scorer.device),
         attention_mask=None,

@@ -20,7 +20,13 @@ spec.loader.exec_module(families)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_family_with_a_cache_of_keys_and_values_is_sampled_from(tmp_path, name, dtype):
     families.write_tiny(name, str(tmp_path))
-    Replica(str(tmp_path), dtype, torch.device("cpu"))
+    replica = Replica(str(tmp_path), dtype, torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")
+    ids = torch.arange(3, 12)[None]
+    found, expected = (
+        model(input_ids=ids).logits.float().log_softmax(-1) for model in (replica.model, plain)
+    )
+    assert (found - expected).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
 
 
 @pytest.mark.parametrize("name", ["mamba", "lfm2", "qwen3_next"])
