@@ -21,13 +21,14 @@ import aiohttp
 
 from areal_core.batch import Batch
 from areal_core.config import SGLangConfig
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.sglang.client import SGLangClient, generate_payload
-from areal_core.sglang.server import Server
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.sglang.wire import SGLANG
 from areal_core.testing import make_tiny_model
 
 GOAL = 0.98
@@ -58,7 +59,7 @@ async def run_bare(server: Server, requests: list[ModelRequest], in_flight: int)
     url = f"http://{server.address}/generate"
 
     async def ask(request: ModelRequest) -> int:
-        payload = generate_payload(request.input_ids, request.sampling, request.num_new_tokens(), 0)
+        payload = SGLANG.generate_payload(request.input_ids, request.sampling, request.num_new_tokens(), 0)
         async with session.post(url, json=payload) as reply:
             return json.loads(await reply.read())["meta_info"]["completion_tokens"]
 
@@ -68,7 +69,7 @@ async def run_bare(server: Server, requests: list[ModelRequest], in_flight: int)
 
 async def run_client(server: Server, requests: list[ModelRequest], in_flight: int) -> int:
     """Send them through the client, which survives pauses, weight updates and dead servers."""
-    client = SGLangClient([server])
+    client = FleetClient([server], SGLANG)
 
     async def ask(request: ModelRequest) -> int:
         return len((await client.agenerate(request)).output_tokens)
@@ -107,7 +108,7 @@ def collect_batches(server: Server, requests: list[ModelRequest], in_flight: int
         in_flight, in_flight, max_head_offpolicyness=num_batches, num_steps=num_batches
     )
     executor, feed, workflow = (
-        Executor(SGLangClient([server]), control),
+        Executor(FleetClient([server], SGLANG), control),
         RequestFeed(requests),
         OneCompletion(),
     )

@@ -32,7 +32,7 @@ LONGEST_LOOP = 150
 DEEPEST_LOOP = 3
 # File names that occur more than once in a package because they are the same thing for each
 # verb, format or subpackage.
-ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime"}
+ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime", "wire"}
 # What vulture finds and who uses it.
 USED_FROM_OUTSIDE = {
     "GroupName": "a type in quotes",

@@ -27,7 +27,7 @@ from areal_core.config.not_yet import merged_spec
 from areal_core.environment import DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
-from areal_core.sglang.server import Server, environment_of
+from areal_core.rollout.fleet.server import Server, environment_of
 
 # A group that spans trainer and server works only without these.
 NCCL_WITH_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}

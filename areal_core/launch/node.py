@@ -94,7 +94,7 @@ def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
 
 def describe(failure: Failure, logs: Path, local_rank: int) -> str:
     """Describe the rank that failed first, with the last lines of its standard error."""
-    from areal_core.sglang.server import last_lines
+    from areal_core.rollout.fleet.server import last_lines
 
     files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
     written = "".join(last_lines(file, num_lines=20) for file in files)

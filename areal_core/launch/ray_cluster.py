@@ -47,7 +47,7 @@ from areal_core.launch.torchrun import (
     shell_code,
     wait_for,
 )
-from areal_core.sglang.server import Server
+from areal_core.rollout.fleet.server import Server
 from areal_core.sglang.start import SGLangServer, free_port
 
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor

@@ -44,8 +44,8 @@ from areal_core.launch.torchrun import (
     run_command,
 )
 from areal_core.rollout.errors import ServerDied
-from areal_core.sglang.discovery import FolderNames
-from areal_core.sglang.server import Server, wait_until_healthy
+from areal_core.rollout.fleet.discovery import FolderNames
+from areal_core.rollout.fleet.server import Server, wait_until_healthy
 from areal_core.sglang.start import free_port
 
 NAMES = "names"  # folder below the logs in which servers publish their addresses

@@ -48,7 +48,7 @@ class Plan:
 class EpisodeEngine:
     """The `EpisodeSampler` of one episode: adds the episode's name and turn number to its requests.
 
-    It also records the progress of the episode, from which `pipeline.Watch` explains a long wait.
+    It also records the progress of the episode, from which `watch.Watch` explains a long wait.
     """
 
     def __init__(self, engine: TokenSampler, prompt_id: int, sample_id: int) -> None:

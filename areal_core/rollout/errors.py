@@ -3,7 +3,7 @@
 ValueError
   UnsupportedSampling    a sampling option that this engine does not support
   PromptTooLong          no space is left for a new token
-  MalformedReply         a server's reply without the fields that its wire format guarantees
+  MalformedReply         a server's reply that breaks a rule of its wire format; it names the rule
   MalformedEpisode       a workflow's tensors that cannot become rows of a batch
   WrongServer            an invalid address, or a server of another protocol version or model
   BadName                a name that the name service cannot store
@@ -29,7 +29,11 @@ class PromptTooLong(ValueError):
 
 
 class MalformedReply(ValueError):
-    """A server's reply without the fields that its wire format guarantees."""
+    """A server's reply that breaks a rule of its wire format; `rule` is the rule's name."""
+
+    def __init__(self, message: str, rule: str = "malformed") -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class MalformedEpisode(ValueError):
@@ -61,11 +65,15 @@ class ServerDied(RuntimeError):
 
 
 class RequestRefused(RuntimeError):
-    """A server answered with an error; `status` is its HTTP status."""
+    """A server answered with an error.
 
-    def __init__(self, message: str, status: int) -> None:
+    `status` is its HTTP status, `retry_after_s` the delay that it asked for, in seconds.
+    """
+
+    def __init__(self, message: str, status: int, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class WeightUpdateFailed(RuntimeError):

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.episodes import AcceptFn
+from areal_core.rollout.fleet.weight_update import WeightUpdate
 from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
 from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
-from areal_core.sglang.weight_update import WeightUpdate
 from areal_core.telemetry.stats import Reduce, Stats
 
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version

@@ -33,16 +33,15 @@ wakes it. All state belongs to the event loop's thread, so there are no locks.
 
 A waiter never waits silently. A wait that cannot end, and prompts that always fail or are rejected,
 raise an exception (`staleness.Tolerance`); a long wait is logged with the names of what it waits
-for, and again each time it has doubled (`Watch`).
+for, and again each time it has doubled (`watch.Watch`).
 """
 
 import asyncio
 import itertools
 import logging
-import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -62,10 +61,12 @@ from areal_core.rollout.errors import NothingAccepted, RolloutStuck
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.staleness import StalenessControl, Tolerance, choose_batch
 from areal_core.rollout.types import InferenceEngine
+from areal_core.rollout.watch import Patience, Watch
 from areal_core.rollout.workflow import RolloutWorkflow
 
 T = TypeVar("T")
 P = ParamSpec("P")
+STARTED_PER_TURN = 16  # prompts, in one turn of the event loop
 logger = logging.getLogger(__name__)
 
 
@@ -124,69 +125,6 @@ class PromptFeed:
         self._waiting = deque((prompt_id, self.loader.row(prompt_id)) for prompt_id in state["prompts"])
 
 
-@dataclass(frozen=True)
-class Patience:
-    """The durations after which a wait is reported.
-
-    An episode without a request to the engine is in a reward, a tool or an agent's code. A reward
-    process is killed after 15 s (`RewardPool`), so more than 20 s are unusual. A completion may
-    take minutes.
-    """
-
-    check_every_s: float = 1.0
-    paused_s: float = 5.0
-    own_code_s: float = 20.0
-    generation_s: float = 60.0
-
-
-class Watch:
-    """One wait for `wanted`, which starts now."""
-
-    def __init__(self, patience: Patience, wanted: str) -> None:
-        self.wanted = wanted
-        self._patience = patience
-        self._start = time.monotonic()
-        self._next_s: dict[str, float] = {}
-
-    def paused(self, what: str) -> None:
-        """Report that `what` is paused, if it has been for long."""
-        waited_s = time.monotonic() - self._start
-        if self._is_due(what, waited_s, self._patience.paused_s):
-            self._report(f"{what} has been paused for all of {waited_s:.0f} s; call its resume()")
-
-    def report_slow(self, episodes: Sequence[EpisodeEngine]) -> None:
-        """Report the running episodes without progress for the longest time."""
-        now = time.monotonic()
-        running = [episode for episode in episodes if not episode.is_finished]
-        oldest_first = sorted(running, key=lambda episode: episode.since)
-        own_code = [episode for episode in oldest_first if episode.num_generating == 0]
-        generating = [episode for episode in oldest_first if episode.num_generating > 0]
-        if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
-            self._report(
-                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {episode_name(own_code[0])} "
-                f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
-            )
-        if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
-            self._report(
-                f"{len(generating)} episodes wait for the engine, {episode_name(generating[0])} for "
-                f"{now - generating[0].since:.0f} s: are the completions long, or are the servers paused?"
-            )
-
-    def _is_due(self, what: str, waited_s: float, after_s: float) -> bool:
-        if waited_s < self._next_s.setdefault(what, after_s):
-            return False
-        self._next_s[what] = 2 * waited_s
-        return True
-
-    def _report(self, text: str) -> None:
-        logger.warning("waiting for %s: %s", self.wanted, text)
-
-
-def episode_name(episode: EpisodeEngine) -> str:
-    """Return an episode's name for messages."""
-    return f"prompt {episode.prompt_id}, sample {episode.sample_id}"
-
-
 class Pipeline:
     """The queued, running and finished prompts.
 
@@ -212,7 +150,10 @@ class Pipeline:
         self._task_ids = itertools.count()
         self._pending: deque[Group] = deque()
         self._running: dict[int, Group] = {}
-        self._ready: list[Group] = []  # accepted or held, from the feed, not yet consumed
+        # Accepted or held, from the feed, not yet consumed; in the order in which they started.
+        self._ready: list[Group] = []
+        self._may_be_stale = False  # some of them, since the version or one of them changed
+        self._is_starting = False  # a call of `_start_some` is queued
         self._done: dict[int, Group] = {}  # finished, from submit, not yet fetched
         self._feed: tuple[Feed, Plan] | None = None
         self._error: Exception | None = None
@@ -269,6 +210,7 @@ class Pipeline:
     async def set_version(self, version: int) -> None:
         """Set the version of the trainer's weights, and start the prompts that it allows."""
         self.control.version = version
+        self._may_be_stale = True
         self._something_happened()
 
     async def continue_at(self, version: int) -> None:
@@ -291,13 +233,26 @@ class Pipeline:
         self._wake()
 
     def _start_more(self) -> None:
-        """Start the prompts that may start. Called after every event that can free capacity."""
+        """Start the prompts that may start. Called after every event that can free capacity.
+
+        A weight update may allow thousands of them, whose first steps would block the loop for
+        seconds: few are started in each turn of the loop.
+        """
+        if not self._is_starting:
+            self._start_some()
+
+    def _start_some(self) -> None:
+        self._is_starting = False
         try:
-            while not self._is_paused and self._error is None and self.control.capacity() > 0:
+            for _ in range(STARTED_PER_TURN):
+                if self._is_paused or self._error is not None or self.control.capacity() <= 0:
+                    return
                 group = self._next_group()
                 if group is None:
                     return
                 self._start(group)
+            self._is_starting = True
+            asyncio.get_running_loop().call_soon(self._start_some)
         except Exception as error:  # of the feed, such as an unreadable file; the waiter raises it
             self._error = error
             self._wake()
@@ -342,21 +297,24 @@ class Pipeline:
         if not group.from_feed:
             self._done[group.task_id] = group
         elif group.rows is not None or is_held:
-            self._ready.append(group)
+            insort(self._ready, group, key=lambda other: other.task_id)
+            self._may_be_stale |= control.is_stale(group.version)
         self._something_happened()
 
     def _take_batch(self) -> list[Group] | None:
         """Return the prompts of the next batch, or None if the trainer must wait."""
         control = self.control
-        self._drop_stale()
-        self._ready.sort(key=lambda group: group.task_id)
-        chosen = choose_batch(
-            [group.version for group in self._ready],
-            [group.version for group in self._running.values() if group.from_feed],
-            control.version,
-            control.max_head_offpolicyness,
-            control.batch_size,
-        )
+        if self._may_be_stale:
+            self._drop_stale()
+        chosen = None
+        if len(self._ready) >= control.batch_size:  # called after every prompt
+            chosen = choose_batch(
+                [group.version for group in self._ready],
+                [group.version for group in self._running.values() if group.from_feed],
+                control.version,
+                control.max_head_offpolicyness,
+                control.batch_size,
+            )
         if chosen is None:
             self._tolerance.refuse_hopeless_filter()
             return None
@@ -372,6 +330,7 @@ class Pipeline:
         return groups
 
     def _drop_stale(self) -> None:
+        self._may_be_stale = False
         stale = [group for group in self._ready if self.control.is_stale(group.version)]
         if stale:
             self._ready = [group for group in self._ready if not self.control.is_stale(group.version)]

@@ -19,7 +19,7 @@ from areal_core.config.checks import ALL_LINEAR
 from areal_core.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start, thread_limits
 from areal_core.rollout.errors import ServerDied
-from areal_core.sglang.server import Server, wait_until_healthy
+from areal_core.rollout.fleet.server import Server, wait_until_healthy
 
 SHIM = Path(__file__).parent / "sgl_kernel_cpu"
 CPU_CACHE_TOKENS = 32768

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from areal_core.rollout.fleet.weight_update import NamedTensors, WeightUpdate
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
-from areal_core.sglang.weight_update import NamedTensors, WeightUpdate
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
 

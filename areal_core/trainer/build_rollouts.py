@@ -24,18 +24,20 @@ from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.discovery import Discovery, FolderNames, discover, wait_until_ready
+from areal_core.rollout.fleet.identity import RunModel, run_model
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
 from areal_core.rollout.live import LiveRollouts, SharedRollouts
 from areal_core.rollout.pipeline import Executor, PromptLoader
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
-from areal_core.sglang.client import SGLangClient
-from areal_core.sglang.discovery import Discovery, FolderNames, discover, wait_until_ready
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import RunModel, Server, run_model
-from areal_core.sglang.verification import WeightCheck
-from areal_core.sglang.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.sglang.wire import SGLANG
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
@@ -191,8 +193,9 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         pool.check_model()
         pool.load_first_weights(version=0)
     ranks.barrier()
-    client = SGLangClient(
+    client = FleetClient(
         servers,
+        SGLANG,
         timeout_s=options.request_timeout,
         num_retries=options.request_retries,
         discovery=discovery,
@@ -200,6 +203,7 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         server_wait_s=options.setup_timeout,
         pause_mode=options.pause_mode,
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
+        knows_versions=True,
     )
     return client, build_weight_update(config, ranks, pool)
 
@@ -218,6 +222,7 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
     """Build the control connection of rank 0 to the servers."""
     return ServerPool(
         servers,
+        SGLANG,
         discovery=discovery,
         model=served_model(config),
         pause_mode=config.rollout.pause_mode,

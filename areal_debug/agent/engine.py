@@ -60,18 +60,19 @@ def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTr
     Raises:
         NoServers: nothing answers at the address.
     """
-    from areal_core.sglang.client import SGLangClient
-    from areal_core.sglang.server import Server, ask_identity
+    from areal_core.rollout.fleet.client import FleetClient
+    from areal_core.rollout.fleet.server import Server
+    from areal_core.sglang.wire import SGLANG
 
     server = Server(address.removeprefix("http://").rstrip("/"))
     try:
-        identity = ask_identity(server)
+        identity = SGLANG.ask_identity(server)
     except OSError as error:
         raise NoServers(
             f"nothing answers at {address}: {error}; start a server with areal-debug serve --model FOLDER"
         ) from error
     tokenizer = load_tokenizer(model or identity.model_path)
-    return SGLangClient([server]), tokenizer, f"{address}, {identity.model_path}"
+    return FleetClient([server], SGLANG), tokenizer, f"{address}, {identity.model_path}"
 
 
 def open_model(path: str, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:

@@ -17,7 +17,7 @@ from areal_core.config import (
 from areal_core.config.checks import is_base_of, serves_adapters
 from areal_core.config.experiment import TimerConfig
 from areal_core.paths import record_folder, run_folder
-from areal_core.sglang.client import adapter_name
+from areal_core.rollout.fleet.client import adapter_name
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 

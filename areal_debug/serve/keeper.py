@@ -20,8 +20,8 @@ from pathlib import Path
 from areal_core.errors import ServerFailed
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.rollout.errors import NoSuchName
-from areal_core.sglang.discovery import FolderNames, register_server
-from areal_core.sglang.server import last_lines
+from areal_core.rollout.fleet.discovery import FolderNames, register_server
+from areal_core.rollout.fleet.server import last_lines
 from areal_core.sglang.start import SGLangServer
 from areal_debug.serve.state import ServerState, forget, read_state, state_file, this_keeper, write_state
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_core.sglang.server import ADDRESSES_VARIABLE, Server, is_healthy
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server, is_healthy
 from areal_debug.render import format_seconds
 from areal_debug.serve.facts import ServerFacts, worth_checking
 from areal_debug.serve.state import ServerState

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
-from areal_core.sglang.client import parse_generate
-from areal_core.sglang.server import call
+from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.sglang.wire import SGLANG
 from areal_debug.consistency.command import command
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
@@ -50,7 +50,7 @@ def sampled(server, sent_before=(), **sampling):
         "return_logprob": True,
     }
     replies = [
-        parse_generate(json.dumps(reply).encode())
+        SGLANG.parse_generate(json.dumps(reply).encode())
         for reply in json.loads(call(server, "POST", "/generate", payload, 300.0))
     ]
     return sequences_from_completions(

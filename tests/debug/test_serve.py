@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from areal_core.sglang.discovery import FolderNames, discovered_servers, register_server
+from areal_core.rollout.fleet.discovery import FolderNames, discovered_servers, register_server
 from areal_debug.serve.command import command
 from areal_debug.serve.facts import parse_facts, worth_checking
 

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from areal_core.config import SGLangConfig
 from areal_core.embedded.http_server import serve
+from areal_core.rollout.fleet.server import Server, is_healthy
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.sglang.server import Server, is_healthy
 from areal_core.sglang.start import SGLangServer, cpu_environment, free_port, server_args
 from areal_core.testing import make_tiny_model
 
@@ -50,6 +50,7 @@ class FakeServer:
         first = body["input_ids"][-1] + 1
         tokens = list(range(first, first + step))
         meta = {
+            "id": body["rid"],
             "finish_reason": {"type": "abort" if step < wanted else "length"},
             "output_token_logprobs": [[-token / 100, token, None] for token in tokens],
             "completion_tokens": len(tokens),

@@ -9,7 +9,9 @@ from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.dataset import get_dataset
 from areal_core.embedded.http_server import EmbeddedServer
-from areal_core.sglang.server import ADDRESSES_VARIABLE, weight_version
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
+from areal_core.rollout.fleet.wire import weight_version
+from areal_core.sglang.wire import SGLANG
 from areal_core.trainer.rl import PPOTrainer
 
 TINY = Path(__file__).parents[1] / "debug"
@@ -64,7 +66,7 @@ def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     assert [step["versions"] for step in seen] == [{0}, {1}, {2}]
     assert max(step["difference"] for step in seen) < 1e-5
     # A stale adapter would be visible: after three steps the weights differ from the first.
-    assert weight_version(server) == "3"
+    assert weight_version(server, SGLANG) == "3"
     moved = {name: (merged[name] - tensor).abs().max() for name, tensor in engine._weights._beneath.items()}
     assert min(moved.values()) > 1e-4
     served = dict(engine._replica.model.named_parameters())

@@ -15,13 +15,16 @@ from areal_core.config import SGLangConfig
 from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.identity import run_model
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server, call
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import AdapterUpdate, DiskUpdate
+from areal_core.rollout.fleet.wire import rejection_reason, weight_version
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.client import SGLangClient
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import Server, ask_identity, call, rejection_reason, run_model, weight_version
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.verification import WeightCheck
-from areal_core.sglang.weight_update import AdapterUpdate, DiskUpdate
+from areal_core.sglang.wire import SGLANG
 
 RANK, TEMPERATURE = 4, 0.8
 
@@ -49,7 +52,7 @@ def update_of(tiny_model, tmp_path):
     pools = []
 
     def make(*servers: Server, every: int = 0) -> AdapterUpdate:
-        pools.append(ServerPool(servers, timeout_s=60.0))
+        pools.append(ServerPool(servers, SGLANG, timeout_s=60.0))
         adapter = Adapter(RANK, 8, str(tiny_model))
         return AdapterUpdate(pools[-1], tmp_path / "update", adapter, "tiny", check=WeightCheck(every))
 
@@ -75,7 +78,7 @@ def embedded(tiny_model, serve_application):
 def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[ModelResponse]:
     """Return the responses to a client that knows this version."""
     sampling = Sampling(max_new_tokens=16, temperature=TEMPERATURE, ignore_eos=True)
-    client = SGLangClient(servers, lora_name="tiny")
+    client = FleetClient(servers, SGLANG, lora_name="tiny")
     if version:
         client.set_version(version)
 
@@ -123,11 +126,12 @@ def test_an_update_writes_a_folder_loads_it_aborts_requests_in_flight_and_unload
     written = {}
     post = update.pool.post
 
-    def look_then_post(path, payload):
-        if path == "/load_lora_adapter":
-            written.update(load_file(Path(payload["lora_path"]) / "adapter_model.safetensors"))
-            assert (Path(payload["lora_path"]) / "adapter_config.json").exists()
-        return post(path, payload)
+    def look_then_post(call):
+        if call.path == "/load_lora_adapter":
+            folder = Path(call.payload["lora_path"])
+            written.update(load_file(folder / "adapter_model.safetensors"))
+            assert (folder / "adapter_config.json").exists()
+        return post(call)
 
     update.pool.post = look_then_post
     update.send(AdapterTensors(adapted, torch.device("cpu")), 3)
@@ -182,11 +186,11 @@ def test_a_server_that_lost_the_loaded_adapter_is_named(start_fake, update_of, a
 def test_a_server_without_adapters_cannot_join_a_run_that_sends_them(start_fake, tmp_path):
     fake = start_fake()
     assert "was started without --enable-lora" in rejection_reason(
-        fake.server, run_model("/models/tiny", needs_adapters=True)
+        fake.server, SGLANG, run_model("/models/tiny", needs_adapters=True)
     )
-    assert rejection_reason(fake.server, run_model("/models/tiny")) == ""
+    assert rejection_reason(fake.server, SGLANG, run_model("/models/tiny")) == ""
     fake.server_info["enable_lora"] = True
-    assert rejection_reason(fake.server, run_model("/models/tiny", needs_adapters=True)) == ""
+    assert rejection_reason(fake.server, SGLANG, run_model("/models/tiny", needs_adapters=True)) == ""
 
 
 def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_update(start_fake):
@@ -215,7 +219,7 @@ def test_an_embedded_server_samples_with_each_adapter_and_keeps_the_base_model(
 ):
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     server = embedded()
-    assert ask_identity(server).serves_adapters
+    assert SGLANG.ask_identity(server).serves_adapters
     update = update_of(server, every=1)  # each update is followed by a comparison of the base model
     assert worst_difference(base, generate([server])) < 1e-5
     for version in (1, 2):
@@ -228,7 +232,7 @@ def test_a_different_base_model_is_found(embedded, update_of, adapted, tiny_mode
     server = embedded()
     other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     other.model.layers[1].mlp.down_proj.weight.data += 0.01
-    pool = ServerPool([server])
+    pool = ServerPool([server], SGLANG)
     DiskUpdate(pool, tmp_path / "disk", tiny_model).send(other.named_parameters(), 0)
     pool.close()
     complaint = r"WeightsDiffer: .* 1 tensor, model\.layers\.1\.mlp\.down_proj\.weight"
@@ -273,7 +277,7 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
     first = copy.deepcopy(adapted)
     change(adapted, 2)
     sampler._model = gate = Gate(sampler._model)
-    client = SGLangClient([server], lora_name="tiny")
+    client = FleetClient([server], SGLANG, lora_name="tiny")
     client.set_version(1)
 
     def is_cut() -> bool:
@@ -306,9 +310,9 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
 def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedded, update_of, adapted):
     good, bad = embedded(), embedded()
     update_of(good, bad).send(AdapterTensors(adapted, torch.device("cpu")), 1)
-    client = SGLangClient([good, bad], lora_name="tiny")
+    client = FleetClient([good, bad], SGLANG, lora_name="tiny")
     client.set_version(1)
-    assert client.router.servers == [good, bad]
+    assert list(client.router.servers) == [good, bad]
     sampling = Sampling(max_new_tokens=4, temperature=TEMPERATURE)
     call(bad, "POST", "/unload_lora_adapter", {"lora_name": "tiny-v1"})  # what a restart leaves
     call(bad, "POST", "/update_weight_version", {"new_version": "default"})
@@ -321,7 +325,7 @@ def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedd
             await client.aclose()
 
     responses = asyncio.run(work())
-    assert client.router.servers == [good]
+    assert list(client.router.servers) == [good]
     assert worst_difference(adapted, responses) < 1e-5
     client.close()
 
@@ -332,7 +336,7 @@ def test_a_server_that_joins_later_gets_the_adapter_with_the_next_update(embedde
     update.send(AdapterTensors(adapted, torch.device("cpu")), 1)
     update.pool._discovery = type(update.pool._discovery)((first, second))
     update.send(AdapterTensors(adapted, torch.device("cpu")), 2)
-    assert [weight_version(server) for server in (first, second)] == ["2", "2"]
+    assert [weight_version(server, SGLANG) for server in (first, second)] == ["2", "2"]
     assert worst_difference(adapted, generate([second], version=2)) < 1e-5
 
 
@@ -354,7 +358,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
         tiny_model, tmp_path / "log", args, cpu_environment(), ready_timeout_s=600.0
     ) as started:
         server = started.server
-        assert ask_identity(server).serves_adapters
+        assert SGLANG.ask_identity(server).serves_adapters
         update = update_of(server, every=1)
         assert worst_difference(base, generate([server])) < 1e-5
         for version in (1, 2, 3):
@@ -373,7 +377,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
 
 async def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> list[ModelResponse]:
     """Return a long completion of version 3 that an update to version 4 aborts."""
-    client = SGLangClient([server], lora_name="tiny")
+    client = FleetClient([server], SGLANG, lora_name="tiny")
     await asyncio.to_thread(client.set_version, 3)
     sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
     task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))

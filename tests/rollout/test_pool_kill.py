@@ -13,15 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.discovery import Discovery, FolderNames, register_server
+from areal_core.rollout.fleet.identity import run_model
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.rollout.fleet.wire import weight_version
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.client import SGLangClient
-from areal_core.sglang.discovery import Discovery, FolderNames, register_server
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import Server, run_model, weight_version
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.verification import WeightCheck
-from areal_core.sglang.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.sglang.wire import SGLANG
 
 NUM_TOKENS = 40
 
@@ -53,10 +56,16 @@ class Run:
         servers = [process.server for process in self.processes]
         discovery = Discovery((), self.names, "exp", "trial")
         options = {"discovery": discovery, "pause_mode": "abort"}
-        self.client = SGLangClient(
-            servers, num_retries=2, retry_delay_s=0.02, health_interval_s=0.2, server_wait_s=30.0, **options
+        self.client = FleetClient(
+            servers,
+            SGLANG,
+            num_retries=2,
+            retry_delay_s=0.02,
+            health_interval_s=0.2,
+            server_wait_s=30.0,
+            **options,
         )
-        self.pool = ServerPool(servers, 30.0, model=run_model(str(tiny_model)), **options)
+        self.pool = ServerPool(servers, SGLANG, 30.0, model=run_model(str(tiny_model)), **options)
         check = WeightCheck(every=1)
         self.weight_update: WeightUpdate = (
             DiskUpdate(self.pool, tmp_path / "update", tiny_model, check=check)
@@ -235,7 +244,7 @@ def test_a_server_that_is_restarted_at_its_address_gets_the_weights_again(start_
     again = run.start_server(run.processes[0].server).wait_until_ready()
     run.update_weights()
     assert {process.server for process in run.processes} == set(run.client.router.servers)
-    assert weight_version(again.server) == "2"
+    assert weight_version(again.server, SGLANG) == "2"
     assert_run_continues(run, requests)
 
 

@@ -8,13 +8,21 @@ import pytest
 from aiohttp import web
 
 from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.discovery import (
+    Discovery,
+    MemoryNames,
+    discover,
+    register_server,
+    wait_until_ready,
+)
+from areal_core.rollout.fleet.identity import run_model
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.router import SPARE_REQUESTS, Router
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.weight_update import BroadcastUpdate
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.sglang import server
-from areal_core.sglang.client import SPARE_REQUESTS, Router, SGLangClient
-from areal_core.sglang.discovery import Discovery, MemoryNames, discover, register_server, wait_until_ready
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import Server, ask_identity, check_identity, run_model
-from areal_core.sglang.weight_update import BroadcastUpdate
+from areal_core.sglang.wire import SGLANG
 
 A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
 
@@ -54,7 +62,7 @@ def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_fo
         register_server(names, "exp", "trial", fake.server.address)
     discovery = Discovery((), names, "exp", "trial")
     assert wait_until_ready(discovery, timeout_s=1) == [alive.server]
-    pool = ServerPool([alive.server], discovery=discovery)
+    pool = ServerPool([alive.server], SGLANG, discovery=discovery)
     pool.refresh()
     assert discovery.servers() == [alive.server]
     with pytest.raises(ServerDied, match=f"not ready after 0 s: server {dead.server.address}"):
@@ -75,14 +83,14 @@ def test_an_invalid_address_is_refused_at_once(address):
 
 def identity_error(fake, model) -> str:
     with pytest.raises(WrongServer) as wrong:
-        check_identity(fake.server, ask_identity(fake.server), model)
+        SGLANG.check_identity(fake.server, SGLANG.ask_identity(fake.server), model)
     return str(wrong.value).replace(fake.server.address, "ADDRESS")
 
 
 def test_a_server_of_the_runs_model_is_accepted_wherever_its_machine_mounts_it(start_fake, tmp_path):
     fake = start_fake()
     model = run_model(str(write_config(tmp_path / "tiny", architectures=["LlamaForCausalLM"])))
-    check_identity(fake.server, ask_identity(fake.server), model)
+    SGLANG.check_identity(fake.server, SGLANG.ask_identity(fake.server), model)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_a_server_other_than_sglang_is_refused(start_fake):
     fake = start_fake()
     fake.refuse["/server_info"] = (404, {"detail": "Not Found"})
     with pytest.raises(WrongServer, match="is not an SGLang server that this version can use"):
-        ask_identity(fake.server)
+        SGLANG.ask_identity(fake.server)
 
 
 def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warning(start_fake, caplog):
@@ -130,7 +138,7 @@ def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warnin
     wrong.server_info["version"] = "0.3.0"
     names = MemoryNames()
     pool = ServerPool(
-        [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
+        [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )
     register_server(names, "e", "t", wrong.server.address)
     with caplog.at_level(logging.WARNING):
@@ -147,7 +155,7 @@ def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warnin
 def test_a_server_updated_by_an_earlier_run_reloads_the_models_own_weights_first(start_fake):
     fresh, used = start_fake(), start_fake()
     used.weight_version = "12"
-    pool = ServerPool([fresh.server, used.server], model=run_model("tiny"))
+    pool = ServerPool([fresh.server, used.server], SGLANG, model=run_model("tiny"))
     pool.load_first_weights(version=0)
     assert fresh.calls == []
     assert used.calls == [
@@ -181,17 +189,17 @@ def test_the_prompts_of_a_server_that_is_gone_find_another_and_a_failed_one_is_a
     router = Router([A, B])
     assert router.choose("p") == A
     assert router.choose("p", avoid=A) == B
-    router.drop(B)
+    router.servers = [A]
     assert router.choose("p") == A
     assert router.choose("p", avoid=A) == A  # there is no other
-    router.drop(A)
+    router.servers = []
     assert router.choose("p") is None
 
 
 # ---- the client
 
 
-def sample(client: SGLangClient, num_tokens: int = 3):
+def sample(client: FleetClient, num_tokens: int = 3):
     return client.agenerate(ModelRequest(input_ids=[5], sampling=Sampling(max_new_tokens=num_tokens)))
 
 
@@ -199,7 +207,7 @@ def test_only_servers_with_the_current_weights_get_requests(start_fake):
     updated, missed = start_fake(), start_fake()
 
     async def work():
-        client = SGLangClient([updated.server, missed.server])
+        client = FleetClient([updated.server, missed.server], SGLANG)
         updated.weight_version = "1"
         await asyncio.to_thread(client.set_version, 1)
         responses = [await sample(client) for _ in range(4)]
@@ -219,12 +227,12 @@ def test_a_server_of_another_model_gets_no_request_even_before_the_first_update(
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
     names = MemoryNames()
-    client = SGLangClient(
-        [good.server], discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
+    client = FleetClient(
+        [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )
     register_server(names, "e", "t", wrong.server.address)
     client.refresh()
-    assert client.router.servers == [good.server]
+    assert list(client.router.servers) == [good.server]
     client.close()
 
 
@@ -232,7 +240,7 @@ def test_tokens_of_a_server_that_restarted_with_old_weights_are_discarded(start_
     restarted, good = start_fake(), start_fake()
 
     async def work():
-        client = SGLangClient([restarted.server, good.server])
+        client = FleetClient([restarted.server, good.server], SGLANG)
         restarted.weight_version = good.weight_version = "3"
         await asyncio.to_thread(client.set_version, 3)
         restarted.weight_version = "default"  # killed, and started again at its address
@@ -249,7 +257,7 @@ def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(s
     fake = start_fake()
 
     async def work():
-        client = SGLangClient([fake.server], version=4)
+        client = FleetClient([fake.server], SGLANG, version=4)
         requested = asyncio.create_task(sample(client))
         await asyncio.sleep(0)  # the request has read the version
         client.version = 5
@@ -260,8 +268,7 @@ def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(s
     assert asyncio.run(work()).output_versions == [4, 4, 4]
 
 
-def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_application, monkeypatch):
-    monkeypatch.setattr(server, "ASK_TIMEOUT_S", 0.05)
+def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_application):
 
     async def never(request):
         await asyncio.sleep(60)
@@ -271,7 +278,7 @@ def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_app
     hung, good = serve_application(application), start_fake()
 
     async def work():
-        client = SGLangClient([hung, good.server], health_interval_s=0.01)
+        client = FleetClient([hung, good.server], SGLANG, health_interval_s=0.01, health_timeout_s=0.05)
         response = await asyncio.wait_for(sample(client), 20)
         await client.aclose()
         return response
@@ -284,7 +291,7 @@ def test_a_server_that_answers_500_to_one_request_is_not_dropped(start_fake):
     fake.script = [(500, "boom")] * 3
 
     async def work():
-        client = SGLangClient([fake.server], num_retries=2, retry_delay_s=0.001)
+        client = FleetClient([fake.server], SGLANG, num_retries=2, retry_delay_s=0.001)
         with pytest.raises(RequestRefused, match="answered 500: boom"):
             await sample(client)
         response = await sample(client)
@@ -296,7 +303,7 @@ def test_a_server_that_answers_500_to_one_request_is_not_dropped(start_fake):
 
 def test_weights_that_can_be_iterated_once_cannot_be_sent_again(start_fake, monkeypatch):
     fake = start_fake()
-    pool = ServerPool([fake.server])
+    pool = ServerPool([fake.server], SGLANG)
     update = BroadcastUpdate(pool, "gloo")
     monkeypatch.setattr(
         update, "_broadcast", lambda pool, weights, version: (_ for _ in ()).throw(RuntimeError("peer gone"))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.sglang.discovery import FolderNames, register_server
-from areal_core.sglang.server import weight_version
+from areal_core.rollout.fleet.discovery import FolderNames, register_server
+from areal_core.rollout.fleet.wire import weight_version
+from areal_core.sglang.wire import SGLANG
 from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"
@@ -82,7 +83,7 @@ def pause(training: subprocess.Popen, log: Path, seconds: float) -> None:
 
 
 def all_are_updated(servers) -> bool:
-    return all(weight_version(process.server) != "default" for process in servers)
+    return all(weight_version(process.server, SGLANG) != "default" for process in servers)
 
 
 @pytest.mark.long

@@ -5,15 +5,16 @@ import asyncio
 import pytest
 
 from areal_core.rollout.errors import MalformedReply, NoServers, PromptTooLong, RequestRefused, ServerDied
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server, environment_of, servers_from_environment
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.client import SGLangClient, parse_generate
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import Server, environment_of, servers_from_environment
+from areal_core.sglang.wire import SGLANG
 
 
 def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> list[ModelResponse]:
     async def work() -> list[ModelResponse]:
-        client = SGLangClient(servers, retry_delay_s=0.01, **options)
+        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, **options)
         try:
             return await asyncio.gather(*(client.agenerate(request) for request in requests))
         finally:
@@ -54,10 +55,12 @@ def test_request_carries_every_sampling_option(start_fake):
         skip_special_tokens=False,
     )
     query([fake.server], (5, 6), sampling)
+    rid = fake.calls[0][1]["rid"]
     assert fake.calls == [
         (
             "/generate",
             {
+                "rid": rid,
                 "input_ids": [5, 6],
                 "return_logprob": True,
                 "stream": False,
@@ -102,15 +105,17 @@ def test_an_aborted_request_continues_where_it_ended_and_each_token_keeps_its_ve
 
 
 def test_spans_of_versions_are_kept_per_token():
-    body = b"""{"meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 3, "weight_version": "5",
+    body = b"""{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 3, "weight_version": "5",
         "weight_versions": [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}],
         "output_token_logprobs": [[-1, 7, null], [-2, 8, null], [-3, 9, null]]}}"""
-    assert parse_generate(body).versions == [4, 4, 5]
+    assert SGLANG.parse_generate(body).versions == [4, 4, 5]
 
 
 def test_a_request_aborted_before_prefill_brings_no_tokens():
-    body = b'{"meta_info": {"finish_reason": {"type": "abort", "message": "Abort before prefill"}}}'
-    assert parse_generate(body).tokens == []
+    body = (
+        b'{"meta_info": {"id": "r", "finish_reason": {"type": "abort", "message": "Abort before prefill"}}}'
+    )
+    assert SGLANG.parse_generate(body).tokens == []
 
 
 @pytest.mark.parametrize(
@@ -119,14 +124,14 @@ def test_a_request_aborted_before_prefill_brings_no_tokens():
         (b"<html>", "begins b'<html>'"),
         (b'{"meta_info": {}}', "finish_reason"),
         (
-            b'{"meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2, "output_token_logprobs": []}}',
+            b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 2, "output_token_logprobs": []}}',
             "0 logprobs and 2 versions for 2 tokens",
         ),
     ],
 )
 def test_a_reply_of_another_shape_is_named(body, complaint):
     with pytest.raises(MalformedReply, match=complaint):
-        parse_generate(body)
+        SGLANG.parse_generate(body)
 
 
 def test_a_passing_server_error_is_retried(start_fake):
@@ -183,7 +188,7 @@ def test_a_prompt_that_fills_max_tokens_is_refused_before_it_is_sent(start_fake)
 def test_false_success_with_status_200_is_an_error(start_fake):
     fake = start_fake()
     fake.refuse["/pause_generation"] = (200, {"success": False, "message": "not now"})
-    pool = ServerPool([fake.server])
+    pool = ServerPool([fake.server], SGLANG)
     with pytest.raises(RequestRefused, match="not now"):
         pool.pause()
     pool.close()

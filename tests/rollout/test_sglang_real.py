@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.client import SGLangClient
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.verification import WeightCheck
-from areal_core.sglang.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.sglang.wire import SGLANG
 
 pytestmark = pytest.mark.sglang
 TEMPERATURE = 0.8
@@ -28,14 +29,14 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def pool(sglang_server):
-    pool = ServerPool([sglang_server.server], timeout_s=60.0)
+    pool = ServerPool([sglang_server.server], SGLANG, timeout_s=60.0)
     yield pool
     pool.close()
 
 
 def generate(pool, num_requests=6, max_new_tokens=24, **sampling) -> list[ModelResponse]:
     async def work() -> list[ModelResponse]:
-        client = SGLangClient(pool.servers, num_retries=1, retry_delay_s=0.1)
+        client = FleetClient(pool.servers, SGLANG, num_retries=1, retry_delay_s=0.1)
         requests = [
             ModelRequest(
                 input_ids=list(range(10, 14 + i)),
@@ -116,7 +117,7 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     """The weights are the same, so the distribution must be, too, in each mode of the pause."""
 
     async def work() -> ModelResponse:
-        client = SGLangClient(pool.servers)
+        client = FleetClient(pool.servers, SGLANG)
         sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
         await asyncio.sleep(0.4)

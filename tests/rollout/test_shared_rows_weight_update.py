@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.sglang.server import weight_version
+from areal_core.rollout.fleet.wire import weight_version
+from areal_core.sglang.wire import SGLANG
 from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"
@@ -33,7 +34,7 @@ def test_two_ranks_that_share_rows_train_with_a_server_that_gets_every_version(
         list(map(str, command)), capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert weight_version(server) == "3"
+    assert weight_version(server, SGLANG) == "3"
     record = open_record(tmp_path / "record")
     assert (record.header.world_size, record.header.num_ranks) == (2, 1)
     assert [len(record.step(step).batch(0)["rewards"]) for step in record.steps] == [16, 16, 16]

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from areal_core.rollout.errors import MalformedReply, WeightUpdateFailed
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.verification import (
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.verification import (
     ExpectedWeights,
-    HeldWeights,
     WeightCheck,
-    parse_checksums,
     parts_of,
     sha256_of,
     words_hash,
 )
-from areal_core.sglang.weight_update import DiskUpdate
+from areal_core.rollout.fleet.weight_update import DiskUpdate
+from areal_core.rollout.fleet.wire import HeldWeights
+from areal_core.sglang.wire import SGLANG
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 Q, K, V = (QKV.replace("qkv", part) for part in "qkv")
@@ -50,7 +50,7 @@ def test_a_gpu_servers_hash_is_that_of_sglangs_kernel(size, dtype, expected):
 def test_the_gpu_hash_does_not_depend_on_how_the_tensor_is_cut_for_it(monkeypatch):
     tensor = random_tensor(100_000)
     uncut = words_hash(tensor)
-    monkeypatch.setattr("areal_core.sglang.verification.CHUNK_TILES", 1)
+    monkeypatch.setattr("areal_core.rollout.fleet.verification.CHUNK_TILES", 1)
     assert words_hash(tensor) == uncut
 
 
@@ -114,11 +114,11 @@ def checker_reply(checksums: dict[str, str], tp_size: int = 1) -> dict:
 
 
 def test_a_reply_is_parsed_or_its_lack_is_named():
-    assert parse_checksums(json.dumps(checker_reply({"a": "1"}, 2))) == HeldWeights(
+    assert SGLANG.parse_checksums(json.dumps(checker_reply({"a": "1"}, 2))) == HeldWeights(
         {"a": ["1"]}, is_sharded=True
     )
     with pytest.raises(MalformedReply, match="'ranks'"):
-        parse_checksums('{"success": true}')
+        SGLANG.parse_checksums('{"success": true}')
 
 
 # ---- the check around a weight update
@@ -133,7 +133,7 @@ def update_of(start_fake, tmp_path):
     def make(checksums: dict[str, str], every: int = 1, refuse: tuple[int, dict] | None = None):
         fake = start_fake()
         fake.refuse["/weights_checker"] = refuse or (200, checker_reply(checksums))
-        pools.append(ServerPool([fake.server]))
+        pools.append(ServerPool([fake.server], SGLANG))
         return fake, DiskUpdate(pools[-1], tmp_path / "update", tmp_path / "model", check=WeightCheck(every))
 
     yield make

@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import WeightUpdateFailed
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.weight_update import BroadcastUpdate, DiskUpdate, bucketed
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate, bucketed
+from areal_core.sglang.wire import SGLANG
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
@@ -19,7 +20,7 @@ def pool_of():
     pools = []
 
     def make(*fakes) -> ServerPool:
-        pools.append(ServerPool([fake.server for fake in fakes]))
+        pools.append(ServerPool([fake.server for fake in fakes], SGLANG))
         return pools[-1]
 
     yield make
@@ -49,12 +50,13 @@ def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_o
     pool = pool_of(fake)
     post = pool.post
 
-    def look_then_post(path, payload):
-        if path == "/update_weights_from_disk":
-            for file in sorted(Path(payload["model_path"]).glob("*.safetensors")):
+    def look_then_post(call):
+        if call.path == "/update_weights_from_disk":
+            folder = Path(call.payload["model_path"])
+            for file in sorted(folder.glob("*.safetensors")):
                 written.update(load_file(file))
-            assert (Path(payload["model_path"]) / "config.json").exists()
-        post(path, payload)
+            assert (folder / "config.json").exists()
+        post(call)
 
     pool.post = look_then_post
     DiskUpdate(pool, tmp_path / "update", model_path, bucket_bytes=24).send(iter(WEIGHTS.items()), 3)
@@ -98,7 +100,9 @@ def test_an_update_without_any_server_names_the_dead_one(start_fake, pool_of, mo
     dead = start_fake()
     pool = pool_of(dead)
     dead.stop()
-    with pytest.raises(WeightUpdateFailed, match=f"no connection: the last server, {dead.server.address}"):
+    with pytest.raises(
+        WeightUpdateFailed, match=f"it does not answer: the last server, {dead.server.address}"
+    ):
         DiskUpdate(pool, tmp_path / "update", model_path).send(iter(WEIGHTS.items()), 1)
 
 
@@ -114,10 +118,11 @@ def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fak
 RANK = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.server import Server
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.errors import WeightUpdateFailed
-from areal_core.sglang.weight_update import DiskUpdate
+from areal_core.rollout.fleet.weight_update import DiskUpdate
+from areal_core.sglang.wire import SGLANG
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -128,7 +133,7 @@ def weights():
         dist.all_reduce(tensor)  # as full_tensor() does: hangs unless every rank comes along
         yield f"w{i}", tensor
 
-pool = ServerPool([Server(sys.argv[1])]) if rank == 0 else None
+pool = ServerPool([Server(sys.argv[1])], SGLANG) if rank == 0 else None
 try:
     DiskUpdate(pool, Path(sys.argv[2]) / "update", Path(sys.argv[2]), bucket_bytes=1).send(weights(), 1)
 except WeightUpdateFailed as failed:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_core.rollout.errors import BadName, NameTaken, NoServers, NoSuchName
-from areal_core.sglang.server import (
+from areal_core.rollout.fleet.server import (
     ADDRESSES_VARIABLE,
     Server,
     is_healthy,

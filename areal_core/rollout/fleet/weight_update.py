@@ -1,4 +1,4 @@
-"""Weight updates of the SGLang servers: through a folder, by broadcast, or as an adapter.
+"""Weight updates of the inference servers: through a folder, by broadcast, or as an adapter.
 
 `DiskUpdate` and `BroadcastUpdate` send all weights:
 
@@ -41,43 +41,28 @@ loaded, before requests are aborted. The previous adapter is kept for requests t
 their client knows the new one.
 """
 
-import json
 import logging
 import shutil
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to mypy
-from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
 from areal_core.engine.lora import Adapter, write_adapter
-from areal_core.rollout.errors import (
-    MalformedReply,
-    RequestRefused,
-    ServerDied,
-    WeightsDiffer,
-    WeightUpdateFailed,
-)
-from areal_core.sglang.client import adapter_name
-from areal_core.sglang.pool import ServerPool
-from areal_core.sglang.verification import WeightCheck
+from areal_core.rollout.errors import RequestRefused, ServerDied, WeightsDiffer, WeightUpdateFailed
+from areal_core.rollout.fleet.client import adapter_name
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.update_group import UpdateGroup
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.wire import LastBucket
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import GroupName
-
-GROUP_NAME = "update_weight_group"
 MESSAGE_BYTES = 4096  # of the outcome that rank 0 broadcasts
 DONE, AGAIN, FAILED = "done", "again", "failed"  # outcomes of one attempt
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -140,14 +125,8 @@ class DiskUpdate:
             self._write(self.check.watch(weights, pool), folder)
             with pool.paused():
                 time.sleep(self.grace_s)
-                pool.post(
-                    "/update_weights_from_disk",
-                    {
-                        "model_path": str(folder),
-                        "weight_version": str(version),
-                        "flush_cache": pool.flushes,
-                    },
-                )
+                for call in pool.wire.load_folder(folder, version, pool.flushes):
+                    pool.post(call)
                 self.check.compare(pool, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +221,7 @@ class BroadcastUpdate:
         return was_formed or pool.has_lost_one()
 
     def _broadcast(self, pool: ServerPool, weights: NamedTensors, version: int) -> None:
-        has_sessions = self._begin(pool)
+        has_sessions = self._begin(pool, version)
         # After the last call that tolerates the loss of a server: from here on the servers of the
         # group and of the pool are the same.
         if self._group is None or self._group.servers != pool.servers:
@@ -250,22 +229,21 @@ class BroadcastUpdate:
             self._group = UpdateGroup(pool, self.backend, self.ranks_per_server, self.timeout_s)
         for bucket, is_last in bucketed(weights, self.bucket_bytes):
             # The version and the flush come with the last bucket: until then the weights are mixed.
-            last = {"weight_version": str(version), "flush_cache": pool.flushes}
-            self._group.broadcast(bucket, last if is_last else {"flush_cache": False})
+            self._group.broadcast(bucket, LastBucket(version, pool.flushes) if is_last else None)
         if has_sessions:
-            pool.post("/end_weight_update", {})
+            pool.post(pool.wire.end_update(version))
 
-    def _begin(self, pool: ServerPool) -> bool:
+    def _begin(self, pool: ServerPool, version: int) -> bool:
         """Open the servers' update session. Returns False for older servers without this route."""
         try:
-            pool.post("/begin_weight_update", {})
+            pool.post(pool.wire.begin_update())
         except RequestRefused as refused:
             if refused.status == 404:
                 return False
             # An interrupted update, perhaps of an earlier run, has left a session open.
             with suppress(RequestRefused):
-                pool.post("/end_weight_update", {})
-            pool.post("/begin_weight_update", {})
+                pool.post(pool.wire.end_update(version))
+            pool.post(pool.wire.begin_update())
         return True
 
     def _leave(self) -> None:
@@ -346,136 +324,6 @@ def broadcast_text(text: str) -> str:
     return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-class UpdateGroup:
-    """Rank 0's side of the process group over which it sends weights to the servers.
-
-    Raises `RequestRefused` or `ServerDied` if a server does not join.
-    """
-
-    def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
-        self.pool = pool
-        self.servers = list(pool.servers)
-        self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
-        host = own_address(self.servers[0].address)
-        world_size = 1 + len(self.servers) * ranks_per_server
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
-        joining = pool.start_post(
-            "/init_weights_update_group",
-            lambda i: {
-                "master_address": host,
-                "master_port": store.port,
-                "rank_offset": 1 + i * ranks_per_server,
-                "world_size": world_size,
-                "backend": backend,
-                "group_name": self.name,
-            },
-        )
-        self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
-        wait(joining)
-        try:
-            pool.raise_failures(joining)
-        except RuntimeError:
-            self.close()
-            raise
-
-    def _form(
-        self,
-        world_size: int,
-        backend: str,
-        store: TCPStore,
-        timeout: timedelta,
-        joining: list[Future[str]],
-    ) -> dist.ProcessGroup:
-        """Form the group in a thread; raise the error of a server that refuses.
-
-        The group then never forms.
-        """
-        formed: Future[dist.ProcessGroup] = Future()
-
-        def form() -> None:
-            try:
-                formed.set_result(form_group(store, 0, world_size, backend, self.name, timeout))
-            except RuntimeError as error:
-                formed.set_exception(error)
-
-        threading.Thread(target=form, name="update-group", daemon=True).start()
-        while not formed.done():
-            self.pool.raise_failures(joining)
-            time.sleep(0.01)
-        return formed.result()
-
-    def broadcast(self, bucket: list[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
-        """Send the tensors, in order, to every server, which loads them by name.
-
-        Raises:
-            RuntimeError: `ServerDied`, `RequestRefused` or an error of the backend; the death of a
-                server may also appear as the refusal of another one that waited for it. Servers
-                then hold a mixture of weights, and the group is unusable.
-        """
-        request = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "group_name": self.name,
-            **extra,
-        }
-        replies = self.pool.start_post("/update_weights_from_distributed", lambda i: request)
-        broadcasts = (
-            dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group, async_op=True)
-            for _, tensor in bucket
-        )
-        works = [work for work in broadcasts if work is not None]  # None only outside the group
-        try:
-            # A server that has refused or died never enters the broadcast, so waiting only for the
-            # broadcast would not end.
-            while not all(work.is_completed() for work in works):
-                self.pool.raise_failures(replies)
-                time.sleep(0.001)
-            while works:
-                works.pop().wait()
-            wait(replies)
-            self.pool.raise_failures(replies)
-        finally:
-            works.clear()  # otherwise a traceback keeps them, the group and its connections alive
-
-    def close(self) -> None:
-        """Leave the group: servers that wait in it get an error once nothing refers to it here."""
-        dist.destroy_process_group(self._group)
-        self._group = None
-
-
-def form_group(
-    store: TCPStore, rank: int, world_size: int, backend: str, name: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Return a group outside the default one, in which this process is `rank`.
-
-    Raises:
-        RuntimeError: the other processes do not join in time.
-    """
-    # Private, but the only way to form a group of processes without a common default group; SGLang
-    # does the same on its side.
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        dist.Backend(backend),
-        PrefixStore(name, store),
-        cast("GroupName", name),
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)  # this process is a member
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
-
-
-def own_address(peer: str) -> str:
-    """Return the address of this machine as seen by `peer` (`host:port`)."""
-    host, _, port = peer.rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
-        return connection.getsockname()[0]
-
-
 class AdapterUpdate:
     """A `WeightUpdate` of `engine.lora.AdapterTensors`, through files in `folder/v{version}`.
 
@@ -522,7 +370,7 @@ class AdapterUpdate:
             write_adapter(folder, tensors, self.adapter)
             self.check.read(read_safetensors(Path(self.adapter.base_model)), pool)
             loaded = self._load(pool, name, folder)
-            pool.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            pool.post(pool.wire.set_version(version))
             with pool.paused():
                 time.sleep(self.grace_s)
                 self._unload(pool, loaded - {name, self._last})
@@ -533,15 +381,15 @@ class AdapterUpdate:
 
     def _load(self, pool: ServerPool, name: str, folder: Path) -> set[str]:
         """Load the folder as `name` on every server; return the names of all loaded adapters."""
-        payload = {"lora_name": name, "lora_path": str(folder)}
+        load = pool.wire.load_adapter(name, folder)
         try:
-            replies = pool.post("/load_lora_adapter", payload)
+            replies = pool.post(load)
         except RequestRefused:
             # An earlier run, or an interrupted update, has left an adapter of that name; a refusal
             # for any other reason is repeated.
             self._unload(pool, {name})
-            replies = pool.post("/load_lora_adapter", payload)
-        loaded = [parse_loaded(body) for body in replies.values()]
+            replies = pool.post(load)
+        loaded = [pool.wire.parse_loaded(body) for body in replies.values()]
         for server, names in zip(replies, loaded, strict=True):
             if name not in names:
                 raise WeightUpdateFailed(
@@ -554,26 +402,12 @@ class AdapterUpdate:
         for name in names:
             if name.startswith(adapter_name(self.name, "")):
                 with suppress(RequestRefused):
-                    pool.post("/unload_lora_adapter", {"lora_name": name})
+                    pool.post(pool.wire.unload_adapter(name))
 
     def close(self) -> None:
         """Close the pool."""
         if self.pool is not None:
             self.pool.close()
-
-
-def parse_loaded(body: str) -> set[str]:
-    """Return the names of a server's adapters from its reply to `/load_lora_adapter`.
-
-    Raises:
-        MalformedReply: a field is missing; the message names it.
-    """
-    try:
-        return set(json.loads(body)["loaded_adapters"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedReply(
-            f"a /load_lora_adapter reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
-        ) from error
 
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,6 @@ weights) are counted and named, and are no mismatch.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,10 +26,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areal_core.rollout.errors import MalformedReply, RequestRefused, WeightsDiffer
-from areal_core.sglang.pool import ServerPool
+from areal_core.rollout.errors import RequestRefused, WeightsDiffer
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.wire import HeldWeights
 
-CHECKER = "/weights_checker"
 MAX_NAMED = 8  # tensors in a message
 # Parameters of a server that concatenate several sent ones.
 FUSED = {
@@ -49,33 +48,6 @@ SEED = 0x243F6A88
 # (multiplier of the position, seed, rotation of the position) of each 32-bit half of a hash.
 HALVES = ((0x27D4EB2D, SEED, 15), (0x165667B1, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK_32, 13))
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HeldWeights:
-    """The checksums of one server: by parameter, 16 hex digits from each rank that holds it."""
-
-    checksums: dict[str, list[str]]
-    is_sharded: bool  # tensor parallel: a rank holds parts of tensors
-
-
-def parse_checksums(body: str) -> HeldWeights:
-    """Parse a reply of `/weights_checker`.
-
-    Raises `MalformedReply`, which names the missing field.
-    """
-    try:
-        ranks = json.loads(body)["ranks"]
-        checksums: dict[str, list[str]] = {}
-        for rank in ranks:
-            for name, checksum in rank["checksums"].items():
-                checksums.setdefault(name, []).append(checksum)
-        is_sharded = any(info["tp_size"] > 1 for rank in ranks for info in rank["parallelism_info"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedReply(
-            f"a /weights_checker reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:200]!r}"
-        ) from error
-    return HeldWeights(checksums, is_sharded)
 
 
 def parts_of(name: str) -> tuple[str, ...]:
@@ -252,8 +224,8 @@ class WeightCheck:
         """Raise `WeightsDiffer`, which names the tensors, if a server holds unexpected weights."""
         if self._expected is None:
             return
-        for server, body in pool.post(CHECKER, {"action": "checksum"}).items():
-            found = self._expected.compare(parse_checksums(body))
+        for server, body in pool.post(pool.wire.checksums()).items():
+            found = self._expected.compare(pool.wire.parse_checksums(body))
             if found.not_compared and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -269,7 +241,8 @@ class WeightCheck:
 
     def _prepare(self, pool: ServerPool) -> ExpectedWeights | None:
         try:
-            held = [parse_checksums(body) for body in pool.post(CHECKER, {"action": "checksum"}).values()]
+            replies = pool.post(pool.wire.checksums())
+            held = [pool.wire.parse_checksums(body) for body in replies.values()]
         except RequestRefused as refused:
             if not self._has_warned:
                 self._has_warned = True

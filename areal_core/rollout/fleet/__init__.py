@@ -1,0 +1,1 @@
+"""Inference servers as one engine: routing, checks of replies, health, weight updates."""

@@ -1,0 +1,90 @@
+"""One reply of a server: its tokens, and the rules that hold before they may become data.
+
+A server that breaks a rule is quarantined (`health.py`) and its request is sent elsewhere: one NaN
+among the behaviour log-probs makes every later loss NaN, and an id outside the vocabulary ends the
+training step with an error that names neither the server nor the reply.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from areal_core.rollout.errors import MalformedReply
+
+FINISH = ("stop", "length", "abort")
+# A log-softmax in float32 may exceed 0 by rounding; such a log-prob becomes 0.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of one reply, and the reason for its end."""
+
+    tokens: list[int]
+    logprobs: list[float]  # log_softmax(logits / temperature), before top-k and top-p
+    versions: list[int | None]  # None where the server has no numbered weights yet
+    finish: str  # "stop", "length" or "abort"
+    rid: str  # of the request that it answers
+
+
+def parse_version(text: str) -> int | None:
+    """Return the number of a weight version; None before the first weight update ("default")."""
+    return int(text) if text.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked, as far as a reply must agree with it.
+
+    `vocab_size` and `newest`, the newest version that a server may hold, are None if not known.
+    """
+
+    rid: str
+    num_new_tokens: int
+    vocab_size: int | None
+    newest: int | None
+
+
+def checked(chunk: Chunk, asked: Asked) -> Chunk:
+    """Return the reply, its log-probs at or below 0.
+
+    Raises:
+        MalformedReply: it breaks a rule; the error names the rule and the value.
+    """
+    if broken := broken_rule(chunk, asked):
+        rule, seen = broken
+        raise MalformedReply(f"a reply breaks the rule {rule}: {seen}", rule)
+    return replace(chunk, logprobs=[min(logprob, 0.0) for logprob in chunk.logprobs])
+
+
+def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:
+    """Return the name of the first rule that the reply breaks, and the value seen."""
+    tokens, logprobs = chunk.tokens, chunk.logprobs
+    if chunk.rid != asked.rid:
+        return "request_id", f"it answers {chunk.rid!r}, and {asked.rid!r} was asked"
+    if chunk.finish not in FINISH:
+        return "finish_reason", f"{chunk.finish!r} is none of {', '.join(FINISH)}"
+    if not len(tokens) == len(logprobs) == len(chunk.versions):
+        counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(chunk.versions)} versions"
+        return "counts_agree", counts
+    if not tokens and chunk.finish != "abort":
+        return "not_empty", f"no token, and finish reason {chunk.finish!r}"
+    if len(tokens) > asked.num_new_tokens:
+        return "max_new_tokens", f"{len(tokens)} tokens, and {asked.num_new_tokens} were asked"
+    if not all(map(math.isfinite, logprobs)):
+        return "logprobs_finite", first_wrong(logprobs, lambda logprob: not math.isfinite(logprob))
+    if max(logprobs, default=0.0) > ROUNDING:
+        return "logprobs_at_most_0", first_wrong(logprobs, lambda logprob: logprob > ROUNDING)
+    size = math.inf if asked.vocab_size is None else asked.vocab_size
+    if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+        wrong = first_wrong(tokens, lambda token: not 0 <= token < size)
+        return "ids_in_vocabulary", f"{wrong}, and the vocabulary has {size} ids"
+    newest = max((version for version in chunk.versions if version is not None), default=0)
+    if asked.newest is not None and newest > asked.newest:
+        return "weight_version", f"version {newest}, and the newest is {asked.newest}"
+    return None
+
+
+def first_wrong(values: Sequence[float], is_wrong: Callable[[float], bool]) -> str:
+    """Return the first wrong value and its place."""
+    return next(f"{value} at token {i}" for i, value in enumerate(values) if is_wrong(value))

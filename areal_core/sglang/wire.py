@@ -1,0 +1,238 @@
+"""SGLang's routes and JSON, as of 0.5.23. Implements `rollout.fleet.wire.Wire`.
+
+A server's identity comes from `/server_info` and `/model_info`. After a weight update by disk
+`/model_info` names the folder of that update as the model; `/server_info` keeps the one with which
+the server was started.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
+from areal_core.rollout.fleet.reply import Chunk, parse_version
+from areal_core.rollout.fleet.server import Server, call
+from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
+from areal_core.rollout.types import Sampling
+
+OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
+TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
+SHOWN_BYTES = 200  # of a reply in an error message
+
+
+class SGLangWire:
+    """The routes of an SGLang server."""
+
+    generate_path = "/generate"
+    version_path = "/model_info"
+
+    def generate_payload(
+        self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
+    ) -> dict[str, Any]:
+        """Return the JSON of a `/generate` request."""
+        params = {
+            "max_new_tokens": num_new_tokens,
+            "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": sampling.skip_special_tokens,
+            "frequency_penalty": sampling.frequency_penalty,
+        }
+        if sampling.stop:
+            params["stop"] = sampling.stop
+        return {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": False,
+        }
+
+    def adapter_fields(self, adapter: str) -> dict[str, Any]:
+        """Return the field that names the adapter."""
+        return {"lora_path": adapter}
+
+    def parse_generate(self, body: bytes) -> Chunk:
+        """Parse a reply of `/generate`.
+
+        Raises:
+            MalformedReply: a field is missing, or the lists differ in length.
+        """
+        try:
+            meta = json.loads(body)["meta_info"]
+            finish, rid = meta["finish_reason"], str(meta["id"])
+            if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
+                return Chunk([], [], [], "abort", rid)
+            logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+            tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]
+            count = int(meta["completion_tokens"])
+            spans = meta.get("weight_versions") or [
+                {"version": meta.get("weight_version", ""), "start": 0, "end": count}
+            ]
+            versions: list[int | None] = []
+            for span in spans:
+                versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(self.generate_path, error, body) from error
+        if len(tokens) != count or len(versions) != count:
+            raise MalformedReply(
+                f"a /generate reply holds {len(tokens)} logprobs and {len(versions)} versions for {count} tokens"
+            )
+        return Chunk(tokens, logprobs, versions, str(finish["type"]), rid)
+
+    def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
+        """Query the identity of a server.
+
+        Raises:
+            WrongServer: it lacks the routes: too old, or not SGLang.
+            OSError: it does not answer.
+        """
+        try:
+            model = call(server, "GET", "/model_info", timeout_s=timeout_s)
+            started = call(server, "GET", "/server_info", timeout_s=timeout_s)
+            return parse_identity(model, started)
+        except (MalformedReply, RuntimeError) as error:
+            raise WrongServer(
+                f"{server.address} is not an SGLang server that this version can use ({error}); start one with sglang 0.5, "
+                f"or with areal-debug serve"
+            ) from error
+
+    def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
+        """Raise `WrongServer` if the server is of another SGLang release or serves another model."""
+        release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
+        if release < OLDEST or release >= TOO_NEW:
+            wrong = "too old" if release < OLDEST else "newer than this version knows"
+            raise WrongServer(
+                f"the server at {server.address} is SGLang {identity.version}, which is {wrong}: use 0.5 (0.5.23 is tested)"
+            )
+        check_model(server, identity, model, "--enable-lora")
+
+    def parse_weight_version(self, body: bytes) -> str:
+        """Return the version in a reply of `/model_info`. Raises `MalformedReply`."""
+        try:
+            return str(json.loads(body)["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed(self.version_path, error, body) from error
+
+    def pause(self, mode: str) -> Call:
+        """Pause generation; `mode` is "abort", "retract" or "in_place"."""
+        return Call("/pause_generation", {"mode": mode})
+
+    def resume(self) -> Call:
+        """Continue generation."""
+        return Call("/continue_generation", {})
+
+    def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
+        """Load all weights of a checkpoint folder."""
+        payload = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
+        return [Call("/update_weights_from_disk", payload)]
+
+    def begin_update(self) -> Call:
+        """Open an update session; SGLang before 0.5.20 has no such route."""
+        return Call("/begin_weight_update", {})
+
+    def end_update(self, version: int) -> Call:
+        """Close an update session; the version came with the last tensors."""
+        return Call("/end_weight_update", {})
+
+    def join_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
+    ) -> Call:
+        """Join a process group."""
+        payload = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "backend": backend,
+            "group_name": group,
+        }
+        return Call("/init_weights_update_group", payload)
+
+    def receive(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        last: LastBucket | None,
+    ) -> Call:
+        """Receive tensors by broadcast."""
+        payload: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+        payload["flush_cache"] = last is not None and last.flush_cache
+        if last is not None:
+            payload["weight_version"] = str(last.version)
+        return Call("/update_weights_from_distributed", payload)
+
+    def checksums(self) -> Call:
+        """Return checksums of all weights."""
+        return Call("/weights_checker", {"action": "checksum"})
+
+    def parse_checksums(self, body: str) -> HeldWeights:
+        """Parse a reply of `/weights_checker`.
+
+        Raises `MalformedReply`, which names the missing field.
+        """
+        try:
+            ranks = json.loads(body)["ranks"]
+            checksums: dict[str, list[str]] = {}
+            for rank in ranks:
+                for name, checksum in rank["checksums"].items():
+                    checksums.setdefault(name, []).append(checksum)
+            is_sharded = any(info["tp_size"] > 1 for rank in ranks for info in rank["parallelism_info"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise malformed("/weights_checker", error, body) from error
+        return HeldWeights(checksums, is_sharded)
+
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        """Load a LoRA adapter."""
+        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def parse_loaded(self, body: str) -> set[str]:
+        """Return the names of a server's adapters. Raises `MalformedReply`."""
+        try:
+            return set(json.loads(body)["loaded_adapters"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed("/load_lora_adapter", error, body) from error
+
+    def unload_adapter(self, name: str) -> Call:
+        """Unload a LoRA adapter."""
+        return Call("/unload_lora_adapter", {"lora_name": name})
+
+    def set_version(self, version: int) -> Call:
+        """Set the weight version."""
+        return Call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+
+SGLANG = SGLangWire()
+
+
+def malformed(route: str, error: Exception, body: bytes | str) -> MalformedReply:
+    """Return the error of a reply that cannot be parsed."""
+    return MalformedReply(
+        f"a {route} reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
+    )
+
+
+def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
+    """Parse the two replies. Raises `MalformedReply`, which names the missing field."""
+    try:
+        model, started = json.loads(model_info), json.loads(server_info)
+        return ServerIdentity(
+            str(started["version"]),
+            str(started["model_path"]),
+            tuple(model["architectures"] or ()),
+            str(model["weight_version"]),
+            str(started["device"]),
+            str(started["dtype"]),
+            bool(started["enable_lora"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedReply(
+            f"/model_info or /server_info is not what SGLang 0.5 sends: {error!r}"
+        ) from error
