@@ -7,6 +7,7 @@ the server was started.
 
 import json
 import re
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ class SGLangWire:
             finish, rid = meta["finish_reason"], str(meta["id"])
             if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
                 return Chunk([], [], [], "abort", rid)
-            logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
-            tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]
+            logprobs = [entry[0] + 0.0 for entry in meta["output_token_logprobs"]]
+            tokens = [index(entry[1]) for entry in meta["output_token_logprobs"]]
             count = int(meta["completion_tokens"])
             spans = meta.get("weight_versions") or [
                 {"version": meta.get("weight_version", ""), "start": 0, "end": count}
@@ -81,7 +82,8 @@ class SGLangWire:
             raise malformed(self.generate_path, error, body) from error
         if len(tokens) != count or len(versions) != count:
             raise MalformedReply(
-                f"a /generate reply holds {len(tokens)} logprobs and {len(versions)} versions for {count} tokens"
+                f"a /generate reply holds {len(tokens)} logprobs and {len(versions)} versions for {count} tokens",
+                "counts_agree",
             )
         return Chunk(tokens, logprobs, versions, str(finish["type"]), rid)
 

@@ -20,13 +20,15 @@ class FakeServer:
 
     `script` is a list of replies that precede that: a status with a body, or a number of tokens
     after which the request is aborted. `refuse` maps a control route to the status and JSON of its
-    reply; `model_info` and `server_info` are added to the replies of these routes.
+    reply; `model_info` and `server_info` are added to the replies of these routes. `spoil` changes
+    the reply to a request of tokens: it returns another JSON, or a status, a text and headers.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict]] = []
         self.script: list[int | tuple[int, str]] = []
         self.refuse: dict[str, tuple[int, dict]] = {}
+        self.spoil: Callable[[dict], dict | tuple[int, str, dict[str, str]]] = lambda reply: reply
         self.weight_version = "default"
         self.model_info: dict = {"architectures": ["LlamaForCausalLM"]}
         self.server_info: dict = {"version": "0.5.23", "model_path": "/models/tiny"}
@@ -56,7 +58,11 @@ class FakeServer:
             "completion_tokens": len(tokens),
             "weight_version": self.weight_version,
         }
-        return web.json_response({"output_ids": tokens, "meta_info": meta})
+        reply = self.spoil({"output_ids": tokens, "meta_info": meta})
+        if isinstance(reply, tuple):
+            status, text, headers = reply
+            return web.Response(status=status, text=text, headers=headers)
+        return web.json_response(reply)
 
     async def _control(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, await request.json() if request.can_read_body else {}))

@@ -121,7 +121,7 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
         sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
         await asyncio.sleep(0.4)
-        interrupting = ServerPool(pool.servers, 60.0, pause_mode=mode)
+        interrupting = ServerPool(pool.servers, SGLANG, 60.0, pause_mode=mode)
         update = DiskUpdate(interrupting, tmp_path / "update", tiny_model, check=WeightCheck(every=1))
         await asyncio.to_thread(update.send, model.named_parameters(), version)
         response = await task

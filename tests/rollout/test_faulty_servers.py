@@ -1,0 +1,260 @@
+"""Servers that answer wrongly, hang, or ask for a delay, beside one that does not."""
+
+import asyncio
+import json
+import logging
+import resource
+
+import pytest
+
+from areal_core.rollout.errors import RequestRefused, ServerDied
+from areal_core.rollout.fleet import health
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.connections import num_connections, parse_retry_after
+from areal_core.rollout.fleet.health import Health, State
+from areal_core.rollout.fleet.identity import RunModel
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.sglang.wire import SGLANG
+
+VOCABULARY = 1000
+MODEL = RunModel("tiny", {"vocab_size": VOCABULARY})
+
+
+def run_requests(fakes, count=20, num_tokens=3, **options):
+    """Return the client, closed, and the response to each request, or its exception."""
+
+    async def work():
+        client = FleetClient(
+            [fake.server for fake in fakes],
+            SGLANG,
+            model=MODEL,
+            retry_delay_s=0.01,
+            knows_versions=True,
+            **options,
+        )
+        requests = [
+            ModelRequest(
+                input_ids=[i], sampling=Sampling(max_new_tokens=num_tokens), metadata={"prompt_id": i}
+            )
+            for i in range(count)
+        ]
+        try:
+            return client, await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
+
+
+def logprob_of(value):
+    """Return a `spoil` that replaces the second log-prob."""
+
+    def spoil(reply):
+        reply["meta_info"]["output_token_logprobs"][1][0] = value
+        return reply
+
+    return spoil
+
+
+def token_of(value):
+    def spoil(reply):
+        reply["meta_info"]["output_token_logprobs"][1][1] = value
+        return reply
+
+    return spoil
+
+
+def meta_of(**changes):
+    def spoil(reply):
+        reply["meta_info"].update(changes)
+        return reply
+
+    return spoil
+
+
+def more_tokens(reply):
+    entries = [[-0.1, 7, None]] * 500
+    reply["meta_info"].update(output_token_logprobs=entries, completion_tokens=500)
+    return reply
+
+
+def nothing(reply):
+    reply["meta_info"].update(output_token_logprobs=[], completion_tokens=0, finish_reason={"type": "stop"})
+    return reply
+
+
+FAULTS = {
+    "nan": (logprob_of(float("nan")), "logprobs_finite", "nan at token 1"),
+    "minus infinity": (logprob_of(float("-inf")), "logprobs_finite", "-inf at token 1"),
+    "positive": (logprob_of(3.0), "logprobs_at_most_0", "3.0 at token 1"),
+    "beyond the vocabulary": (token_of(10**9), "ids_in_vocabulary", "1000000000 at token 1"),
+    "negative id": (token_of(-3), "ids_in_vocabulary", "-3 at token 1"),
+    "id is a text": (token_of("7"), "malformed", "TypeError"),
+    "id is a fraction": (token_of(7.5), "malformed", "TypeError"),
+    "too many tokens": (more_tokens, "max_new_tokens", "500 tokens, and 3 were asked"),
+    "unknown finish reason": (meta_of(finish_reason={"type": "weird"}), "finish_reason", "weird"),
+    "stop without a token": (nothing, "not_empty", "no token, and finish reason 'stop'"),
+    "another request's id": (meta_of(id="other"), "request_id", "'other'"),
+    "no id": (lambda reply: {"meta_info": reply["meta_info"] | {"id": None}}, "request_id", "'None'"),
+    "version of the future": (
+        meta_of(weight_version="7"),
+        "weight_version",
+        "version 7, and the newest is 1",
+    ),
+    "count": (meta_of(completion_tokens=4), "counts_agree", "3 logprobs and 4 versions for 4 tokens"),
+    "truncated": (lambda reply: (200, json.dumps(reply)[:40], {}), "malformed", "JSONDecodeError"),
+    "html": (lambda reply: (200, "<html>Bad gateway</html>", {}), "malformed", "Bad gateway"),
+    "null": (lambda reply: (200, "null", {}), "malformed", "null"),
+    "a list": (lambda reply: (200, "[1]", {}), "malformed", "[1]"),
+    "not found": (lambda reply: (404, "no such route", {}), "http_404", "answered 404: no such route"),
+    "forbidden": (lambda reply: (403, "key", {}), "http_403", "answered 403: key"),
+    "bad request": (lambda reply: (400, "bad", {}), "http_400", "answered 400: bad"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_breaks_a_rule_is_quarantined_and_its_requests_are_sent_elsewhere(
+    start_fake, caplog, fault
+):
+    spoil, rule, seen = FAULTS[fault]
+    bad, good = start_fake(), start_fake()
+    bad.spoil = spoil
+    with caplog.at_level(logging.WARNING):
+        client, responses = run_requests([bad, good])
+    assert [r.output_tokens for r in responses] == [[i + 1, i + 2, i + 3] for i in range(20)]
+    assert all(max(r.output_logprobs) <= 0 for r in responses)
+    record = client.health.record(bad.server)
+    assert record.state is State.QUARANTINED
+    assert record.ok == 0
+    assert record.rejected[rule] >= 1
+    assert seen in record.example
+    assert client.health.record(good.server).ok == 20
+    named = [message for message in caplog.messages if bad.server.address in message]
+    assert len(named) == 1
+    assert "quarantined" in named[0]
+    [line] = client.health.lines()
+    assert line.startswith(f"{bad.server.address} quarantined: 0 of ")
+    assert rule in line
+
+
+def test_a_positive_logprob_by_rounding_becomes_0(start_fake):
+    fake = start_fake()
+    fake.spoil = logprob_of(1.2e-7)
+    client, [response] = run_requests([fake], 1)
+    assert response.output_logprobs == [-0.01, 0.0, -0.03]
+    assert client.health.lines() == []
+
+
+def test_a_request_that_every_server_refuses_is_ours_and_no_server_is_quarantined(start_fake):
+    fakes = [start_fake(), start_fake(), start_fake()]
+    for fake in fakes:
+        fake.spoil = lambda reply: (400, "the context is too long", {})
+    client, [refused] = run_requests(fakes, 1)
+    assert isinstance(refused, RequestRefused)
+    assert "the context is too long" in str(refused)
+    assert [len(fake.calls) for fake in fakes] == [1, 1, 1]
+    assert client.health.lines() == []
+
+
+def test_a_trial_ends_a_quarantine(start_fake, monkeypatch):
+    monkeypatch.setattr(health, "QUARANTINE_S", 0.05)
+    fake = start_fake()
+    spoiled = iter([True, True])
+    fake.spoil = lambda reply: logprob_of(float("nan"))(reply) if next(spoiled, False) else reply
+    client, [response] = run_requests([fake], 1, health_interval_s=0.02)
+    assert response.output_tokens == [1, 2, 3]
+    assert client.health.record(fake.server).rejected == {"logprobs_finite": 1, "trial": 1}
+    assert client.health.record(fake.server).state is State.SERVING
+
+
+def test_the_only_server_that_never_recovers_ends_the_request_with_its_evidence(start_fake, monkeypatch):
+    monkeypatch.setattr(health, "QUARANTINE_S", 0.01)
+    fake = start_fake()
+    fake.spoil = logprob_of(float("nan"))
+    _, [died] = run_requests([fake], 1, health_interval_s=0.02)
+    assert isinstance(died, ServerDied)
+    assert "a reply breaks the rule logprobs_finite: nan at token 1" in str(died)
+
+
+def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, caplog):
+    busy, free = start_fake(), start_fake()
+    busy.spoil = lambda reply: (429, "slow down", {"Retry-After": "30"})
+    with caplog.at_level(logging.WARNING):
+        client, responses = run_requests([busy, free])
+    assert all(isinstance(response, ModelResponse) for response in responses)
+    assert client.health.record(busy.server).state is State.SERVING
+    assert caplog.text.count("asks for a delay (status 429): no requests for 30 s") == 1
+
+
+def test_the_only_server_that_asks_for_a_delay_is_asked_again_after_it(start_fake):
+    fake = start_fake()
+    replies = iter([(429, "slow down", {"Retry-After": "1"})])
+    fake.spoil = lambda reply: next(replies, reply)
+    _, [response] = run_requests([fake], 1)
+    assert response.output_tokens == [1, 2, 3]
+
+
+def test_retry_after_is_a_number_or_a_date():
+    assert parse_retry_after("7") == 7.0
+    assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert [parse_retry_after(text) for text in ("", "soon", "-1")] == [None] * 3
+
+
+def test_a_death_is_logged_once_however_many_requests_it_concerns(start_fake, caplog):
+    dead, alive = start_fake(), start_fake()
+    dead.stop()
+    with caplog.at_level(logging.WARNING):
+        _, responses = run_requests([dead, alive], 100)
+    assert all(isinstance(response, ModelResponse) for response in responses)
+    assert [message for message in caplog.messages if dead.server.address in message] == [
+        message for message in caplog.messages if f"lost: {dead.server.address}" in message
+    ]
+    assert len([message for message in caplog.messages if dead.server.address in message]) == 1
+
+
+def test_the_ledger_counts_what_each_server_answered(start_fake):
+    fake = start_fake()
+    client, _ = run_requests([fake], 10)
+    [found] = client.health.document()["servers"]
+    assert (found["address"], found["state"], found["requests"], found["ok"]) == (
+        fake.server.address,
+        "serving",
+        10,
+        10,
+    )
+    assert 0 < found["p50_ms"] <= found["p95_ms"] <= found["p99_ms"] < 10_000
+    assert found["rejected"] == 0
+    assert found["errors"] == {}
+
+
+def test_percentiles_are_by_the_nearest_rank():
+    assert [health.percentile(range(1, 101), p) for p in (50, 95, 99)] == [51, 96, 100]
+    assert health.percentile([], 50) == 0.0
+
+
+def test_a_server_is_hung_after_three_queries_without_an_answer_and_serves_again_after_one():
+    server = Server("a:1")
+    ledger = Health([server])
+    for _ in range(2):
+        ledger.missed(server, "timeout")
+    assert ledger.serving() == [server]
+    ledger.missed(server, "timeout")
+    assert ledger.serving() == []
+    assert ledger.record(server).state is State.HUNG
+    assert not ledger.answered(server, "4", current=5, first=0)  # it missed an update
+    assert ledger.record(server).state is State.STALE
+    assert ledger.answered(server, "5", current=5, first=0)
+    ledger.approved(server)
+    assert ledger.serving() == [server]
+
+
+def test_the_descriptors_of_the_process_limit_its_connections(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
+    assert num_connections() == (4096 - 256) // 2
+    assert limits[-1] == (4096, 4096)
+    limits.append((256, 256))
+    assert num_connections() == 64
+    assert limits[-1] == (256, 256)
