@@ -16,7 +16,9 @@ The other ranks wait in `share`, a collective of the group, as long as rank 0 wa
 rollouts.
 """
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.episodes import AcceptFn
+from areal_core.rollout.fleet.health import Health
 from areal_core.rollout.fleet.weight_update import WeightUpdate
 from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
 from areal_core.rollout.source import TrainedWeights, update_tensors
@@ -31,6 +34,7 @@ from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.stats import Reduce, Stats
 
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
+logger = logging.getLogger(__name__)
 Share = Callable[[Any], Any]  # rank 0's value -> the same on every rank of the group
 
 
@@ -47,6 +51,8 @@ class LiveRollouts:
         should_accept: decides from a prompt's rows whether to train on them.
         stats: records rewards and counts under `rollout/`.
         adapter_only: the weight update sends the adapter, not the merged weights.
+        health: the servers' health, recorded under `rollout/` too; None without servers.
+        health_file: where it is written after each batch, and at the end.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class LiveRollouts:
         should_accept: AcceptFn | None = None,
         stats: Stats | None = None,
         adapter_only: bool = False,
+        health: Health | None = None,
+        health_file: Path | None = None,
     ) -> None:
         self.executor = executor
         self.feed = PromptFeed(loader)
@@ -69,6 +77,7 @@ class LiveRollouts:
         self.should_accept = should_accept
         self.stats = stats or Stats()
         self.adapter_only = adapter_only
+        self.health, self.health_file = health, health_file
         self._has_started = False
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
@@ -83,7 +92,15 @@ class LiveRollouts:
             self.feed, self.workflow, n_samples=self.n_samples, should_accept=self.should_accept
         )
         log_rollouts(self.stats, self.executor, batch)
+        self._log_health()
         return batch
+
+    def _log_health(self) -> None:
+        if self.health is not None:
+            with self.stats.scope("rollout"):
+                self.stats.scalar(**self.health.summary())
+            if self.health_file is not None:
+                self.health.write(self.health_file)
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
         """Send the weights to the engine, then start the prompts that the new version allows."""
@@ -113,7 +130,10 @@ class LiveRollouts:
             setattr(self.executor.control, name, count)
 
     def close(self) -> None:
-        """Close the weight update and the executor."""
+        """Close the weight update and the executor; name the servers that had a fault."""
+        if self.health is not None:
+            for line in self.health.lines():
+                logger.warning("inference server %s", line)
         if self.weight_update is not None:
             self.weight_update.close()
         self.executor.close()

@@ -105,7 +105,7 @@ class SGLangWire:
             ) from error
 
     def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
-        """Raise `WrongServer` if the server is of another SGLang release or serves another model."""
+        """Raise `WrongServer` if it is of another SGLang release or serves another model."""
         release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
         if release < OLDEST or release >= TOO_NEW:
             wrong = "too old" if release < OLDEST else "newer than this version knows"

@@ -44,6 +44,7 @@ from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 
 NO_LIMIT = 10**12  # versions
+HEALTH_FILE = "server_health.json"  # of the requests of rank 0
 
 
 def build_live_rollouts(
@@ -101,6 +102,8 @@ def build_live_rollouts(
         should_accept=should_accept,
         stats=stats,
         adapter_only=serves_adapters(config),
+        health=engine.health if isinstance(engine, FleetClient) else None,
+        health_file=run_folder(config, "logs") / HEALTH_FILE if ranks.rank == 0 else None,
     )
 
 

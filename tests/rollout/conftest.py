@@ -1,6 +1,8 @@
 """A fake server with SGLang's wire format, in a thread, and a real SGLang server on the CPU."""
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
@@ -134,6 +136,14 @@ class ServerProcess:
             assert self._process.is_alive()
             self._process.join(0.02)
         return self
+
+    def stop(self) -> None:
+        """Send SIGSTOP: connections are accepted by the kernel, and nothing answers."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Send SIGCONT."""
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL; fine if the process has ended."""

@@ -1,10 +1,12 @@
 """Servers are killed at random moments and others join: no sample is lost or doubled."""
 
 import asyncio
+import logging
 import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future
 
@@ -20,7 +22,7 @@ from areal_core.rollout.fleet.pool import ServerPool
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
-from areal_core.rollout.fleet.wire import weight_version
+from areal_core.rollout.fleet.wire import ASK_TIMEOUT_S, weight_version
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
@@ -47,7 +49,15 @@ class Weights:
 class Run:
     """A trainer's use of servers, without training: requests and weight updates."""
 
-    def __init__(self, start_server, tiny_model, tmp_path, kind: str, num_servers: int) -> None:
+    def __init__(
+        self,
+        start_server,
+        tiny_model,
+        tmp_path,
+        kind: str,
+        num_servers: int,
+        ask_timeout_s: float = ASK_TIMEOUT_S,
+    ) -> None:
         self.start_server = start_server
         self.names = FolderNames(tmp_path / "names")
         self.processes = [start_server() for _ in range(num_servers)]
@@ -62,15 +72,24 @@ class Run:
             num_retries=2,
             retry_delay_s=0.02,
             health_interval_s=0.2,
+            health_timeout_s=ask_timeout_s,
             server_wait_s=30.0,
             **options,
         )
-        self.pool = ServerPool(servers, SGLANG, 30.0, model=run_model(str(tiny_model)), **options)
+        self.pool = ServerPool(
+            servers,
+            SGLANG,
+            600.0,
+            model=run_model(str(tiny_model)),
+            watch_every_s=0.2,
+            ask_timeout_s=ask_timeout_s,
+            **options,
+        )
         check = WeightCheck(every=1)
         self.weight_update: WeightUpdate = (
             DiskUpdate(self.pool, tmp_path / "update", tiny_model, check=check)
             if kind == "disk"
-            else BroadcastUpdate(self.pool, "gloo", bucket_bytes=100_000, timeout_s=20.0, check=check)
+            else BroadcastUpdate(self.pool, "gloo", bucket_bytes=100_000, timeout_s=300.0, check=check)
         )
         self.weights = Weights(tiny_model)
         self.version = 0
@@ -122,8 +141,8 @@ class Run:
 def start_run(start_server, tiny_model, tmp_path):
     runs = []
 
-    def start(kind: str, num_servers: int = 2) -> Run:
-        runs.append(Run(start_server, tiny_model, tmp_path, kind, num_servers))
+    def start(kind: str, num_servers: int = 2, **options) -> Run:
+        runs.append(Run(start_server, tiny_model, tmp_path, kind, num_servers, **options))
         return runs[-1]
 
     yield start
@@ -180,6 +199,39 @@ def test_twenty_kills_lose_nothing(start_run, kind, seed):
     assert_kills_lose_nothing(start_run(kind), num_kills=20, seed=seed)
 
 
+def assert_a_hung_server_is_left_out(run: Run, within_s: float, delay_s: float, caplog) -> None:
+    """Stop one of two during a weight update; it is updated before it serves again."""
+    requests, victim = run.start_requests(concurrency=8), run.processes[1]
+    run.update_weights()
+    stopping = threading.Timer(delay_s, victim.stop)
+    stopping.start()
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        while victim.server in run.client.router.servers:
+            run.update_weights()
+        assert time.monotonic() - begin < within_s
+        seen = len(run.responses)
+        while len(run.responses) < seen + 8:
+            time.sleep(0.01)
+        assert time.monotonic() - begin < within_s
+        stopping.join()
+        old = weight_version(run.processes[0].server, SGLANG)
+        victim.go_on()
+        while victim.server not in run.client.router.servers:
+            run.update_weights()
+        assert int(weight_version(victim.server, SGLANG)) > int(old)
+    named = [m for m in caplog.messages if m.startswith(f"inference server hung: {victim.server.address}")]
+    assert len(named) == 1
+    assert_run_continues(run, requests)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+def test_a_hung_server_delays_neither_requests_nor_updates(start_run, caplog, kind, delay_s):
+    run = start_run(kind, ask_timeout_s=0.5)
+    assert_a_hung_server_is_left_out(run, within_s=15.0, delay_s=delay_s, caplog=caplog)
+
+
 class SGLangProcess:
     """A real SGLang server on the CPU, with the interface that `Run` needs."""
 
@@ -196,24 +248,46 @@ class SGLangProcess:
     def kill(self) -> None:
         os.killpg(self.process.process.pid, signal.SIGKILL)
 
+    def stop(self) -> None:
+        os.killpg(self.process.process.pid, signal.SIGSTOP)
 
-@pytest.mark.long
-@pytest.mark.sglang
-@pytest.mark.parametrize("kind", ["broadcast"])
-def test_kills_of_real_sglang_servers_lose_nothing(tiny_model, tmp_path, kind):
+    def go_on(self) -> None:
+        os.killpg(self.process.process.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def start_real_run(tiny_model, tmp_path):
     started: list[SGLangProcess] = []
 
     def start() -> SGLangProcess:
         started.append(SGLangProcess(tiny_model, tmp_path / f"llm_server_{len(started)}.log"))
         return started[-1]
 
-    run = Run(start, tiny_model, tmp_path, kind, num_servers=2)
-    try:
-        assert_kills_lose_nothing(run, num_kills=2, seed=6)
-    finally:
+    runs: list[Run] = []
+
+    def start_run(kind: str) -> Run:
+        runs.append(Run(start, tiny_model, tmp_path, kind, num_servers=2))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
         run.close()
-        for process in started:
-            process.process.stop()
+    for process in started:
+        process.process.stop()
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_kills_of_real_sglang_servers_lose_nothing(start_real_run):
+    assert_kills_lose_nothing(start_real_run("broadcast"), num_kills=2, seed=6)
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+def test_a_real_sglang_server_that_hangs_delays_nothing(start_real_run, caplog, kind):
+    run = start_real_run(kind)
+    assert_a_hung_server_is_left_out(run, within_s=20.0, delay_s=0.1, caplog=caplog)
 
 
 def test_a_server_that_joins_serves_the_current_version_and_none_before(start_run):

@@ -27,12 +27,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import aiohttp
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
-from areal_core.rollout.fleet.connections import Connections, is_own_error
+from areal_core.rollout.fleet.connections import Connections, FewPerTurn, is_own_error
 from areal_core.rollout.fleet.discovery import Discovery
 from areal_core.rollout.fleet.health import Health, ServerRecord, State
 from areal_core.rollout.fleet.identity import RunModel
@@ -40,7 +39,7 @@ from areal_core.rollout.fleet.pool import ServerPool
 from areal_core.rollout.fleet.reply import Asked, Chunk, checked, parse_version
 from areal_core.rollout.fleet.router import Router
 from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.wire import ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
+from areal_core.rollout.fleet.wire import AGAIN_TIMEOUT_S, ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
 POLL_S = 0.5  # between two searches for a server
@@ -50,6 +49,7 @@ MAX_TRIALS = 3  # of quarantined servers, after which a request does not wait fo
 OUR_FAULT = {400, 413, 422}  # statuses that may be the fault of the request
 TOO_MANY_REQUESTS = 429
 TRIAL_TOKENS = 8
+REPLIES_PER_TURN = 16  # requests that are sent, or replies that are parsed
 logger = logging.getLogger(__name__)
 
 
@@ -124,6 +124,7 @@ class FleetClient:
         self._connect = connect
         self._connections: Connections | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = FewPerTurn(REPLIES_PER_TURN)
         self._num_running = 0
         self._attempts = itertools.count()
         self._is_closed = False
@@ -188,11 +189,14 @@ class FleetClient:
             current = self.version
             known = self._discovery.servers()
             self.health.keep(known)
-            ask = partial(ask_version, wire=self._wire, timeout_s=self._health_timeout_s)
-            versions = self._threads.map(ask, known)
+            versions = self._threads.map(self._ask_version, known)
             for server, version in zip(known, versions, strict=True):
                 self._note(server, version, current)
         self._select()
+
+    def _ask_version(self, server: Server) -> str | None:
+        is_gone = self.health.record(server).state in (State.HUNG, State.LOST)
+        return ask_version(server, self._wire, AGAIN_TIMEOUT_S if is_gone else self._health_timeout_s)
 
     def _note(self, server: Server, version: str | None, current: int) -> None:
         """Take the answer of a server to a query of its weight version; None is no answer."""
@@ -288,19 +292,22 @@ class FleetClient:
             req.input_ids + sampled, req.sampling, budget, len(sampled), rid
         )
         self._trial = req
+        await self._turns.wait()
         record, started = self.health.record(server), time.monotonic()
         record.requests += 1
         with self.router.request_to(server):
             body = await self._connections.post(
                 server, self._wire.generate_path, payload | self._adapter(version)
             )
+        seconds = time.monotonic() - started
+        await self._turns.wait()
         chunk = self._wire.parse_generate(body)
         if self._lora_name:
             chunk = replace(chunk, versions=[version] * len(chunk.tokens))
         vocab_size = None if self._model is None else self._model.vocab_size
         newest = self.version + 1 if self._knows_versions else None
         chunk = checked(chunk, Asked(rid, budget, vocab_size, newest))
-        self.health.replied(server, time.monotonic() - started)
+        self.health.replied(server, seconds)
         return chunk
 
     async def _note_failure(self, server: Server, error: Exception, count: int) -> None:
@@ -396,7 +403,7 @@ class FleetClient:
         self._num_running += 1
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._watchers = loop, {}
+            self._loop, self._watchers, self._turns = loop, {}, FewPerTurn(REPLIES_PER_TURN)
             self._connections = self._connect(self._timeout_s)
         if self._num_running == 1 or len(self._watchers) < len(self.health.records()):
             for record in self.health.records():

@@ -10,6 +10,7 @@ All changes of a state are logged here, once each, however many requests a chang
 belongs to one client; its event loop and the trainer's thread both change it, so a lock guards it.
 """
 
+import json
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.fleet.reply import parse_version
@@ -144,7 +146,7 @@ class Health:
             return delay_s
 
     def rejected(self, server: Server, rule: str, example: str, *, is_trial: bool = False) -> None:
-        """Count a reply that breaks a rule, and quarantine the server, or prolong its quarantine."""
+        """Count a reply that breaks a rule, and quarantine its server, or prolong that."""
         record = self.record(server)
         with self._lock:
             record.rejected[rule] += 1
@@ -233,21 +235,21 @@ class Health:
         updated = datetime.now(UTC).isoformat(timespec="seconds")
         return {"updated": updated, "servers": [record.document() for record in self.records()]}
 
+    def write(self, file: Path) -> None:
+        """Replace `file` with the document."""
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(self.document(), indent=1))
+        new.replace(file)
+
     def lines(self) -> list[str]:
-        """Return a line for each server with a fault; [] if there was none."""
+        """Return what happened with each server that had a fault, in one line each."""
         return [
-            line_of(record)
+            f"{record.server.address} {record.state}: {record.ok} of {record.requests} requests answered"
+            + "".join(f", {rule} x{count}" for rule, count in record.rejected.most_common())
+            + (f"; the last: {record.example}" if record.example else "")
             for record in self.records()
-            if record.state not in (State.SERVING, State.STALE) or record.rejected or record.num_quarantines
+            if record.rejected or record.state not in (State.SERVING, State.STALE)
         ]
-
-
-def line_of(record: ServerRecord) -> str:
-    """Return what happened with a server, in one line."""
-    broken = ", ".join(f"{rule} x{count}" for rule, count in record.rejected.most_common())
-    return f"{record.server.address} {record.state}: {record.ok} of {record.requests} requests answered" + (
-        f", rejected replies: {broken}; the last: {record.example}" if broken else ""
-    )
 
 
 def percentile(values: Iterable[float], percent: int) -> float:

@@ -27,12 +27,20 @@ from areal_core.rollout.fleet.discovery import Discovery
 from areal_core.rollout.fleet.health import MAX_MISSES
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity
 from areal_core.rollout.fleet.server import Server, call, call_on, is_reachable
-from areal_core.rollout.fleet.wire import Call, Wire, ask_version, rejection_reason, weight_version
+from areal_core.rollout.fleet.wire import (
+    AGAIN_TIMEOUT_S,
+    ASK_TIMEOUT_S,
+    Call,
+    Wire,
+    ask_version,
+    rejection_reason,
+    weight_version,
+)
 
 MAX_THREADS = 64
 CONNECT_S = 3.0
 DYING_S = 1.0
-WATCH_EVERY_S = 3.0
+WATCH_EVERY_S = 2.0
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +72,7 @@ class ServerPool:
         pause_mode: treatment of requests in flight during a pause: "abort", "retract" or
             "in_place".
         watch_every_s: seconds between two queries of a server that has not answered a call.
+        ask_timeout_s: seconds in which such a query is answered.
     """
 
     def __init__(
@@ -76,16 +85,18 @@ class ServerPool:
         model: RunModel | None = None,
         pause_mode: str = "abort",
         watch_every_s: float = WATCH_EVERY_S,
+        ask_timeout_s: float = ASK_TIMEOUT_S,
     ) -> None:
         self.servers = list(servers)
         self.wire = wire
         self.timeout_s = timeout_s
+        self.ask_timeout_s = ask_timeout_s
         self.pause_mode = pause_mode
         self._discovery = discovery or Discovery(tuple(servers))
         self._model = model
         self._refused: set[Server] = set()
         self._watch_every_s = watch_every_s
-        self._num_hung = 0  # since the last refresh
+        self._hung: set[Server] = set()  # since the last refresh
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-call")
         self._queries = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-query")
 
@@ -106,14 +117,16 @@ class ServerPool:
         """Abort the calls whose servers do not answer queries of their version either."""
         misses: Counter[Server] = Counter()
         while pending := [started for started in calls if not started.future.done()]:
-            wait([started.future for started in pending], self._watch_every_s)
+            is_missing = any(misses.values())
+            wait([started.future for started in pending], 0.0 if is_missing else self._watch_every_s)
             slow = [started for started in pending if not started.future.done()]
             servers = [started.server for started in slow]
-            versions = self._queries.map(partial(ask_version, wire=self.wire), servers)
+            ask = partial(ask_version, wire=self.wire, timeout_s=self.ask_timeout_s)
+            versions = self._queries.map(ask, servers)
             for started, version in zip(slow, versions, strict=True):
                 misses[started.server] = misses[started.server] + 1 if version is None else 0
                 if misses[started.server] >= MAX_MISSES:
-                    self._num_hung += 1
+                    self._hung.add(started.server)
                     started.abort(f"hung: {MAX_MISSES} queries without an answer")
 
     def raise_failures(self, calls: list[PendingCall]) -> None:
@@ -160,9 +173,7 @@ class ServerPool:
         Raises `ServerDied` when none is left.
         """
         known = self._discovery.servers()
-        answers = dict(
-            zip(known, self._queries.map(partial(ask_version, wire=self.wire), known), strict=True)
-        )
+        answers = dict(zip(known, self._queries.map(self._ask_version, known), strict=True))
         for server in known:
             if answers[server] is None and not is_reachable(server, CONNECT_S):
                 self._discovery.forget(server)
@@ -170,7 +181,12 @@ class ServerPool:
                 self._add(server)
         for server in [server for server in self.servers if answers.get(server) is None]:
             self.drop(server, "it does not answer" if server in answers else "it is not registered")
-        self._num_hung = 0
+        self._hung.clear()
+
+    def _ask_version(self, server: Server) -> str | None:
+        """Query the version; a server that has not answered before has less time."""
+        is_silent = server in self._hung or server not in self.servers
+        return ask_version(server, self.wire, AGAIN_TIMEOUT_S if is_silent else self.ask_timeout_s)
 
     def has_lost_one(self) -> bool:
         """Return whether a server hung, or refuses connections now or within a second.
@@ -178,7 +194,7 @@ class ServerPool:
         A process that was killed closes its sockets one by one.
         """
         deadline = time.monotonic() + DYING_S
-        while not self._num_hung and all(is_reachable(server, CONNECT_S) for server in self.servers):
+        while not self._hung and all(is_reachable(server, CONNECT_S) for server in self.servers):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
