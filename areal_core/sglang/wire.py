@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_core.rollout.errors import MalformedReply, WrongServer
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
-from areal_core.rollout.fleet.reply import Chunk, parse_version
+from areal_core.rollout.fleet.reply import Chunk, Scored, parse_version
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
 from areal_core.rollout.types import Sampling
@@ -86,6 +86,35 @@ class SGLangWire:
                 "counts_agree",
             )
         return Chunk(tokens, logprobs, versions, str(finish["type"]), rid)
+
+    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
+        """Return the JSON of a prefill, whose log-probs SGLang never scales by a temperature."""
+        return {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            # The first row of the reply has no predecessor in the slice and is null.
+            "logprob_start_len": num_prompt - 1,
+        }
+
+    def parse_score(self, body: bytes, expected: list[int]) -> Scored:
+        """Parse the reply of a prefill.
+
+        Raises:
+            MalformedReply: a field is missing, or the log-probs are of other ids.
+        """
+        try:
+            meta = json.loads(body)["meta_info"]
+            rows = meta["input_token_logprobs"][-len(expected) :]
+            logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
+            version = parse_version(str(meta.get("weight_version", "")))
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(self.generate_path, error, body) from error
+        # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right log-prob.
+        if len(ids) != len(expected) or any(x not in (y, 0) for x, y in zip(ids, expected, strict=True)):
+            raise MalformedReply(f"{len(ids)} scored tokens are not the {len(expected)} that were sent")
+        return Scored(logprobs, version)
 
     def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
         """Query the identity of a server.

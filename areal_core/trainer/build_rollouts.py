@@ -207,6 +207,7 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         pause_mode=options.pause_mode,
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=True,
+        rescore_share=options.rescore_share,
     )
     return client, build_weight_update(config, ranks, pool)
 

@@ -13,6 +13,7 @@ from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
 from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
@@ -108,6 +109,25 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
     update._leave()
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
+def test_a_server_agrees_with_the_scores_of_another(sglang_server, temperature):
+    """One server under two addresses is two servers for the client."""
+    port = sglang_server.server.address.rpartition(":")[2]
+
+    async def work():
+        servers = [Server(f"127.0.0.1:{port}"), Server(f"localhost:{port}")]
+        client = FleetClient(servers, SGLANG, rescore_share=1.0)
+        sampling = Sampling(max_new_tokens=20, temperature=temperature)
+        requests = [ModelRequest(input_ids=[5, i + 6], sampling=sampling) for i in range(8)]
+        await asyncio.gather(*map(client.agenerate, requests))
+        await asyncio.gather(*client._rescorer._tasks)
+        await client.aclose()
+        return client
+
+    ledger = asyncio.run(work()).health
+    assert (ledger.rescored, ledger.disagreed) == (8, 0)
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])

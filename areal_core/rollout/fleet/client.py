@@ -36,7 +36,8 @@ from areal_core.rollout.fleet.discovery import Discovery
 from areal_core.rollout.fleet.health import Health, ServerRecord, State
 from areal_core.rollout.fleet.identity import RunModel
 from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.reply import Asked, Chunk, checked, parse_version
+from areal_core.rollout.fleet.reply import Asked, Chunk, Scored, checked, parse_version
+from areal_core.rollout.fleet.rescore import Rescorer
 from areal_core.rollout.fleet.router import Router
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.wire import AGAIN_TIMEOUT_S, ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
@@ -78,6 +79,7 @@ class FleetClient:
             weights.
         knows_versions: only this run updates the servers, one version after the other, so a
             reply of a later version than the next one is wrong.
+        rescore_share: share of completions that another server scores, too (`rescore.py`).
         connect: makes the connections, from `timeout_s`.
     """
 
@@ -98,6 +100,7 @@ class FleetClient:
         pause_mode: str = "abort",
         lora_name: str | None = None,
         knows_versions: bool = False,
+        rescore_share: float = 0.0,
         connect: Callable[[float], Connections] = Connections,
     ) -> None:
         self.version = version
@@ -121,6 +124,7 @@ class FleetClient:
         self._lora_name = lora_name
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers")
         self._searching = asyncio.Lock()
+        self._rescorer = Rescorer(rescore_share, self._score, self.health, self._reject)
         self._connect = connect
         self._connections: Connections | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,20 +152,31 @@ class FleetClient:
         self._begin_request()
         try:
             while finish in ("", "abort") and len(tokens) < budget:
-                chunk = await self._generate(req, tokens, budget - len(tokens), finish == "abort")
+                server, chunk = await self._generate(req, tokens, budget - len(tokens), finish == "abort")
                 tokens += chunk.tokens
                 logprobs += chunk.logprobs
                 versions += [self._first_version if v is None else v for v in chunk.versions]
                 finish = chunk.finish
         finally:
             self._num_running -= 1
-        return ModelResponse(
+        response = ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=tokens,
             output_logprobs=logprobs,
             output_versions=versions,
             stop_reason="length" if finish == "abort" else finish,
         )
+        if self._rescorer.share > 0:
+            self._rescorer.start(req, response, server)
+        return response
+
+    async def _score(self, server: Server, row: list[int], num_prompt: int) -> Scored:
+        """Return a server's log-probs of the tokens after the prompt, with a numbered version."""
+        assert self._connections is not None
+        payload = self._wire.score_payload(row, num_prompt, f"score-{next(self._attempts)}")
+        body = await self._connections.post(server, self._wire.generate_path, payload)
+        scored = self._wire.parse_score(body, row[num_prompt:])
+        return replace(scored, version=self._first_version) if scored.version is None else scored
 
     def set_version(self, version: int) -> None:
         """Set the current version of the weights, and use only servers that hold it from now on."""
@@ -228,11 +243,14 @@ class FleetClient:
         self._is_closed = True
         for watcher in self._watchers.values():
             watcher.cancel()
+        await self._rescorer.close()
         if self._connections is not None:
             await self._connections.close()
 
-    async def _generate(self, req: ModelRequest, sampled: list[int], budget: int, was_cut: bool) -> Chunk:
-        """Request one chunk from a server with the current weights."""
+    async def _generate(
+        self, req: ModelRequest, sampled: list[int], budget: int, was_cut: bool
+    ) -> tuple[Server, Chunk]:
+        """Request one chunk from a server with the current weights; return both."""
         prompt = req.metadata.get("prompt_id", req.rid)
         failed: Counter[Server] = Counter()
         refused: dict[Server, RequestRefused] = {}
@@ -273,7 +291,7 @@ class FleetClient:
                 if self._is_current(chunk, version):
                     for other, refusal in refused.items():
                         self._reject(other, f"http_{refusal.status}", str(refusal))
-                    return chunk
+                    return server, chunk
                 self.health.stale(server, f"restarted without the weights of version {version}")
                 self._select()
             if failed.total() > MAX_FAILURES:

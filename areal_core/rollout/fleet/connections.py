@@ -63,7 +63,8 @@ class Connections:
     def hang_up(self, server: Server) -> None:
         """Abort the requests that wait for a server, with a `TimeoutError`."""
         for scope in self._open[server]:
-            scope.reschedule(0.0)
+            if not scope.expired():
+                scope.reschedule(0.0)
 
     async def close(self) -> None:
         """Abort every request and close all connections."""

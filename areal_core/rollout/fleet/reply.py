@@ -27,6 +27,14 @@ class Chunk:
     rid: str  # of the request that it answers
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The log-probs of given tokens, at temperature 1, and the version of the weights."""
+
+    logprobs: list[float]
+    version: int | None  # None where the server has no numbered weights yet
+
+
 def parse_version(text: str) -> int | None:
     """Return the number of a weight version; None before the first weight update ("default")."""
     return int(text) if text.isdecimal() else None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused, WrongServer
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity
-from areal_core.rollout.fleet.reply import Chunk
+from areal_core.rollout.fleet.reply import Chunk, Scored
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.types import Sampling
 
@@ -54,6 +54,14 @@ class Wire(Protocol):
 
     def parse_generate(self, body: bytes) -> Chunk:
         """Parse a reply. Raises `MalformedReply`."""
+        ...
+
+    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
+        """Return the JSON of a request of the log-probs of all ids after the first `num_prompt`."""
+        ...
+
+    def parse_score(self, body: bytes, expected: list[int]) -> Scored:
+        """Parse its reply. Raises `MalformedReply` if they belong to other ids than `expected`."""
         ...
 
     def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
