@@ -95,7 +95,7 @@ class FleetClient:
         discovery: Discovery | None = None,
         model: RunModel | None = None,
         server_wait_s: float = 300.0,
-        health_interval_s: float = 3.0,
+        health_interval_s: float = 2.0,
         health_timeout_s: float = ASK_TIMEOUT_S,
         pause_mode: str = "abort",
         lora_name: str | None = None,
