@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from areal_core.config.derived import num_given_servers
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areal_core.config.not_yet import (
     names_of_another_run,
@@ -16,25 +17,31 @@ from areal_core.config.not_yet import (
     placement_without_effect,
     without_effect_on_a_model,
 )
-from areal_core.config.policy_checks import PPO_COUPLINGS
+from areal_core.config.policy_checks import PPO_COUPLINGS, ROLLOUT_COUPLINGS
+from areal_core.config.roles import ROLLOUT_SECTIONS, Role
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
 from areal_core.errors import AllocationError, ConfigError
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
 # Adapters in a server's memory: the previous version stays until every client requests the new one.
 ADAPTERS_AT_ONCE = 2
 
 
-def check_config(config: BaseExperimentConfig) -> list[str]:
+def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str]:
     """Return notes on options that have no effect.
+
+    An allocation without a trainer is checked as role "rollout" is.
 
     Raises ConfigError with one line per disagreement.
     """
     values = flat_values(config)
     problems = [*wrong_values(config), *not_yet(values, refused=True), *images_in_use(config)]
     try:
-        problems += list(disagreements(config))
+        if role == "rollout" or config.allocation.train is None:
+            return check_rollouts(config, values)
+        problems += disagreements(config)
     except AllocationError as error:  # every other reader of the allocation would raise it
         problems.append(str(error))
     if problems:
@@ -45,7 +52,26 @@ def check_config(config: BaseExperimentConfig) -> list[str]:
         *placement_without_effect(values),
         *without_effect_on_a_model(config),
         *without_effect_on_a_cpu(config),
+        *given_servers_without_use(config),
     ]
+
+
+def check_rollouts(config: BaseExperimentConfig, values: dict[str, Any]) -> list[str]:
+    """Check the options of rollouts without a trainer; return notes, the first on this role.
+
+    Raises ConfigError with one line per disagreement, the last on this role.
+    """
+    role = "checked for rollouts alone: options of training may be missing and are not compared"
+    read = {name: value for name, value in values.items() if name.split(".")[0] in ROLLOUT_SECTIONS}
+    problems = [*wrong_values(config), *not_yet(read, refused=True), *images_in_use(config)]
+    if isinstance(config, PPOConfig):
+        problems += [problem for coupling in ROLLOUT_COUPLINGS for problem in coupling(config)]
+    if not config.actor.path:
+        problems.append("actor.path is empty; give a model folder")
+    problems += evaluation_is_part_of_training(config)
+    if problems:
+        raise ConfigError("\n".join([*problems, f"({role})"]))
+    return [role, *not_yet(read, refused=False)]
 
 
 def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
@@ -91,7 +117,7 @@ def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
 def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
     if not config.actor.path:
         yield "actor.path is empty; give a model folder"
-    if config.actor.optimizer is None and config.allocation.train is not None:
+    if config.actor.optimizer is None:
         yield "actor.optimizer is empty; give at least actor.optimizer.lr"
 
 
@@ -211,6 +237,15 @@ def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
         for option, is_on in options.items():
             if is_on:
                 yield f"{name}.{option} is True and device is 'cpu': everything is in host memory already"
+
+
+def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield one sentence on inference servers that run already and are not sampled from."""
+    if num_given_servers() and config.allocation.rollout_backend == "embedded":
+        yield (
+            f"{ADDRESSES_VARIABLE} is set and the allocation {config.allocation} samples in the trainer's processes: "
+            f"to sample from those servers give {config.allocation.trainer!r}"
+        )
 
 
 def other_model(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:

@@ -2,9 +2,11 @@
 
 An option that must equal another one follows it without a word. Other choices are in one note. What
 is set, in the file, by an override or by a preset, is never changed: `checks.py` refuses it if it
-contradicts another option.
+contradicts another option. One exception: a run that only trains samples from servers that run
+already if `AREAL_LLM_SERVER_ADDRS` names some.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from areal_core.allocation import Parallel, resolve_allocation
 from areal_core.config.experiment import DPOConfig, PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import set_option, shown
+from areal_core.config.roles import Role
 from areal_core.config.train_engine import PPOActorConfig
 from areal_core.errors import AllocationError
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 Tree = dict[str, Any]
 FOLLOWS = {  # option: the one that it must equal
@@ -32,27 +36,54 @@ FOLLOWS = {  # option: the one that it must equal
 OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "teacher")  # sections that may be missing
 LENGTH_LIMITS = ("actor.mb_spec.max_tokens_per_mb", "gconfig.max_tokens", "sglang.context_length")
 LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.ppo_n_minibatches
+PLACES = ("allocation_mode", "rollout.backend", "actor.backend")
 RECOVERING = ("auto", "on", "fault")
 PERIODS = ("freq_epochs", "freq_steps", "freq_secs")
 RECOVERY_STEPS, RECOVERY_SECONDS = 10, 600
 
 
-def derive_options(tree: Tree, cls: type, file: str) -> list[str]:
-    """Set options of `tree` that are missing and follow from others; return at most one note.
+def derive_options(tree: Tree, cls: type, file: str, role: Role = "train") -> list[str]:
+    """Set options of `tree` that are missing and follow from others; return notes on choices.
 
     Args:
         tree: nested dicts of the options that are set.
         file: path of the config file; its name is the default of the experiment's.
+        role: of the process that reads them.
     """
     follow(tree, cls)
-    chosen = dict(choices(tree, cls, file))
+    if role == "rollout":  # rows are the script's own matter
+        for option, value in {"train_dataset.path": "", "train_dataset.type": "rl"}.items():
+            if not is_given(tree, option):
+                set_option(tree, option, value)
+    notes = sample_from_given_servers(tree) if issubclass(cls, PPOConfig) else []
+    chosen = dict(choices(tree, cls, file, role))
     for option, value in chosen.items():
         set_option(tree, option, value)
-    if not chosen:
+    if chosen:
+        listed = ", ".join(f"{option}={shown(value)}" for option, value in chosen.items())
+        notes.append(f"not given, so chosen: {listed}")
+    return notes
+
+
+def num_given_servers() -> int:
+    """Return how many inference servers `AREAL_LLM_SERVER_ADDRS` names."""
+    return len([address for address in os.environ.get(ADDRESSES_VARIABLE, "").split(",") if address])
+
+
+def sample_from_given_servers(tree: Tree) -> list[str]:
+    """Add the servers that run already to an allocation that only trains; return a note on it."""
+    count, modes = num_given_servers(), [str(value_of(tree, option) or "") for option in PLACES]
+    if not count or not any(modes) or value_of(tree, "debug.replay_rollout_data"):
         return []
-    return [
-        f"not given, so chosen: {', '.join(f'{option}={shown(value)}' for option, value in chosen.items())}"
-    ]
+    try:
+        allocation = resolve_allocation(*modes)
+    except AllocationError:  # the checks report it
+        return []
+    if allocation.kind != "train_only":
+        return []
+    mode = f"sglang:d{count}+{allocation.trainer}"
+    set_option(tree, "allocation_mode", mode)
+    return [f"{ADDRESSES_VARIABLE} names {count} server{'s' * (count > 1)}, so allocation_mode={mode}"]
 
 
 def follow(tree: Tree, cls: type) -> None:
@@ -71,15 +102,14 @@ def follow(tree: Tree, cls: type) -> None:
             set_option(tree, option, f"${{{other}}}")
 
 
-def choices(tree: Tree, cls: type, file: str) -> Iterator[tuple[str, Any]]:
+def choices(tree: Tree, cls: type, file: str, role: Role) -> Iterator[tuple[str, Any]]:
     """Yield options that are not given and the values that they get."""
     if not is_given(tree, "experiment_name"):
         yield "experiment_name", Path(file).stem
     if not is_given(tree, "trial_name"):
         yield "trial_name", "trial0"
-    places = ("allocation_mode", "rollout.backend", "actor.backend")
-    if not any(value_of(tree, option) for option in places):
-        yield "allocation_mode", "embedded|fsdp:d1" if issubclass(cls, PPOConfig) else "fsdp:d1"
+    if not any(value_of(tree, option) for option in PLACES):
+        yield "allocation_mode", default_allocation(cls, role)
     if value_of(tree, "recover.mode") in RECOVERING and not any(
         value_of(tree, f"recover.{name}") for name in PERIODS
     ):
@@ -87,6 +117,16 @@ def choices(tree: Tree, cls: type, file: str) -> Iterator[tuple[str, Any]]:
         yield "recover.freq_secs", RECOVERY_SECONDS
     if issubclass(cls, PPOConfig):
         yield from choices_of_ppo(tree)
+
+
+def default_allocation(cls: type, role: Role) -> str:
+    """Return the allocation of a run that gives none."""
+    if not issubclass(cls, PPOConfig):
+        return "fsdp:d1"
+    servers = f"sglang:d{num_given_servers() or 1}"
+    if role == "rollout":
+        return servers
+    return f"{servers}+fsdp:d1" if num_given_servers() else "embedded|fsdp:d1"
 
 
 def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
@@ -107,8 +147,7 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def rows_of_rank(tree: Tree) -> int:
     """Return the sequences of a data-parallel rank in a step; 0 if the allocation has none."""
-    names = ("allocation_mode", "rollout.backend", "actor.backend")
-    modes = [str(value_of(tree, name) or "") for name in names]
+    modes = [str(value_of(tree, option) or "") for option in PLACES]
     try:
         train = resolve_allocation(*modes).train if any(modes) else Parallel()
     except AllocationError:  # the checks report it

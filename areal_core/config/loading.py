@@ -19,6 +19,7 @@ from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
 from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of
 from areal_core.config.older_names import translate_older_names
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
+from areal_core.config.roles import Role
 from areal_core.errors import ConfigError
 
 C = TypeVar("C")  # any dataclass of options
@@ -26,7 +27,7 @@ E = TypeVar("E", bound=BaseExperimentConfig)
 logger = logging.getLogger(__name__)
 
 
-def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
+def load_expr_config(argv: Sequence[str], cls: type[E], role: Role = "train") -> tuple[E, str]:
     """Read a config as `load_with_notes` does, log its notes, and return it with the file's path.
 
     With `--help` among the arguments, print how they are given and exit.
@@ -36,7 +37,7 @@ def load_expr_config(argv: Sequence[str], cls: type[E]) -> tuple[E, str]:
     if {"-h", "--help"} & set(argv):
         print(usage(cls))
         raise SystemExit(0)
-    config, path, notes = load_with_notes(argv, cls)
+    config, path, notes = load_with_notes(argv, cls, role)
     if os.environ.get("RANK", "0") == "0":  # every rank reads the same file; rank 0 reports
         for note in notes:
             logger.warning("%s: %s", path, note)
@@ -65,11 +66,11 @@ def usage(cls: type[BaseExperimentConfig]) -> str:
     return "\n".join(lines)
 
 
-def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str]]:
+def load_with_notes(argv: Sequence[str], cls: type[E], role: Role = "train") -> tuple[E, str, list[str]]:
     """Read `[script.py] --config x.yaml a.b=c +a.b=c ~a.b` into `cls` and check it.
 
     `a.b=c` and `+a.b=c` both set an option, `~a.b` resets it to its default; `algorithm` names a
-    preset (presets.py).
+    preset (presets.py). With role "rollout" only the options that rollouts need are checked.
 
     Returns:
         The config, the file's path, and notes on older names, on what a preset has set, on values
@@ -93,9 +94,9 @@ def load_with_notes(argv: Sequence[str], cls: type[E]) -> tuple[E, str, list[str
         notes.append(expand_preset(tree, str(algorithm), given))
     for override in overrides:
         notes += apply_override(tree, override, cls)
-    notes += derive_options(tree, cls, path)
+    notes += derive_options(tree, cls, path, role)
     config = config_from_dict(tree, cls, source=path)
-    return config, path, [*notes, *check_config(config)]
+    return config, path, [*notes, *check_config(config, role)]
 
 
 def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config") -> C:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from areal_core.config.derived import num_given_servers
 from areal_core.config.experiment import PPOConfig
 from areal_core.config.presets import shown
 from areal_core.config.train_engine import NormConfig
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 
 def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
@@ -76,25 +78,47 @@ def kl_penalty_has_a_reference(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def longest_sequence_fits(config: PPOConfig) -> Iterator[str]:
-    gconfig, max_length = config.gconfig, config.train_dataset.max_length
-    longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
-    lengths = (
-        f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
-    )
+def given_servers_are_those_of_the_allocation(config: PPOConfig) -> Iterator[str]:
+    count, allocation = num_given_servers(), config.allocation
+    if not count or allocation.kind != "decoupled" or config.debug.replay_rollout_data:
+        return
+    assert allocation.rollout is not None  # a decoupled allocation has servers
+    if count != allocation.rollout.data:
+        yield (
+            f"{ADDRESSES_VARIABLE} names {count} inference servers and the allocation {allocation} has "
+            f"{allocation.rollout.data}: name as many, give {allocation.trainer!r} to use those that are named, or "
+            "unset the variable to let the run start its own"
+        )
+
+
+def longest_sequence_is_trained(config: PPOConfig) -> Iterator[str]:
     models = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "teacher": config.teacher}
     limits = {
         f"{name}.mb_spec.max_tokens_per_mb": model.mb_spec.max_tokens_per_mb
         for name, model in models.items()
         if model is not None
     }
+    yield from too_short(config, limits)
+
+
+def longest_sequence_is_sampled(config: PPOConfig) -> Iterator[str]:
+    gconfig = config.gconfig
     if config.allocation.rollout_backend == "sglang":
-        limits["sglang.context_length"] = config.sglang.context_length
+        yield from too_short(config, {"sglang.context_length": config.sglang.context_length})
+    if gconfig.min_new_tokens > gconfig.max_new_tokens:
+        yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+
+
+def too_short(config: PPOConfig, limits: dict[str, int | None]) -> Iterator[str]:
+    """Yield one sentence for each limit, by its option, below the longest possible sequence."""
+    gconfig, max_length = config.gconfig, config.train_dataset.max_length
+    longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
+    lengths = (
+        f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    )
     for name, limit in limits.items():
         if limit is not None and limit < longest:
             yield f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit"
-    if gconfig.min_new_tokens > gconfig.max_new_tokens:
-        yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
 
 
 def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
@@ -229,21 +253,23 @@ def teacher_scores_what_the_actor_sampled(config: PPOConfig) -> Iterator[str]:
         )
 
 
+ROLLOUT_COUPLINGS = (longest_sequence_is_sampled, tokenizers_agree)  # without a trainer, too
 PPO_COUPLINGS = (
+    *ROLLOUT_COUPLINGS,
+    given_servers_are_those_of_the_allocation,
     rollout_limits_let_something_run,
     consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,
     groups_have_n_samples,
     temperatures_agree,
     kl_penalty_has_a_reference,
-    longest_sequence_fits,
+    longest_sequence_is_trained,
     overlong_penalty_is_complete,
     lengths_of_the_loss_are_those_sampled,
     rejection_sampling_is_consistent,
     sapo_has_no_clip,
     proximal_policy_is_there_to_compare,
     minibatches_have_rows,
-    tokenizers_agree,
     critic_can_be_trained,
     critic_has_returns_to_learn,
     teacher_scores_what_the_actor_sampled,

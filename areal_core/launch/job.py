@@ -9,26 +9,44 @@ any exit (end, error, SIGTERM, SIGINT): every child is ended
 
 `local.py`, `ray_cluster.py` and `slurm.py` define only how a server and the ranks are started. The
 latter two run them on other machines, and show their output by `following` the log files.
+
+Servers that run already (`Job.given_servers`) are checked instead of started, and left running.
 """
 
+import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from areal_core.allocation import Allocation
-from areal_core.config import BaseExperimentConfig
+from areal_core.config import BaseExperimentConfig, PPOConfig
+from areal_core.config.checks import serves_adapters
 from areal_core.config.not_yet import merged_spec
 from areal_core.environment import DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
-from areal_core.rollout.fleet.server import Server, environment_of
+from areal_core.rollout.errors import WrongServer
+from areal_core.rollout.fleet.identity import RunModel, run_model
+from areal_core.rollout.fleet.server import (
+    ADDRESSES_VARIABLE,
+    LOGS_VARIABLE,
+    Server,
+    call,
+    environment_of,
+    servers_from_environment,
+)
+from areal_core.sglang.wire import SGLANG
 
+MISUSE = 2  # exit code of a mistake that the user has to correct
+MAX_THREADS = 32  # that query servers
 # A group that spans trainer and server works only without these.
 NCCL_WITH_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
@@ -45,6 +63,8 @@ class Job:
         log_dir: folder for `trainer.log`, `llm_server_{i}.log` and `ranks/`; shared by all
             machines.
         with_servers: False for a replay, which needs none.
+        given_servers: `host:port,host:port` of servers that run already; by default those in
+            `AREAL_LLM_SERVER_ADDRS`.
     """
 
     script_argv: tuple[str, ...]
@@ -53,6 +73,7 @@ class Job:
     env: Mapping[str, str]
     log_dir: Path
     with_servers: bool = True
+    given_servers: str = field(default_factory=lambda: os.environ.get(ADDRESSES_VARIABLE, ""))
 
     @property
     def num_servers(self) -> int:
@@ -60,7 +81,12 @@ class Job:
         rollout = self.allocation.rollout
         if not self.with_servers or self.allocation.rollout_backend != "sglang" or rollout is None:
             return 0
-        return rollout.data
+        return 0 if self.uses_given_servers else rollout.data
+
+    @property
+    def uses_given_servers(self) -> bool:
+        """True if the ranks sample from servers that run already."""
+        return bool(self.given_servers) and self.with_servers and self.allocation.kind == "decoupled"
 
 
 class RunningServer(Protocol):
@@ -81,7 +107,8 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
     """Start the servers that the job needs, then its ranks, and wait for their end.
 
     Returns:
-        The exit code of the first rank that failed, 0 when none did, 1 when the servers failed.
+        The exit code of the first rank that failed, 0 when none did, 1 when the servers failed, 2
+        when servers that run already cannot be used.
     """
     env = {
         **(DETERMINISTIC if job.config.deterministic else {}),
@@ -90,6 +117,13 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
         **job.env,
     }
     with ended_on_signals(), ExitStack() as stack:
+        if job.uses_given_servers:
+            if problems := problems_of_given_servers(job):
+                print("\n".join(f"Error: {problem}" for problem in problems), file=sys.stderr)
+                return MISUSE
+            print(f"inference servers, which keep running: {job.given_servers}", flush=True)
+            addresses = {ADDRESSES_VARIABLE: job.given_servers, LOGS_VARIABLE: ""}
+            return run_ranks({**NCCL_WITH_SERVERS, **env, **addresses}, lambda: True)
         if not job.num_servers:
             return run_ranks(env, lambda: True)
         try:
@@ -106,6 +140,48 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
             )
             return watch_servers(servers)
         return run_ranks({**NCCL_WITH_SERVERS, **env, **addresses}, partial(any_left, servers))
+
+
+def problems_of_given_servers(job: Job) -> list[str]:
+    """Return one sentence for each server that runs already and cannot serve the job."""
+    assert isinstance(job.config, PPOConfig)  # others have no allocation with servers
+    try:
+        servers = servers_from_environment({ADDRESSES_VARIABLE: job.given_servers})
+    except WrongServer as error:
+        return [f"{ADDRESSES_VARIABLE}: {error}"]
+    rollout = job.allocation.rollout
+    assert rollout is not None  # `uses_given_servers` is true
+    check = partial(problem_of, served_model(job.config), rollout.world_size // rollout.data)
+    with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers") as threads:
+        return [problem for problem in threads.map(check, servers) if problem]
+
+
+def problem_of(model: RunModel, num_devices: int, server: Server) -> str:
+    """Return why a server cannot serve a model on so many devices; "" if it can."""
+    try:
+        SGLANG.check_identity(server, SGLANG.ask_identity(server), model)
+        found = int(json.loads(call(server, "GET", "/server_info"))["tp_size"])
+        if found != num_devices:
+            return (
+                f"the server at {server.address} has {found} devices (tp_size) and the allocation has {num_devices} for "
+                f"each server, which weight updates rely on: give an allocation with t{found}, as 'sglang:d1t{found}+fsdp:d1'"
+            )
+    except WrongServer as error:
+        return str(error)
+    except OSError as error:
+        return (
+            f"no inference server answers at {server.address}, which {ADDRESSES_VARIABLE} names ({error}): start one with "
+            "areal-debug serve --model M --background, or unset the variable to let the run start its own"
+        )
+    return ""
+
+
+def served_model(config: PPOConfig) -> RunModel:
+    """Return the model that every server of a run must serve."""
+    path = config.sglang.model_path or config.actor.path
+    if Path(path).is_dir():
+        path = str(Path(path).resolve())  # a server may have another working directory
+    return run_model(path, needs_adapters=serves_adapters(config))
 
 
 def any_left(servers: list[RunningServer]) -> bool:

@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_core.errors import ConfigError
-from areal_core.launch.job import Job
+from areal_core.launch.job import MISUSE, Job
 from areal_core.launch.torchrun import ended_on_signals
 
 RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a restarted run
 RESTARTING_MODES = ("fault", "auto", "on")
 MAX_DELAY_S = 60.0
-MISUSE = 2
 
 
 def run(make_job: Callable[[int], Job]) -> int:

@@ -139,6 +139,7 @@ def job_to_json(job: Job) -> dict[str, object]:
         "env": dict(job.env),
         "log_dir": str(job.log_dir),
         "with_servers": job.with_servers,
+        "given_servers": job.given_servers,
     }
 
 
@@ -153,6 +154,7 @@ def read_job(file: Path) -> Job:
         content["env"],
         Path(content["log_dir"]),
         content["with_servers"],
+        content["given_servers"],
     )
 
 

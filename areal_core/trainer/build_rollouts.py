@@ -20,13 +20,13 @@ from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
 from areal_core.errors import ConfigError
+from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.fleet.discovery import Discovery, FolderNames, discover, wait_until_ready
-from areal_core.rollout.fleet.identity import RunModel, run_model
 from areal_core.rollout.fleet.pool import ServerPool
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.verification import WeightCheck
@@ -231,12 +231,6 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
         model=served_model(config),
         pause_mode=config.rollout.pause_mode,
     )
-
-
-def served_model(config: PPOConfig) -> RunModel:
-    """Return the model that every server of the run must serve."""
-    path = config.sglang.model_path or config.actor.path
-    return run_model(path, needs_adapters=serves_adapters(config))
 
 
 def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:

@@ -178,6 +178,10 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
     found, is_local = [], config.scheduler.type in (None, "local")
     placement = None if is_local else place(job)
     num_taken = 0
+    if job.uses_given_servers and allocation.rollout is not None:
+        rollout = allocation.rollout
+        size = rollout.world_size // rollout.data
+        found.append(Processes("SGLang server that runs already", rollout.data, size, job.given_servers))
     if job.num_servers:
         assert allocation.rollout is not None
         num_taken = allocation.rollout.world_size
