@@ -9,3 +9,5 @@ DETERMINISTIC = {
     "NCCL_NVLS_ENABLE": "0",
     "FLASH_ATTENTION_DETERMINISTIC": "1",
 }
+DETERMINISTIC_ON_CPU = {"PYTHONHASHSEED": "0"}  # the others are read by libraries of GPUs
+

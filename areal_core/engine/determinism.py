@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import sys
 from typing import Any, cast
 
@@ -18,24 +19,29 @@ import torch
 from numpy.typing import NDArray
 
 from areal_core.engine.errors import DeterminismError
-from areal_core.environment import DETERMINISTIC
+from areal_core.environment import DETERMINISTIC, DETERMINISTIC_ON_CPU
 
 
-def enforce_determinism() -> None:
+def enforce_determinism(device: str = "auto") -> None:
     """Turn deterministic algorithms on.
 
+    Args:
+        device: "cpu", "cuda" or "auto" of the run: variables of GPU libraries are not needed on a
+            CPU.
+
     Raises:
-        DeterminismError: an environment variable was not set before Python started, or
+        DeterminismError: environment variables were not set before Python started, or
             `torch.use_deterministic_algorithms` was called with `warn_only`.
     """
+    is_on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     started_with = environment_at_start()
-    for name, wanted in DETERMINISTIC.items():
-        if started_with.get(name) != wanted:
-            seen = f"is {started_with[name]!r}" if name in started_with else "was not set"
-            raise DeterminismError(
-                f"deterministic=true needs {name}={wanted} before Python starts, but it {seen}: "
-                f"start the run with `areal-debug train`, which sets it, or export it yourself"
-            )
+    wrong = {
+        name: wanted
+        for name, wanted in (DETERMINISTIC if is_on_gpu else DETERMINISTIC_ON_CPU).items()
+        if started_with.get(name) != wanted
+    }
+    if wrong:
+        raise DeterminismError(describe_missing(wrong, started_with))
     if torch.is_deterministic_algorithms_warn_only_enabled():
         raise DeterminismError(
             "deterministic=true, but torch.use_deterministic_algorithms was called with warn_only=True, which leaves "
@@ -47,6 +53,22 @@ def enforce_determinism() -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def describe_missing(wrong: dict[str, str], started_with: dict[str, str]) -> str:
+    """Describe variables that were set too late or not at all, with a command line to copy."""
+    seen = [
+        f"{name}={wanted} ({'was not set' if name not in started_with else f'is {started_with[name]!r}'})"
+        for name, wanted in wrong.items()
+    ]
+    settings = " ".join(f"{name}={shlex.quote(wanted)}" for name, wanted in wrong.items())
+    again = f"{settings} {shlex.join(sys.orig_argv)}"
+    if "TORCHELASTIC_RUN_ID" in started_with:  # torchrun started this process
+        again = f"export {settings}"
+    return (
+        f"deterministic=true needs {', '.join(seen)} before Python starts: start the run with `areal-debug train`, "
+        f"which sets them, or yourself with\n    {again}"
+    )
 
 
 def environment_at_start() -> dict[str, str]:

@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 def start_process(config: AnyConfig) -> Ranks:
     """Set up determinism, threads, the process group and seeds, in this order; a collective."""
     if config.deterministic:
-        enforce_determinism()
+        enforce_determinism(config.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity(logging.ERROR)
     sizes = trainer_sizes(config)

@@ -162,7 +162,7 @@ def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
     wanted = config_to_dict(config)
     if config.deterministic:
         try:
-            enforce_determinism()
+            enforce_determinism(config.device)
         except DeterminismError:
             config.deterministic = False  # the findings name what is missing
     bits = run_one_step(config, json.loads(keep))

@@ -10,7 +10,7 @@ import torch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.environment import DETERMINISTIC
 
-ENFORCE = "from areal_core.engine.determinism import enforce_determinism; enforce_determinism(); "
+ENFORCE = "from areal_core.engine.determinism import enforce_determinism; enforce_determinism('cuda'); "
 REPORT = "import torch; print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())"
 
 
@@ -32,7 +32,29 @@ def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
     # Set after the process has started, it is too late, which is detected.
     done = run(f"import os; os.environ[{missing!r}] = {DETERMINISTIC[missing]!r}; " + ENFORCE, environment)
     assert done.returncode == 1
-    assert f"needs {missing}={DETERMINISTIC[missing]} before Python starts, but it was not set" in done.stderr
+    assert f"needs {missing}={DETERMINISTIC[missing]} (was not set) before Python starts" in done.stderr
+
+
+def test_all_missing_variables_are_listed_at_once_with_a_command_line_that_works():
+    done = run(ENFORCE + REPORT, {"NCCL_ALGO": "Tree"})
+    *_, listed, command = done.stderr.rstrip().splitlines()
+    assert [name for name in DETERMINISTIC if f"{name}={DETERMINISTIC[name]} (" in listed] == [*DETERMINISTIC]
+    assert "NCCL_ALGO=Ring (is 'Tree')" in listed
+    again = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert again.stdout.split() == ["True", "False"], again.stderr
+
+
+def test_only_the_variables_that_matter_on_a_cpu_are_needed_there():
+    on_cpu = ENFORCE.replace("cuda", "cpu")
+    done = run(on_cpu, {})
+    assert "needs PYTHONHASHSEED=0 (was not set) before Python starts" in done.stderr
+    assert "NCCL" not in done.stderr
+    assert run(on_cpu + REPORT, {"PYTHONHASHSEED": "0"}).stdout.split() == ["True", "False"]
+
+
+def test_under_torchrun_the_variables_are_exported():
+    done = run(ENFORCE, {"TORCHELASTIC_RUN_ID": "none", **DETERMINISTIC, "PYTHONHASHSEED": "1"})
+    assert done.stderr.rstrip().splitlines()[-1] == "    export PYTHONHASHSEED=0"
 
 
 def test_deterministic_mode_refuses_warn_only():
