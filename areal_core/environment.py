@@ -10,4 +10,3 @@ DETERMINISTIC = {
     "FLASH_ATTENTION_DETERMINISTIC": "1",
 }
 DETERMINISTIC_ON_CPU = {"PYTHONHASHSEED": "0"}  # the others are read by libraries of GPUs
-

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from areal_debug.doctor.names import NAMES, family_of, find_name
 from areal_debug.doctor.series import Series
+from areal_debug.newest import describe_choice, newest_first
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
 TRAINING = "train/"  # the prefix that loggers add to training metrics
@@ -51,12 +51,7 @@ class Run:
 
         Empty where there was nothing to choose.
         """
-        if not self.other_runs:
-            return ""
-        return (
-            f"{len(self.other_runs) + 1} runs found in {self.path}, the newest was read ({self.source}); "
-            f"for another: areal-debug doctor {shlex.quote(self.other_runs[0])}"
-        )
+        return describe_choice("doctor", self.path, self.source, self.other_runs)
 
 
 def read_run(path: Path) -> Run:
@@ -103,10 +98,9 @@ def find_source(path: Path) -> tuple[Path, Callable[[Path], Iterable[Row]], tupl
     if not path.is_dir():
         raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
     for pattern, read in READERS.items():
-        found = sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime)
-        if found:
-            runs = list(dict.fromkeys(run_of(file) for file in reversed(found)))
-            return found[-1], read, tuple(map(str, runs[1:]))
+        if found := newest_first(path, pattern):
+            runs = list(dict.fromkeys(run_of(file) for file in found))
+            return found[0], read, tuple(map(str, runs[1:]))
     raise UnreadableRun(f"{path} contains no metrics: searched for {', '.join(READERS)}")
 
 

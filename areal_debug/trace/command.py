@@ -17,7 +17,8 @@ from areal_debug.render import console, errors_as_sentences, print_json
 def command(run: Path, step: int | None, all_steps: bool, as_json: bool) -> None:
     """Show where the steps of a traced run spent their time, and what to change.
 
-    RUN_OR_FILE is the folder of a run's logs, or a trace.json. A run is traced with
+    RUN_OR_FILE is a trace.json, the folder of a run's logs, or one above it, whose newest trace is
+    read. A run is traced with
     rollout.enable_rollout_tracing=true or perf_tracer.enabled=true. Exit code 1: a step took more
     than twice the median.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
+from areal_debug.newest import describe_choice, newest_first
 
 EPISODE_SPANS = ("generation", "reward")
 
@@ -68,11 +69,12 @@ class RunOptions:
 
 @dataclass
 class RunTrace:
-    """A complete trace."""
+    """A complete trace. `choice` names the other runs in the same folder, if there are any."""
 
     file: Path
     num_ranks: int
     options: RunOptions
+    choice: str = ""
     steps: list[RankStep] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -82,33 +84,43 @@ def read_run(path: Path) -> RunTrace:
     """Read the trace of a run.
 
     Args:
-        path: a merged file, the folder of the ranks' files, or a run's log folder; folders are
-            merged if a rank has written since.
+        path: a merged file, the folder of the ranks' files, or a folder above it, such as that of
+            all logs: the newest trace is read. It is merged if a rank has written since.
 
     Raises:
         ValueError: there is no trace, or the file has another format.
     """
-    return read_merged(path if path.is_file() else merged_file(path))
+    if path.is_file():
+        return read_merged(path)
+    newest, *others = trace_folders(path)
+    trace = read_merged(merged_file(newest))
+    trace.choice = describe_choice("trace", path, newest, [str(other) for other in others])
+    return trace
 
 
-def merged_file(folder: Path) -> Path:
-    """Return the merged file of a run, written again if a rank has written since.
+def trace_folders(folder: Path) -> list[Path]:
+    """Return the folders of ranks' files at or below a folder, the last written first.
 
     Raises:
-        ValueError: the run was not traced.
+        ValueError: there are none.
     """
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: give a trace file or the folder of a run's logs")
-    ranks = sorted(folder.glob("rank-*.jsonl")) or sorted((folder / "trace").glob("rank-*.jsonl"))
-    if not ranks:
+    found = list(dict.fromkeys(file.parent for file in newest_first(folder, "rank-*.jsonl")))
+    if not found:
         raise ValueError(
             f"{folder} contains no trace: run with rollout.enable_rollout_tracing=true, and give the folder of the run's logs"
         )
-    merged = ranks[0].parent / MERGED
-    newest = max(file.stat().st_mtime_ns for file in ranks)
+    return found
+
+
+def merged_file(folder: Path) -> Path:
+    """Return the merged file of the ranks' files, written again if a rank has written since."""
+    merged = folder / MERGED
+    newest = max(file.stat().st_mtime_ns for file in folder.glob("rank-*.jsonl"))
     if merged.exists() and merged.stat().st_mtime_ns >= newest:
         return merged
-    return merge(ranks[0].parent)
+    return merge(folder)
 
 
 def read_merged(file: Path) -> RunTrace:

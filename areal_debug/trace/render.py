@@ -33,6 +33,8 @@ HEADINGS = {
 def print_report(out: Console, trace: RunTrace, report: TraceReport, max_lines: int = MAX_LINES) -> None:
     """Print verdict, evidence, what to change, what would refute it, and the path of the file."""
     out.print(verdict(report))
+    if trace.choice:
+        out.print(Text(trace.choice, style="yellow"))
     out.print(table_of(report.steps, max_lines))
     print_shown(out, report)
     statuses = ", ".join(f"{count:,} {status}" for status, count in report.episodes.items())
@@ -152,6 +154,7 @@ def report_document(trace: RunTrace, report: TraceReport) -> dict[str, Any]:
 
     return {
         "file": str(trace.file),
+        "choice": trace.choice,
         "num_ranks": trace.num_ranks,
         "median_s": report.median_s,
         "slow_steps": report.slow,

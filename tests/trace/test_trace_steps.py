@@ -1,6 +1,7 @@
 """The time of steps: sums, the named episode, and the resulting advice, on constructed traces."""
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
@@ -206,3 +207,19 @@ def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
     run.trace.close()
     done = call(tmp_path / "run", "--step", 7)
     assert (done.exit_code, "step 7 is not in the trace: it contains 0 to 1" in done.output) == (2, True)
+
+
+def test_the_newest_trace_below_a_folder_of_logs_is_read_and_the_others_are_named(tmp_path):
+    for name in ("old", "new"):
+        run = ScriptedTrace(tmp_path / "logs" / "user" / name / "trial" / "trace")
+        quick_steps(run, range(2 if name == "old" else 3))
+        run.trace.close()
+    old, new = (tmp_path / "logs" / "user" / name / "trial" / "trace" for name in ("old", "new"))
+    for file in old.iterdir():
+        os.utime(file, (1, 1))
+    done = call(tmp_path / "logs")
+    assert done.exit_code == 0, done.output
+    assert f"2 runs found in {tmp_path / 'logs'}, the newest was read ({new})" in done.output
+    assert f"for another: areal-debug trace {old}" in done.output
+    assert "steps 3, ranks 1" in done.output
+    assert "runs found" not in call(old.parent).output
