@@ -116,7 +116,8 @@ def choices(tree: Tree, cls: type, file: str, role: Role) -> Iterator[tuple[str,
         yield "recover.freq_steps", RECOVERY_STEPS
         yield "recover.freq_secs", RECOVERY_SECONDS
     if issubclass(cls, PPOConfig):
-        yield from choices_of_ppo(tree)
+        chosen = choices_of_ppo(tree)
+        yield from (item for item in chosen if role == "train" or item[0].startswith("gconfig."))
 
 
 def default_allocation(cls: type, role: Role) -> str:

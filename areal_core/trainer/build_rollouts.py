@@ -1,5 +1,6 @@
 """Builders of rollouts and validation: engine, weight update, workflow, filter and executor."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -196,7 +197,16 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         pool.check_model()
         pool.load_first_weights(version=0)
     ranks.barrier()
-    client = FleetClient(
+    client = build_client(config, servers, discovery, knows_versions=True)
+    return client, build_weight_update(config, ranks, pool)
+
+
+def build_client(
+    config: PPOConfig, servers: list[Server], discovery: Discovery, *, knows_versions: bool
+) -> FleetClient:
+    """Build the client of servers; `knows_versions` if only this run updates them."""
+    options = config.rollout
+    return FleetClient(
         servers,
         SGLANG,
         timeout_s=options.request_timeout,
@@ -206,20 +216,19 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
         server_wait_s=options.setup_timeout,
         pause_mode=options.pause_mode,
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
-        knows_versions=True,
+        knows_versions=knows_versions,
         rescore_share=options.rescore_share,
     )
-    return client, build_weight_update(config, ranks, pool)
 
 
-def discover_servers(config: PPOConfig) -> Discovery:
-    """Find the servers configured in `AREAL_LLM_SERVER_ADDRS` or registered in the name service.
+def discover_servers(config: PPOConfig, addresses: Sequence[str] = ()) -> Discovery:
+    """Find the servers: `addresses`, else those in `AREAL_LLM_SERVER_ADDRS`, and registered ones.
 
     Raises:
         NoServers: there is none.
     """
     names = FolderNames(config.cluster.name_resolve.nfs_record_root)
-    return discover((), os.environ, names, config.experiment_name, config.trial_name)
+    return discover(addresses, os.environ, names, config.experiment_name, config.trial_name)
 
 
 def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
@@ -262,21 +271,20 @@ def build_workflow(
     """Build a workflow from an instance, a class, or the import path of a class.
 
     An agent (`async def run(data, ...)`) is wrapped in a workflow. `reward_fn` (a function or its
-    import path) becomes a pool of processes, and `tokenizer` (a path) the run's tokenizer.
+    import path) becomes a pool of processes, and `tokenizer` (a path) the run's tokenizer. A class
+    gets `gconfig` and `tokenizer` if it takes them.
 
     Args:
         arguments: of the class.
         closing: receives the functions to call when the run ends.
 
     Raises:
-        ConfigError: the path cannot be imported, or the object has no `arun_episode`.
+        ConfigError: the path cannot be imported, or the object has no `arun_episode`, or its class
+            takes other arguments.
         RewardError: `reward_fn` cannot be called as one.
         NotAnAgent: its `run` is not asynchronous, or it cannot be constructed.
     """
-    found: Any = workflow
-    if isinstance(workflow, str):
-        is_agent_path = ":" in workflow
-        found = import_object(workflow) if is_agent_path else import_attribute(workflow, "workflow")
+    found = find_workflow(workflow)
     if is_agent(found):
         agent_kwargs = {key: value for key, value in arguments.items() if key != "gconfig"}
         built = AgentWorkflow(
@@ -291,15 +299,34 @@ def build_workflow(
         )
     if not isinstance(found, type):
         return found
-    arguments = {"gconfig": gconfig, "tokenizer": tokenizer} | arguments
-    if isinstance(arguments["tokenizer"], str):
+    accepted = inspect.signature(found).parameters
+    has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    given = {"gconfig": gconfig, "tokenizer": tokenizer}
+    arguments = {name: value for name, value in given.items() if has_any or name in accepted} | arguments
+    if isinstance(arguments.get("tokenizer"), str):
         arguments["tokenizer"] = tokenizer
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"workflow {found.__qualname__} cannot be constructed from {', '.join(arguments) or 'no argument'}: {error}"
+        ) from error
     if "reward_fn" in arguments:
         check_reward_fn(arguments["reward_fn"], sys.path, takes_row=found is RLVRWorkflow)
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
     return found(**arguments)
+
+
+def find_workflow(workflow: RolloutWorkflow | type | str) -> Any:
+    """Return the object itself, or the one at an import path.
+
+    Raises NotAnAgent or ConfigError if it cannot be imported.
+    """
+    if not isinstance(workflow, str):
+        return workflow
+    return import_object(workflow) if ":" in workflow else import_attribute(workflow, "workflow")
 
 
 def build_filter(dynamic_sampling: bool, filter_fn: AcceptFn | str | None) -> AcceptFn | None:

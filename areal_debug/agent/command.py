@@ -22,9 +22,7 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
-    from areal_core.agent.agent_workflow import AgentWorkflow
     from areal_core.config import PPOConfig
-    from areal_core.rollout.types import InferenceEngine
     from areal_debug.agent.run import EpisodeReport
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
@@ -35,7 +33,9 @@ EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
     example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
 )
 def command() -> None:
-    """Run an agent alone, under load or inside the trainer; show turns, rewards and failures."""
+    """Run an agent, or a RolloutWorkflow, alone, under load or inside the trainer; show turns,
+    rewards and failures.
+    """
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,20 +66,25 @@ def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--index", default=0, show_default=True, help="Row of the data.")
 @errors_as_sentences
 def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
-    """Run one episode of AGENT (MODULE:CLASS or FILE.py:CLASS); show every turn with its tokens,
-    and the reward.
+    """Run one episode of AGENT; show every turn with its tokens, and the reward.
 
+    AGENT is an agent or a RolloutWorkflow: MODULE:NAME or FILE.py:NAME of a class or an instance.
     OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
     """
+    from areal_core.agent.agent_workflow import AgentWorkflow
     from areal_debug.agent.render import print_episode
     from areal_debug.agent.run import run_one
+    from areal_debug.agent.under_test import build
+    from areal_debug.agent.workflow_run import run_workflow
 
     row = pick_row(data, index)
-    workflow, engine, name = build(agent, **choice)
-    try:
-        report = run_one(workflow, engine, name, row, index)
-    finally:
-        workflow.close()
+    tested = build(agent, **choice)
+    workflow, engine, names = tested.workflow, tested.engine, (tested.name, tested.engine_name)
+    with tested.cleanup:
+        if isinstance(workflow, AgentWorkflow):
+            report = run_one(workflow, engine, tested.engine_name, row, index)
+        else:
+            report = run_workflow(workflow, engine, tested.tokenizer, names, row, index)
     if as_json:
         print_json(asdict(report))
     else:
@@ -108,17 +113,19 @@ def print_outcome(report: "EpisodeReport") -> None:
 def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
     """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its
     event loop.
+
+    AGENT is an agent or a RolloutWorkflow: MODULE:NAME or FILE.py:NAME of a class or an instance.
     """
     from areal_debug.agent.engine import read_rows
     from areal_debug.agent.render import print_stress
     from areal_debug.agent.stress import stress as run_stress
+    from areal_debug.agent.under_test import build
 
     rows = read_rows(data)
-    workflow, engine, name = build(agent, **choice)
-    try:
-        report = run_stress(workflow, engine, name, rows, batch_size, group_size)
-    finally:
-        workflow.close()
+    tested = build(agent, **choice)
+    names = (tested.name, tested.engine_name)
+    with tested.cleanup:
+        report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
     if as_json:
         print_json(asdict(report) | {"healthy": report.is_healthy})
     else:
@@ -156,16 +163,16 @@ def rollout(
     The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
     by its scheduler.
     """
-    from areal_core.agent.agents import load_agent
     from areal_core.paths import record_folder, run_folder
     from areal_debug.agent.record import describe_step
     from areal_debug.agent.render import print_rollout
     from areal_debug.agent.settings import parse_arguments
+    from areal_debug.agent.under_test import check_workflow
     from areal_debug.train.script_options import check_record, flag_overrides, read_config
     from recorder import open_record
 
     agent_kwargs = parse_arguments(arguments)
-    load_agent(agent, agent_kwargs)
+    check_workflow(agent, agent_kwargs)
     argv = [
         *("--config", config_file, *flag_overrides("--dump-rollout", str(output or ""), force)),
         *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
@@ -219,31 +226,3 @@ def pick_row(data: str, index: int) -> dict[str, Any]:
     if not 0 <= index < len(rows):
         raise ValueError(f"--index is {index} and {data} has {len(rows)} rows; expected 0 to {len(rows) - 1}")
     return rows[index]
-
-
-def build(
-    agent: str,
-    model: str | None,
-    server: str | None,
-    say: tuple[str, ...],
-    latency_s: float,
-    config_file: str | None,
-    arguments: tuple[str, ...],
-    overrides: tuple[str, ...],
-) -> "tuple[AgentWorkflow, InferenceEngine, str]":
-    """Return the workflow, its inference engine and that engine's name; cheap checks come first."""
-    from areal_core.agent.agent_workflow import AgentWorkflow
-    from areal_core.agent.agents import load_agent
-    from areal_core.engine.errors import EngineError
-    from areal_core.rollout import errors as rollout
-    from areal_debug.agent.engine import EngineChoice, open_engine
-    from areal_debug.agent.settings import parse_arguments, read_settings
-
-    settings = read_settings(config_file, overrides)
-    agent_kwargs = parse_arguments(arguments)
-    load_agent(agent, agent_kwargs)
-    try:
-        engine, tokenizer, name = open_engine(EngineChoice(server, model or settings.model, say, latency_s))
-    except (EngineError, rollout.NoServers, rollout.WrongServer) as error:
-        fail(str(error))
-    return AgentWorkflow(agent, settings.gconfig, tokenizer, settings.agent, agent_kwargs), engine, name

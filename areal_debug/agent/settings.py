@@ -36,7 +36,7 @@ class Settings:
 def read_settings(config_file: str | None, overrides: Sequence[str]) -> Settings:
     """Read a config file, or the defaults, and apply the overrides. Raises ConfigError."""
     if config_file is not None:
-        run, _ = load_expr_config(["--config", config_file, *overrides], PPOConfig)
+        run, _ = load_expr_config(["--config", config_file, *overrides], PPOConfig, role="rollout")
         return Settings(run.gconfig, run.rollout.agent, run.actor.path)
     tree: dict[str, Any] = {}
     for override in overrides:

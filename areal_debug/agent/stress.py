@@ -25,7 +25,8 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse, TokenSampler
+from areal_core.rollout.types import EpisodeSampler, InferenceEngine, ModelRequest, ModelResponse
+from areal_core.rollout.workflow import RolloutWorkflow
 from areal_debug.agent.loop_monitor import LoopMonitor, LoopReport, percentile
 
 VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")
@@ -108,14 +109,14 @@ class StressReport:
 class MeasuredWorkflow:
     """A workflow that times its episodes and counts their exceptions instead of raising them."""
 
-    workflow: AgentWorkflow
+    workflow: RolloutWorkflow
     durations_s: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
     running: int = 0
     most_at_once: int = 0
 
-    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
+    async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Run one episode. Return None if it raised."""
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
@@ -128,7 +129,8 @@ class MeasuredWorkflow:
         finally:
             self.running -= 1
             self.durations_s.append(time.monotonic() - began)
-        self.rewards.append(float(rows["rewards"].mean()))
+        if rows is not None:
+            self.rewards.append(float(rows["rewards"].mean()))
         return rows
 
 
@@ -176,21 +178,26 @@ class TimedEngine:
 
 
 def stress(
-    workflow: AgentWorkflow,
+    workflow: RolloutWorkflow,
     engine: InferenceEngine,
-    engine_name: str,
+    names: tuple[str, str],
     data: Sequence[dict[str, Any]],
     num_prompts: int,
     group_size: int,
 ) -> StressReport:
-    """Run `num_prompts` rows, repeated if there are fewer, `group_size` times each, all at once."""
+    """Run `num_prompts` rows, repeated if there are fewer, `group_size` times each, all at once.
+
+    `names` are those of the agent or workflow, and of the engine.
+    """
     timed, measured = TimedEngine(engine), MeasuredWorkflow(workflow)
     executor = Executor(timed, StalenessControl(num_prompts + 1, num_prompts))
     prompts = list(enumerate(itertools.islice(itertools.cycle(data), num_prompts)))
     # A warm-up that is not measured: libraries import modules lazily, which is slow once.
     run_all(executor, [(num_prompts, prompts[0][1])], MeasuredWorkflow(workflow), 1)
     timed.durations_s, timed.num_output_tokens = [], 0
-    watched = {"agents": workflow.agents, "rollout": executor.loop}
+    watched = {"rollout": executor.loop}
+    if isinstance(workflow, AgentWorkflow):
+        watched = {"agents": workflow.agents, **watched}
     monitors = [LoopMonitor(name, loop.loop, loop.thread) for name, loop in watched.items()]
     began = time.monotonic()
     try:
@@ -203,8 +210,8 @@ def stress(
         wall_s = time.monotonic() - began
         executor.close()
     return StressReport(
-        agent=workflow.name,
-        engine=engine_name,
+        agent=names[0],
+        engine=names[1],
         num_prompts=num_prompts,
         group_size=group_size,
         most_at_once=measured.most_at_once,

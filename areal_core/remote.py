@@ -1,0 +1,193 @@
+"""Rollouts on inference servers that run already, without a trainer: for debugging a workflow.
+
+    with RemoteEngine(config) as engine:
+        batch = engine.rollout_batch(rows, workflow=MyWorkflow)
+
+The script runs in one process, without torch.distributed and without a GPU, and may be started
+again and again against the same servers (`areal-debug serve --background`). Training runs the same
+workflow with the same client and executor.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from areal_core.batch import Batch
+from areal_core.config import PPOConfig
+from areal_core.dataset.rows import Row
+from areal_core.errors import ConfigError
+from areal_core.launch.job import served_model
+from areal_core.paths import run_folder
+from areal_core.rollout.errors import WrongServer
+from areal_core.rollout.fleet.discovery import wait_until_ready
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.loop_thread import run_on
+from areal_core.rollout.pipeline import Executor
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
+from areal_core.sglang.wire import SGLANG
+from areal_core.trainer.build import load_tokenizer
+from areal_core.trainer.build_rollouts import NO_LIMIT, build_client, build_workflow, discover_servers
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteEngine:
+    """Inference servers of one model, and the executor of episodes on them; a context manager.
+
+    Every argument that names a workflow is as `PPOTrainer.train` takes it: a `RolloutWorkflow` or
+    an agent, as an instance, a class or an import path; by default `rollout.agent.agent_cls_path`,
+    or else `RLVRWorkflow`.
+
+    Args:
+        config: of the run; `load_expr_config(arguments, GRPOConfig, role="rollout")` requires only
+            what rollouts need.
+        addresses: `host:port` of the servers, in a list or separated by commas; by default those in `AREAL_LLM_SERVER_ADDRS`, or
+            else those that are registered for the experiment.
+
+    Attributes:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, config: PPOConfig, addresses: Sequence[str] | str = ()) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config)
+        self._addresses = addresses.split(",") if isinstance(addresses, str) else addresses
+        self._built: list[tuple[Any, dict[str, Any], RolloutWorkflow]] = []
+        self._executor: Executor | None = None
+        self._cleanup = ExitStack()
+
+    def connect(self) -> "RemoteEngine":
+        """Wait for the servers, check what they serve, and use the weights that they hold.
+
+        Raises:
+            NoServers: none is known.
+            ServerDied: one is not ready within `rollout.setup_timeout`.
+            WrongServer: one serves another model, or they hold different weights.
+        """
+        options = self.config.rollout
+        discovery = discover_servers(self.config, self._addresses)
+        servers = wait_until_ready(discovery, options.setup_timeout)
+        version = self._version_of(servers)
+        at_once = options.max_concurrent_rollouts or options.consumer_batch_size
+        self._executor = Executor(
+            build_client(self.config, servers, discovery, knows_versions=False),
+            StalenessControl(1, at_once, NO_LIMIT),
+            max_failures=options.max_failures,
+            check_format=options.check_trajectory_format,
+        )
+        self._cleanup.callback(self._executor.close)
+        if version:
+            logger.warning("the servers hold weights of version %d, of an earlier run", version)
+            self.set_version(version)
+        return self
+
+    def rollout_batch(
+        self,
+        data: Sequence[Row],
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        group_size: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Batch:
+        """Run these rows and return all episodes as a padded batch, in their order.
+
+        Keys, shapes and dtypes: ARCHITECTURE.md, "The batch".
+
+        Args:
+            group_size: episodes per row; by default `gconfig.n_samples`.
+
+        Raises:
+            NothingAccepted: no episode returned a row.
+            TimeoutError: they have not finished within `timeout_s`.
+            Exception: of an episode, beyond `rollout.max_failures` of them.
+        """
+        built = self._workflow(workflow, workflow_kwargs)
+        n_samples = group_size or self.config.gconfig.n_samples
+        return self._connected().rollout_batch(
+            list(enumerate(data)), built, n_samples=n_samples, timeout_s=timeout_s
+        )
+
+    def submit(
+        self,
+        data: Row,
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        group_size: int | None = None,
+    ) -> int:
+        """Start a row and return its task id at once; `wait` returns its episodes."""
+        built = self._workflow(workflow, workflow_kwargs)
+        return self._connected().submit(data, built, n_samples=group_size or self.config.gconfig.n_samples)
+
+    def wait(self, count: int, timeout_s: float | None = None) -> list[Batch | None]:
+        """Wait for `count` submitted rows; return those submitted first, None for a failed one.
+
+        Raises as `Executor.wait` does.
+        """
+        return self._connected().wait(count, timeout_s)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion, awaited on any event loop."""
+        executor = self._connected()
+        return await run_on(executor.loop.loop, executor.engine.agenerate(req))
+
+    def set_version(self, version: int) -> None:
+        """Use the servers that hold this version of the weights from now on."""
+        self._connected().engine.set_version(version)
+        self._connected().set_version(version)
+
+    def close(self) -> None:
+        """End episodes, connections and processes. The servers keep running."""
+        self._cleanup.close()
+        self._executor = None
+
+    def __enter__(self) -> "RemoteEngine":
+        return self.connect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _version_of(self, servers: Sequence[Server]) -> int:
+        """Return the version of the weights that all servers hold. Raises `WrongServer`."""
+        held = {}
+        for server in servers:
+            identity = SGLANG.ask_identity(server)
+            SGLANG.check_identity(server, identity, served_model(self.config))
+            held[server.address] = identity.weight_version
+        if len(set(held.values())) > 1:
+            listed = ", ".join(f"{address} version {version}" for address, version in held.items())
+            raise WrongServer(
+                f"the servers hold different weights ({listed}): name servers of one version, or restart them"
+            )
+        version = next(iter(held.values()))
+        return int(version) if version.isdecimal() else 0
+
+    def _connected(self) -> Executor:
+        if self._executor is None:
+            raise ConfigError("RemoteEngine is not connected: call connect(), or use it in a with statement")
+        return self._executor
+
+    def _workflow(self, workflow: Any, arguments: dict[str, Any] | None) -> RolloutWorkflow:
+        """Return the workflow of these arguments, built once."""
+        config, arguments = self.config, arguments or {}
+        wanted = workflow or config.rollout.agent.agent_cls_path or RLVRWorkflow
+        for known, of, built in self._built:
+            if known is wanted and of == arguments:
+                return built
+        built = build_workflow(
+            wanted,
+            arguments,
+            config.gconfig,
+            self.tokenizer,
+            self._cleanup.callback,
+            agent_options=config.rollout.agent,
+        )
+        if config.rollout.dump_to_file:
+            built = WrittenWorkflow(built, run_folder(config, "logs") / "rollout", self.tokenizer)
+        self._built.append((wanted, arguments, built))
+        return built
