@@ -1,7 +1,8 @@
 """`areal-debug serve`: start, list and stop inference servers to debug agents against."""
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     help="Kind of inference engine.",
 )
 @click.option("--background", is_flag=True, help="Return once it is healthy; it outlives the shell.")
-@click.option("--status", is_flag=True, help="List the servers and their health.")
+@click.option("--status", is_flag=True, help="List the servers with their health and load.")
+@click.option("--logs", type=click.Path(path_type=Path), default="runs/logs", show_default=True,
+              help="With --status: logs of a run, whose own view of its servers is shown.")  # fmt: skip
 @click.option("--stop", is_flag=True, help="Stop all servers, or the one at --port.")
 @click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
@@ -50,6 +53,7 @@ def command(
     backend: str,
     background: bool,
     status: bool,
+    logs: Path,
     stop: bool,
     join: str | None,
     host: str,
@@ -70,9 +74,10 @@ def command(
     from areal_core.errors import ServerFailed
     from areal_debug.serve.start import plan_server
 
-    if status or stop:
-        (show_status if status else stop_servers)(port, as_json)
-        return
+    if status:
+        show_status(port, logs, as_json)
+    if stop:
+        stop_servers(port, as_json)
     if model is None:
         raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
     spec = plan_server(
@@ -124,19 +129,26 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def show_status(port: int, as_json: bool) -> None:
+def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
     """List the servers; exit code 0 if there is at least one and all are healthy."""
-    from areal_debug.serve.render import print_statuses, status_of, statuses_document
+    from concurrent.futures import ThreadPoolExecutor
 
-    statuses = [status_of(state) for state in servers_at(port)]
+    from areal_debug.serve.ledger import find_ledger
+    from areal_debug.serve.render import print_ledger, print_statuses, status_of, statuses_document
+
+    ledger = find_ledger(logs)
+    with ThreadPoolExecutor() as threads:
+        statuses = list(threads.map(status_of, servers_at(port)))
     if as_json:
-        print_json(statuses_document(statuses))
+        print_json(statuses_document(statuses, ledger))
     else:
         print_statuses(console(), statuses)
+        if ledger is not None:
+            print_ledger(console(), ledger)
     raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
 
 
-def stop_servers(port: int, as_json: bool) -> None:
+def stop_servers(port: int, as_json: bool) -> NoReturn:
     """Stop the servers; exit code 1 if there is none."""
     from areal_debug.serve.state import stop_keeper
 

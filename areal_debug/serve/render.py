@@ -1,5 +1,6 @@
 """Print the reports of `areal-debug serve`: a server's properties, and the known servers."""
 
+import datetime
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -9,23 +10,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server, is_healthy
+from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server
 from areal_debug.render import format_seconds
 from areal_debug.serve.facts import ServerFacts, worth_checking
+from areal_debug.serve.health import ServerHealth, ask_health
+from areal_debug.serve.ledger import Ledger, LedgerEntry
 from areal_debug.serve.state import ServerState
 
-STYLES = {"ready": "green", "starting": "yellow"}
+STYLES = {"ready": "green", "starting": "yellow", "serving": "green", "stale": "yellow"}
+HEALTH = ("answers in", "weights", "requests")
+LATENCIES = ("p50", "p95", "p99")
 
 
 @dataclass(frozen=True)
 class ServerStatus:
     """A known server and its current state.
 
-    `now` is ready, starting, not answering, failed, or gone (killed with its keeper).
+    `now` is ready, starting, not answering, failed, or gone (killed with its keeper). `health` is
+    what it answers; None unless it should.
     """
 
     state: ServerState
     now: str
+    health: ServerHealth | None = None
 
     @property
     def is_well(self) -> bool:
@@ -41,7 +48,8 @@ def status_of(state: ServerState) -> ServerStatus:
         return ServerStatus(state, "gone")
     if state.phase == "starting":
         return ServerStatus(state, "starting")
-    return ServerStatus(state, "ready" if is_healthy(Server(state.address)) else "not answering")
+    health = ask_health(Server(state.address))
+    return ServerStatus(state, "ready" if health.healthy else "not answering", health)
 
 
 def address_line(address: str) -> str:
@@ -92,7 +100,7 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
         out.print("no known server: start one with `areal-debug serve --model M --background`")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("address", "state", "engine", "up", "joined", "model", "log"):
+    for heading in ("address", "state", "engine", "up", *HEALTH, "joined", "model", "log"):
         table.add_column(heading)
     for status in statuses:
         state = status.state
@@ -102,6 +110,7 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
             Text(status.now, style=STYLES.get(status.now, "red")),
             state.engine,
             up,
+            *health_cells(status.health),
             state.run or "-",
             Text(os.path.relpath(state.model) if len(state.model) > 60 else state.model),
             Text(state.log),
@@ -115,10 +124,74 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
         out.print(Text(address_line(",".join(ready))))
 
 
-def statuses_document(statuses: list[ServerStatus]) -> dict[str, Any]:
-    """Return the same states as JSON types."""
+def health_cells(health: ServerHealth | None) -> list[str]:
+    """Return the columns `HEALTH` of a server."""
+    if health is None:
+        return ["-"] * len(HEALTH)
+    requests = f"{shown(health.running)} running, {shown(health.waiting)} waiting"
+    return [shown(health.answer_ms, " ms"), shown(health.weight_version), requests]
+
+
+def shown(value: float | str | None, unit: str = "") -> str:
+    """Return a value with its unit, or `-`."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}{unit}" if isinstance(value, float) else f"{value}{unit}"
+
+
+def print_ledger(out: Console, ledger: Ledger) -> None:
+    """Print what a run has seen of its servers: one line each, then the replies it rejected."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (
+        "address",
+        "state",
+        "since",
+        "version",
+        "requests",
+        "ok",
+        "errors",
+        "rejected",
+        *LATENCIES,
+    ):
+        table.add_column(heading, justify="left" if heading in ("address", "state", "since") else "right")
+    for entry in ledger.servers:
+        table.add_row(*ledger_cells(entry))
+    out.print()
+    out.print(Text(f"servers as the run sees them, {ago(ledger.updated)} ({ledger.file})", style="bold"))
+    out.print(table)
+    for entry in ledger.servers:
+        if entry.rejected:
+            rules = ", ".join(f"{rule} {count:,} times" for rule, count in entry.rejected_rules.items())
+            out.print(
+                Text(f"{entry.address} replies rejected: {rules}; such as {entry.example}", style="red")
+            )
+
+
+def ledger_cells(entry: LedgerEntry) -> list[Text]:
+    """Return a server as a row of the ledger's table."""
+    counts = [f"{n:,}" for n in (entry.version, entry.requests, entry.ok, entry.errors, entry.rejected)]
+    latencies = [shown(ms, " ms") for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms)]
+    state = Text(entry.state, style=STYLES.get(entry.state, "red"))
+    return [Text(entry.address), state, Text(ago(entry.since)), *map(Text, (*counts, *latencies))]
+
+
+def ago(moment: str) -> str:
+    """Return an ISO time as `5 s ago`; the text itself if it is no time."""
+    try:
+        then = datetime.datetime.fromisoformat(moment)
+    except ValueError:
+        return moment
+    return f"{format_seconds(max(0.0, time.time() - then.timestamp()))} ago"
+
+
+def statuses_document(statuses: list[ServerStatus], ledger: Ledger | None) -> dict[str, Any]:
+    """Return the same states as JSON types; `ledger` is null without one."""
     ready = [status.state.address for status in statuses if status.now == "ready"]
     return {
-        "servers": [asdict(status.state) | {"now": status.now} for status in statuses],
+        "servers": [
+            asdict(status.state) | {"now": status.now, "health": status.health and asdict(status.health)}
+            for status in statuses
+        ],
+        "ledger": ledger and asdict(ledger),
         "environment": address_line(",".join(ready)) if ready else None,
     }

@@ -49,6 +49,10 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     status = serve("--status", "--json")
     (server,) = json.loads(status.stdout)["servers"]
     assert (status.returncode, server["now"], server["run"]) == (0, "ready", "exp/trial")
+    health = server["health"]
+    assert 0 < health.pop("answer_ms") < 5000
+    assert health == {"healthy": True, "weight_version": "default", "running": 0, "waiting": 0}
+    assert "  default  0 running, 0 waiting  exp/trial" in serve("--status").stdout
     assert (
         os.getsid(server["keeper_pid"]) == server["keeper_pid"]
     )  # a separate session: it outlives the shell
@@ -107,6 +111,57 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     assert done.exit_code == 2
     assert sentence in done.output
     assert not list(tmp_path.glob("state/**/*.log"))
+
+
+LEDGER = {
+    "updated": "2026-11-23T00:37:00+00:00",
+    "servers": [
+        {
+            "address": "127.0.0.1:1",
+            "state": "quarantined",
+            "requests": 1200,
+            "ok": 1000,
+            "errors": 3,
+            "rejected": 197,
+            "rejected_rules": {"finite": 197},
+            "example": "logprob nan at token 3",
+            "p50_ms": 120.5,
+            "p95_ms": 400,
+            "p99_ms": None,
+            "version": 4,
+            "since": "not a time",
+        }
+    ],
+}
+
+
+def show_status(folder, monkeypatch, *arguments):
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    return CliRunner().invoke(command, ["--status", "--logs", str(folder), *arguments])
+
+
+def test_the_servers_as_a_run_sees_them_are_shown(tmp_path, monkeypatch):
+    file = tmp_path / "user" / "exp" / "trial" / "server_health.json"
+    assert json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"] is None
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(LEDGER))
+    out = show_status(tmp_path, monkeypatch).output
+    assert "no known server" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("127.0.0.1:1  "))
+    assert row[1] == "quarantined"
+    assert row[-10:] == ["4", "1,200", "1,000", "3", "197", "120", "ms", "400", "ms", "-"]
+    assert "127.0.0.1:1 replies rejected: finite 197 times; such as logprob nan at token 3" in out
+    document = json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"]
+    assert document == {"file": str(file), **LEDGER}
+
+
+@pytest.mark.parametrize("change", [{"state": "fine"}, {"requests": "many"}, {"rejected_rules": [1]}])
+def test_a_ledger_of_another_version_is_refused_in_a_sentence(change, tmp_path, monkeypatch):
+    (server,) = LEDGER["servers"]
+    (tmp_path / "server_health.json").write_text(json.dumps(LEDGER | {"servers": [server | change]}))
+    done = show_status(tmp_path, monkeypatch)
+    assert done.exit_code == 2
+    assert "server_health.json is not a health ledger of this version" in done.output
 
 
 def test_two_trials_of_an_experiment_must_be_distinguished(tiny_model, tmp_path):
