@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
+from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.fleet.discovery import Discovery, FolderNames, discover, wait_until_ready
 from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
 from areal_core.rollout.live import LiveRollouts, SharedRollouts
@@ -191,6 +193,8 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
     """
     options = config.rollout
     discovery = discover_servers(config)
+    if ranks.rank == 0:
+        continue_generation(discovery.configured)
     servers = wait_until_ready(discovery, options.setup_timeout)
     pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
     if pool is not None:
@@ -199,6 +203,17 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
     ranks.barrier()
     client = build_client(config, servers, discovery, knows_versions=True)
     return client, build_weight_update(config, ranks, pool)
+
+
+def continue_generation(servers: Sequence[Server]) -> None:
+    """Resume servers that a run has left paused because it was killed during a weight update.
+
+    SGLang's `/health` does not answer while it is paused.
+    """
+    resume = SGLANG.resume()
+    for server in servers:
+        with suppress(OSError, RequestRefused):  # not ready yet: it is not paused either
+            call(server, "POST", resume.path, resume.payload, timeout_s=5.0)
 
 
 def build_client(
