@@ -45,8 +45,8 @@ class RemoteEngine:
     Args:
         config: of the run; `load_expr_config(arguments, GRPOConfig, role="rollout")` requires only
             what rollouts need.
-        addresses: `host:port` of the servers, in a list or separated by commas; by default those in `AREAL_LLM_SERVER_ADDRS`, or
-            else those that are registered for the experiment.
+        addresses: `host:port` of the servers, in a list or separated by commas; by default those in
+            `AREAL_LLM_SERVER_ADDRS`, or else those that are registered for the experiment.
 
     Attributes:
         tokenizer: of the model.

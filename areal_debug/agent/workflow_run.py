@@ -114,7 +114,7 @@ def describe_call(
 
 
 def describe_rows(rows: Batch, responses: list[ModelResponse]) -> list[RowFacts]:
-    """Describe the rows that the workflow returned, each with the calls whose tokens it begins with."""
+    """Describe the returned rows, each with the calls whose exact tokens it begins with."""
     described = []
     for row in range(len(rows["input_ids"])):
         real = rows["attention_mask"][row]

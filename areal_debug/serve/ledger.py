@@ -8,32 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_core.rollout.fleet.health import State
 from areal_debug.newest import newest_first
 
 LEDGER = "server_health.json"
-STATES = ("serving", "quarantined", "hung", "lost", "stale")
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One server as the clients of a run have seen it since the run started.
-
-    `rejected_rules` counts the rejected replies by the rule that they broke; `example` is one of
-    them. Latencies are those of complete requests; None before the first.
-    """
+    """One server as the client of a run has seen it since the run started."""
 
     address: str
-    state: str
+    state: State
     requests: int
     ok: int
-    errors: int
+    errors: dict[str, int]  # by kind
     rejected: int
-    rejected_rules: dict[str, int]
-    example: str
-    p50_ms: float | None
-    p95_ms: float | None
-    p99_ms: float | None
-    version: int
+    rejected_rules: dict[str, int]  # replies by the rule that they broke
+    example: str  # of the last rejected reply
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    version: str  # of the weights, as the server last reported it
     since: str  # ISO time of the change to this state
 
 
@@ -68,25 +64,23 @@ def read_ledger(file: Path) -> Ledger:
 
 def parse_entry(server: dict[str, Any]) -> LedgerEntry:
     """Parse one server. Raises KeyError, TypeError or ValueError."""
-    if server["state"] not in STATES:
-        raise ValueError(f"state is {server['state']!r}; expected one of {', '.join(STATES)}")
     return LedgerEntry(
         address=str(server["address"]),
-        state=server["state"],
+        state=State(server["state"]),
         requests=int(server["requests"]),
         ok=int(server["ok"]),
-        errors=int(server["errors"]),
+        errors=counts_of(server["errors"]),
         rejected=int(server["rejected"]),
-        rejected_rules={str(rule): int(count) for rule, count in server["rejected_rules"].items()},
-        example=str(server["example"] or ""),
-        p50_ms=milliseconds(server["p50_ms"]),
-        p95_ms=milliseconds(server["p95_ms"]),
-        p99_ms=milliseconds(server["p99_ms"]),
-        version=int(server["version"]),
+        rejected_rules=counts_of(server["rejected_rules"]),
+        example=str(server["example"]),
+        p50_ms=float(server["p50_ms"]),
+        p95_ms=float(server["p95_ms"]),
+        p99_ms=float(server["p99_ms"]),
+        version=str(server["version"]),
         since=str(server["since"]),
     )
 
 
-def milliseconds(value: Any) -> float | None:
-    """Return a latency; None if there is none yet."""
-    return None if value is None else float(value)
+def counts_of(counts: dict[str, Any]) -> dict[str, int]:
+    """Parse counts by name."""
+    return {str(name): int(count) for name, count in counts.items()}

@@ -160,16 +160,22 @@ def print_ledger(out: Console, ledger: Ledger) -> None:
     out.print(Text(f"servers as the run sees them, {ago(ledger.updated)} ({ledger.file})", style="bold"))
     out.print(table)
     for entry in ledger.servers:
+        if entry.errors:
+            out.print(Text(f"{entry.address} errors: {listed(entry.errors)}", style="yellow"))
         if entry.rejected:
-            rules = ", ".join(f"{rule} {count:,} times" for rule, count in entry.rejected_rules.items())
-            out.print(
-                Text(f"{entry.address} replies rejected: {rules}; such as {entry.example}", style="red")
-            )
+            rejected = f"{listed(entry.rejected_rules)}; the last: {entry.example}"
+            out.print(Text(f"{entry.address} rejected replies: {rejected}", style="red"))
+
+
+def listed(counts: dict[str, int]) -> str:
+    """Return counts as `name 3 times, other 1 times`."""
+    return ", ".join(f"{name} {count:,} times" for name, count in counts.items())
 
 
 def ledger_cells(entry: LedgerEntry) -> list[Text]:
     """Return a server as a row of the ledger's table."""
-    counts = [f"{n:,}" for n in (entry.version, entry.requests, entry.ok, entry.errors, entry.rejected)]
+    numbers = (entry.requests, entry.ok, sum(entry.errors.values()), entry.rejected)
+    counts = [entry.version or "-", *(f"{number:,}" for number in numbers)]
     latencies = [shown(ms, " ms") for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms)]
     state = Text(entry.state, style=STYLES.get(entry.state, "red"))
     return [Text(entry.address), state, Text(ago(entry.since)), *map(Text, (*counts, *latencies))]

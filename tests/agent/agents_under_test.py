@@ -72,7 +72,7 @@ class NotAsync:
 
 
 class Turns:
-    """A workflow: `num_turns` completions, each continuing the tokens of the one before; one row."""
+    """A workflow of one row: `num_turns` completions that continue each other's tokens."""
 
     def __init__(self, gconfig, tokenizer, num_turns=2) -> None:
         self.sampling = sampling_from(gconfig, n_samples=1)

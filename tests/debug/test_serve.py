@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.rollout.fleet.discovery import FolderNames, discovered_servers, register_server
+from areal_core.rollout.fleet.health import Health, State
+from areal_core.rollout.fleet.server import Server
 from areal_debug.serve.command import command
 from areal_debug.serve.facts import parse_facts, worth_checking
 
@@ -113,26 +115,21 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     assert not list(tmp_path.glob("state/**/*.log"))
 
 
-LEDGER = {
-    "updated": "2026-11-23T00:37:00+00:00",
-    "servers": [
-        {
-            "address": "127.0.0.1:1",
-            "state": "quarantined",
-            "requests": 1200,
-            "ok": 1000,
-            "errors": 3,
-            "rejected": 197,
-            "rejected_rules": {"finite": 197},
-            "example": "logprob nan at token 3",
-            "p50_ms": 120.5,
-            "p95_ms": 400,
-            "p99_ms": None,
-            "version": 4,
-            "since": "not a time",
-        }
-    ],
-}
+@pytest.fixture(scope="module")
+def ledger():
+    """The document of a client with a server that answers NaN and has broken off twice."""
+    bad, good = Server("127.0.0.1:1"), Server("127.0.0.1:2")
+    health = Health([bad, good])
+    for server, count in ((bad, 1000), (good, 3)):
+        record = health.record(server)
+        record.requests = record.ok = count
+        record.latencies_s.extend([0.12] * 19 + [0.4])
+    record = health.record(bad)
+    record.requests, record.state, record.version = 1200, State.QUARANTINED, "4"
+    record.errors["reset"] += 2
+    record.rejected["finite"] += 198
+    record.example = "logprob nan at token 3"
+    return json.loads(json.dumps(health.document()))
 
 
 def show_status(folder, monkeypatch, *arguments):
@@ -140,25 +137,30 @@ def show_status(folder, monkeypatch, *arguments):
     return CliRunner().invoke(command, ["--status", "--logs", str(folder), *arguments])
 
 
-def test_the_servers_as_a_run_sees_them_are_shown(tmp_path, monkeypatch):
+def test_the_servers_as_a_run_sees_them_are_shown(ledger, tmp_path, monkeypatch):
     file = tmp_path / "user" / "exp" / "trial" / "server_health.json"
     assert json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"] is None
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(LEDGER))
+    file.write_text(json.dumps(ledger))
     out = show_status(tmp_path, monkeypatch).output
     assert "no known server" in out
-    row = next(line.split() for line in out.splitlines() if line.startswith("127.0.0.1:1  "))
-    assert row[1] == "quarantined"
-    assert row[-10:] == ["4", "1,200", "1,000", "3", "197", "120", "ms", "400", "ms", "-"]
-    assert "127.0.0.1:1 replies rejected: finite 197 times; such as logprob nan at token 3" in out
+    bad, good = (
+        line.split() for line in out.splitlines() if line.startswith("127.0.0.1:") and " ms " in line
+    )
+    assert (bad[1], good[1]) == ("quarantined", "serving")
+    latencies = ["120", "ms", "400", "ms", "400", "ms"]
+    assert bad[-11:] == ["4", "1,200", "1,000", "2", "198", *latencies]
+    assert good[-11:] == ["-", "3", "3", "0", "0", *latencies]
+    assert "127.0.0.1:1 errors: reset 2 times" in out
+    assert "127.0.0.1:1 rejected replies: finite 198 times; the last: logprob nan at token 3" in out
     document = json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"]
-    assert document == {"file": str(file), **LEDGER}
+    assert document == {"file": str(file), **ledger}
 
 
 @pytest.mark.parametrize("change", [{"state": "fine"}, {"requests": "many"}, {"rejected_rules": [1]}])
-def test_a_ledger_of_another_version_is_refused_in_a_sentence(change, tmp_path, monkeypatch):
-    (server,) = LEDGER["servers"]
-    (tmp_path / "server_health.json").write_text(json.dumps(LEDGER | {"servers": [server | change]}))
+def test_a_ledger_of_another_version_is_refused_in_a_sentence(change, ledger, tmp_path, monkeypatch):
+    server = ledger["servers"][0]
+    (tmp_path / "server_health.json").write_text(json.dumps(ledger | {"servers": [server | change]}))
     done = show_status(tmp_path, monkeypatch)
     assert done.exit_code == 2
     assert "server_health.json is not a health ledger of this version" in done.output
