@@ -1,0 +1,113 @@
+"""The debugging guides, followed to the letter from an empty folder."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_core.sglang.start import free_port
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
+FILES = {"digits.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}
+PRINTED = {  # what the last lines of a command contain, by its first words
+    "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",
+    "areal-debug agent run": "finished after 1 turns",
+    "areal-debug agent stress": "64 prompts x 8 samples",
+    "python rollout.py": "32 episodes, mean reward ",
+    "areal-debug record import": "32 samples",
+    "areal-debug train train.py --replay-rollout": "1 steps were trained on recorded rollouts",
+    "areal-debug train train.py": "train/trial0: done, 3 steps in ",
+    "PYTHONHASHSEED=0 python train.py": "train/trial0: done, 3 steps in ",
+    "areal-debug replay": "Bit-identical: 3 of 3 steps",
+    "areal-debug consistency": "Healthy: ordinary noise",
+    "areal-debug trace": "steps 3, ranks 1",
+    "areal-debug serve --status": "ready",
+    "areal-debug serve --stop": "stopped 127.0.0.1:",
+}
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    """Yield the paragraph before each code block, the block's kind and its text."""
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        yield PAGE[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
+
+
+def commands() -> list[str]:
+    texts = [text for _, kind, text in blocks() if not kind and not text.startswith("prompt,")]
+    return [line for text in texts for line in text.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The files of the page: each is the block below the paragraph that ends with its name."""
+    for before, kind, text in blocks():
+        if kind in ("python", "yaml"):
+            name = re.findall(r"`(\w+\.(?:py|yaml))`", before)[-1]
+            (tmp_path / name).write_text(text)
+        elif text.startswith("prompt,"):
+            header, *lines = text.splitlines(keepends=True)
+            (tmp_path / "rows.csv").write_text(header + "".join(lines) * 8)
+    assert {file.name for file in tmp_path.iterdir()} == FILES
+    return tmp_path
+
+
+def follow(folder: Path, serve_options: str = "") -> None:
+    """Run every command of the page in one shell's environment, from top to bottom."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
+    environment.pop("PYTHONHASHSEED", None)
+    seen = set()
+    port = str(free_port("127.0.0.1"))
+    try:
+        for line in commands():
+            command = line.replace("30000", port)
+            if command.startswith("export "):
+                name, _, value = command.removeprefix("export ").partition("=")
+                environment[name] = value
+                continue
+            if command.startswith("areal-debug serve --model"):
+                command += serve_options
+            done = subprocess.run(
+                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, (command, done.stdout, done.stderr)
+            begin = next((words for words in PRINTED if command.startswith(words)), None)
+            if begin is not None:
+                assert PRINTED[begin] in done.stdout, (command, done.stdout)
+                seen.add(begin)
+            if command == "areal-debug train train.py":
+                assert f"inference servers, which keep running: 127.0.0.1:{port}" in done.stdout
+    finally:
+        subprocess.run(["areal-debug", "serve", "--stop"], env=environment, check=False)
+    assert seen == set(PRINTED)
+
+
+def test_the_guides_work_as_written(folder):
+    follow(folder, " --backend embedded")
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_the_guides_work_as_written_with_a_real_sglang_server(folder):
+    follow(folder)
+
+
+def test_the_script_without_the_variable_prints_the_command_line_of_the_page(folder, tiny_model):
+    (folder / "model").symlink_to(tiny_model)
+    [command] = [line for line in commands() if line.startswith("PYTHONHASHSEED")]
+    without = command.removeprefix("PYTHONHASHSEED=0 ")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        without + " allocation_mode='embedded|fsdp:d1'",
+        shell=True, cwd=folder, env=environment | path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].strip().startswith(command)
