@@ -235,3 +235,26 @@ def test_a_reward_model_that_would_not_score_is_refused():
         ConfigError, match=r"scheduler.reward_model_path is 'rm', which is not available: no reward"
     ):
         check_config(changed(sound_config(), {"scheduler.reward_model_path": "rm"}))
+
+
+@pytest.mark.parametrize("role", ["train", "rollout"])
+def test_without_a_trainer_only_the_options_of_rollouts_are_checked(role):
+    config = sound_config()
+    config.actor.optimizer, config.actor.kl_ctl, config.rollout.consumer_batch_size = None, 0.1, 3
+    with pytest.raises(ConfigError):
+        check_config(config)
+    if role == "train":
+        config.allocation_mode = "sglang:d1"  # no trainer either
+    note = "checked for rollouts alone: options of training may be missing and are not compared"
+    assert check_config(config, role) == [note]
+    config.gconfig.min_new_tokens, config.sglang.context_length = 100, 50
+    config.rollout.return_routed_experts = True
+    with pytest.raises(ConfigError) as refused:
+        check_config(config, role)
+    *problems, last = str(refused.value).splitlines()
+    assert [problem.split(" is ")[0] for problem in problems] == [
+        "rollout.return_routed_experts",
+        "sglang.context_length",
+        "gconfig.min_new_tokens",
+    ]
+    assert last == f"({note})"

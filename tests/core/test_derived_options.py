@@ -181,3 +181,43 @@ def test_a_value_of_another_type_is_one_sentence(load, override):
     with pytest.raises(ConfigError) as error:
         load(FIVE_LINES + "sglang: {context_length: 512}\n", override)
     assert override.partition("=")[0].partition(".")[0] in str(error.value)
+
+
+@pytest.mark.parametrize("given", ["", "allocation_mode=fsdp:d1", "actor.backend=fsdp:d1"])
+def test_a_run_without_servers_of_its_own_samples_from_those_that_run_already(given, load, monkeypatch):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "a:1,b:2")
+    config, notes = load(FIVE_LINES, *filter(None, [given]))
+    assert str(config.allocation) == "sglang:d2+fsdp:d1"
+    said = "AREAL_LLM_SERVER_ADDRS names 2 servers, so allocation_mode=sglang:d2+fsdp:d1"
+    assert (said in notes) == bool(given)
+
+
+def test_a_replay_and_supervised_training_sample_from_no_server(load, monkeypatch):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "a:1")
+    replay = ("allocation_mode=fsdp:d1", "debug.replay_rollout_data=true", "debug.path=record")
+    assert str(load(FIVE_LINES, *replay)[0].allocation) == "fsdp:d1"
+    sft = "actor: {path: some/model, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {path: rows, type: sft}"
+    assert str(load(sft, cls=SFTConfig)[0].allocation) == "fsdp:d1"
+
+
+def test_servers_that_are_not_sampled_from_are_noted_and_another_number_is_refused(load, monkeypatch):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "a:1")
+    _, notes = load(FIVE_LINES, "allocation_mode=embedded|fsdp:d1")
+    [note] = [note for note in notes if "samples in the trainer's processes" in note]
+    assert note.endswith("to sample from those servers give 'fsdp:d1'")
+    with pytest.raises(ConfigError, match="names 1 inference servers and the allocation sglang"):
+        load(FIVE_LINES, "allocation_mode=sglang:d2+fsdp:d1")
+
+
+def test_rollouts_alone_need_neither_rows_nor_options_of_training(tmp_path):
+    file = tmp_path / "rollout.yaml"
+    file.write_text("actor: {path: some/model}\ngconfig: {max_new_tokens: 8}\n")
+    config, _, notes = load_with_notes(["--config", str(file)], GRPOConfig, role="rollout")
+    assert (str(config.allocation), config.actor.optimizer) == ("sglang:d1", None)
+    assert notes == [
+        "not given, so chosen: experiment_name=rollout, trial_name=trial0, allocation_mode=sglang:d1",
+        "checked for rollouts alone: options of training may be missing and are not compared",
+    ]
+    with pytest.raises(ConfigError) as refused:
+        load_with_notes(["--config", str(file)], GRPOConfig)
+    assert "train_dataset.path must be given" in str(refused.value)
