@@ -16,7 +16,7 @@ FILES = {"digits.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "tra
 PRINTED = {  # what the last lines of a command contain, by its first words
     "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",
     "areal-debug agent run": "finished after 1 turns",
-    "areal-debug agent stress": "64 prompts x 8 samples",
+    "areal-debug agent stress": "4 prompts x 8 samples",
     "python rollout.py": "32 episodes, mean reward ",
     "areal-debug record import": "32 samples",
     "areal-debug train train.py --replay-rollout": "1 steps were trained on recorded rollouts",
