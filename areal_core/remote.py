@@ -72,10 +72,9 @@ class RemoteEngine:
         discovery = discover_servers(self.config, self._addresses)
         servers = wait_until_ready(discovery, options.setup_timeout)
         version = self._version_of(servers)
-        at_once = options.max_concurrent_rollouts or options.consumer_batch_size
         self._executor = Executor(
             build_client(self.config, servers, discovery, knows_versions=False),
-            StalenessControl(1, at_once, NO_LIMIT),
+            StalenessControl(1, options.max_concurrent_rollouts or NO_LIMIT, NO_LIMIT),
             max_failures=options.max_failures,
             check_format=options.check_trajectory_format,
         )
@@ -142,6 +141,7 @@ class RemoteEngine:
     def close(self) -> None:
         """End episodes, connections and processes. The servers keep running."""
         self._cleanup.close()
+        self._built.clear()
         self._executor = None
 
     def __enter__(self) -> "RemoteEngine":
@@ -177,7 +177,7 @@ class RemoteEngine:
         config, arguments = self.config, arguments or {}
         wanted = workflow or config.rollout.agent.agent_cls_path or RLVRWorkflow
         for known, of, built in self._built:
-            if known is wanted and of == arguments:
+            if known == wanted and of == arguments:
                 return built
         built = build_workflow(
             wanted,

@@ -86,7 +86,8 @@ class Job:
     @property
     def uses_given_servers(self) -> bool:
         """True if the ranks sample from servers that run already."""
-        return bool(self.given_servers) and self.with_servers and self.allocation.kind == "decoupled"
+        has_rollouts = isinstance(self.config, PPOConfig) and self.allocation.kind == "decoupled"
+        return has_rollouts and self.with_servers and bool(self.given_servers)
 
 
 class RunningServer(Protocol):
@@ -144,14 +145,14 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
 
 def problems_of_given_servers(job: Job) -> list[str]:
     """Return one sentence for each server that runs already and cannot serve the job."""
-    assert isinstance(job.config, PPOConfig)  # others have no allocation with servers
+    config, rollout = job.config, job.allocation.rollout
+    assert isinstance(config, PPOConfig)  # because `uses_given_servers` is true
+    assert rollout is not None
     try:
         servers = servers_from_environment({ADDRESSES_VARIABLE: job.given_servers})
     except WrongServer as error:
         return [f"{ADDRESSES_VARIABLE}: {error}"]
-    rollout = job.allocation.rollout
-    assert rollout is not None  # `uses_given_servers` is true
-    check = partial(problem_of, served_model(job.config), rollout.world_size // rollout.data)
+    check = partial(problem_of, served_model(config), rollout.world_size // rollout.data)
     with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers") as threads:
         return [problem for problem in threads.map(check, servers) if problem]
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from areal_core.allocation import parse_allocation
-from areal_core.config import PPOConfig, SGLangConfig
+from areal_core.config import PPOConfig, SFTConfig, SGLangConfig
 from areal_core.environment import DETERMINISTIC as DETERMINISM
-from areal_core.errors import ServerFailed
+from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch import local, torchrun
 from areal_core.launch.job import Job
 from areal_core.launch.processes import end_tree, start
@@ -294,3 +294,12 @@ def test_server_options_become_flags():
     assert gpu[gpu.index("--attention-backend") + 1] == "fa3"
     assert server_args(options, "cpu")[:2] == ["--device", "cpu"]
     assert os.environ.get("PYTHONPATH", "") in cpu_environment()["PYTHONPATH"]
+
+
+def test_supervised_training_next_to_servers_is_refused_whether_they_run_already_or_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:9")
+    made = SFTConfig(experiment_name="e", trial_name="t", device="cpu")
+    with pytest.raises(ConfigError, match="SFTConfig has no rollout section"):
+        launch(["train.py"], "sglang:d1+fsdp:d1", tmp_path, made)
