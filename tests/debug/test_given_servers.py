@@ -79,6 +79,19 @@ def test_servers_that_cannot_be_used_are_refused_before_a_rank_starts(
     assert not list(tmp_path.glob("logs/**/trainer.log"))
 
 
+def test_a_dry_run_lists_servers_that_run_already(areal_debug, tiny_model, tmp_path):
+    script = ("train", HERE / "train_tiny.py", "--config", HERE / "tiny.yaml", "--dry-run", "--json")
+    given = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "allocation_mode=fsdp:d1")
+    done = areal_debug(*script, *given, AREAL_LLM_SERVER_ADDRS="a:1,b:2")
+    servers, ranks = json.loads(done.stdout)["processes"]
+    assert (servers["what"], servers["count"], servers["where"]) == (
+        "SGLang server that runs already",
+        2,
+        "a:1,b:2",
+    )
+    assert (ranks["what"], ranks["count"]) == ("FSDP rank", 1)
+
+
 class Counting:
     """The reward is the number of sampled tokens."""
 
