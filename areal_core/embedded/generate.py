@@ -41,6 +41,7 @@ class Rows:
     index: Tensor  # index of the request
     temperature: Tensor  # float32; 1 where greedy
     greedy: Tensor  # bool
+    of_model: Tensor  # bool: `model_logprobs`
     top_p: Tensor
     top_k: Tensor
     min_new: Tensor
@@ -74,7 +75,7 @@ def generate(
         forward: the model. Called once per token, on left-padded rows; must not be a collective,
             because ranks sample different numbers of tokens.
         input_ids: the prompts.
-        samplings: sampling options of each row. `stop` strings and `frequency_penalty` are refused.
+        samplings: sampling options of each row; see `refuse_unsupported`.
         max_new_tokens: maximum number of new tokens of each row (the rest of `max_tokens`).
         seeds: each row's seed, 64-bit.
         vocab_size: width of the logits.
@@ -127,6 +128,11 @@ def generate(
 
 def refuse_unsupported(sampling: Sampling) -> None:
     """Raise `UnsupportedSampling` for options that only a server has."""
+    if sampling.server_only:
+        raise UnsupportedSampling(
+            f"{', '.join(sorted(sampling.server_only))} cannot be sampled by the embedded engine, only by SGLang servers: "
+            "leave tool_choice, response_format and the like out, or set allocation_mode to sglang:..."
+        )
     if sampling.stop:
         raise UnsupportedSampling(
             f"gconfig.stop is {sampling.stop!r}, but the embedded engine stops at token ids: use gconfig.stop_token_ids"
@@ -184,6 +190,7 @@ def build_rows(
         index=torch.arange(len(samplings)),
         temperature=torch.tensor([1.0 if s.greedy else s.temperature for s in samplings]),
         greedy=torch.tensor([s.greedy for s in samplings]),
+        of_model=torch.tensor([s.model_logprobs for s in samplings]),
         top_p=torch.tensor([s.top_p for s in samplings]),
         top_k=torch.tensor([s.top_k for s in samplings]),
         min_new=torch.tensor([s.min_new_tokens for s in samplings]),
@@ -203,8 +210,9 @@ def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
     """Return the next token int64 [B] and its logprob float32 [B], from logits float32 [B, vocab].
 
     The logprob is of softmax(logits / temperature) after `min_new_tokens` has masked the stop
-    tokens and before top-k and top-p, as in SGLang.
+    tokens and before top-k and top-p, as in SGLang; with `model_logprobs` of softmax(logits).
     """
+    unmasked = logits
     early = rows.min_new > step
     if bool(early.any()):
         logits = logits.masked_fill(rows.stops & early[:, None], -torch.inf)
@@ -213,6 +221,8 @@ def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
     tokens = draw(all_logprobs.exp(), rows.uniforms[:, step], rows.top_k, rows.top_p)
     if bool(rows.greedy.any()):
         tokens = torch.where(rows.greedy, scaled.argmax(dim=-1), tokens)
+    if bool(rows.of_model.any()):
+        all_logprobs = torch.where(rows.of_model[:, None], unmasked.log_softmax(dim=-1), all_logprobs)
     return tokens, all_logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 

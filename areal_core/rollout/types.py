@@ -16,7 +16,11 @@ TOP_K_OFF = 100_000_000
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options; the field names are those of the `gconfig` section of a config."""
+    """Sampling options; the field names are those of the `gconfig` section of a config.
+
+    With `model_logprobs` the log-probs of a completion are those that a trainer computes at
+    temperature 1, also where a grammar, a penalty or another temperature has sampled it.
+    """
 
     n_samples: int = 1
     max_new_tokens: int = 16384
@@ -31,6 +35,14 @@ class Sampling:
     ignore_eos: bool = False
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    # Of one request, not of `gconfig`:
+    # further `sampling_params` of SGLang, such as json_schema; other engines refuse them
+    server_only: Mapping[str, Any] = field(default_factory=dict)
+    # output_logprobs are those of softmax(logits), whatever law has sampled
+    model_logprobs: bool = False
+
+
+OF_A_REQUEST = ("server_only", "model_logprobs")
 
 
 def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
@@ -38,7 +50,8 @@ def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
 
     `changes` override some of them.
     """
-    return Sampling(**{f.name: getattr(gconfig, f.name) for f in fields(Sampling)} | changes)
+    names = [f.name for f in fields(Sampling) if f.name not in OF_A_REQUEST]
+    return Sampling(**{name: getattr(gconfig, name) for name in names} | changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +88,8 @@ class ModelResponse:
 
     input_tokens: list[int]
     output_tokens: list[int]
-    output_logprobs: list[float]  # of softmax(logits / temperature), before top-k and top-p
+    # of softmax(logits / temperature), before top-k and top-p; see Sampling.model_logprobs
+    output_logprobs: list[float]
     output_versions: list[int]  # version of the weights that sampled the token
     stop_reason: str  # a member of batch.FINISH_REASONS: "stop", "length" or "abort"
 

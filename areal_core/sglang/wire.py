@@ -43,6 +43,7 @@ class SGLangWire:
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": sampling.skip_special_tokens,
             "frequency_penalty": sampling.frequency_penalty,
+            **sampling.server_only,
         }
         if sampling.stop:
             params["stop"] = sampling.stop

@@ -24,9 +24,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 
@@ -50,6 +51,8 @@ MAX_TRIALS = 3  # of quarantined servers, after which a request does not wait fo
 OUR_FAULT = {400, 413, 422}  # statuses that may be the fault of the request
 TOO_MANY_REQUESTS = 429
 TRIAL_TOKENS = 8
+MAX_SCORINGS = 8  # of one request, each after another weight update or a lost server
+NO_ADAPTER: Mapping[str, Any] = {}
 REPLIES_PER_TURN = 16  # requests that are sent, or replies that are parsed
 logger = logging.getLogger(__name__)
 
@@ -139,11 +142,51 @@ class FleetClient:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion, in several requests if it is aborted or a server fails.
 
+        For `model_logprobs` the same server scores the sampled tokens, since the log-probs of a
+        reply are those after grammar, penalties and temperature.
+
         Raises:
             PromptTooLong: no space is left for a new token.
             RequestRefused: servers refuse this request, or answered 5xx too often.
             ServerDied: no server is left, and none joined or recovered in time.
         """
+        for _ in range(MAX_SCORINGS):
+            response, server = await self._sample(req)
+            if not req.sampling.model_logprobs:
+                return response
+            scored = await self._scored(response, server)
+            if scored is not None:
+                return scored
+        raise ServerDied(f"a completion could not be scored {MAX_SCORINGS} times: {self._last_failure}")
+
+    async def _scored(self, response: ModelResponse, server: Server) -> ModelResponse | None:
+        """Return the response with the log-probs of the model; None if it must be sampled again.
+
+        Raises RequestRefused if servers cannot score.
+        """
+        version, tokens = response.output_versions[-1], response.output_tokens
+        self._begin_request()
+        try:
+            row, num_prompt = response.input_tokens + tokens, len(response.input_tokens)
+            scored = await self._score(server, row, num_prompt, self._adapter(version))
+            held = version if self._lora_name else scored.version
+            chunk = Chunk(tokens, scored.logprobs, [held] * len(tokens), "stop", "")
+            logprobs = checked(chunk, Asked("", len(tokens), None, None)).logprobs
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._last_failure = f"{type(error).__name__} ({error}) from server {server.describe()}"
+            return None
+        except MalformedReply as error:
+            self._reject(server, error.rule, str(error))
+            return None
+        finally:
+            self._num_running -= 1
+        if any(sampled != held for sampled in response.output_versions):
+            self._last_failure = "a weight update came before"
+            return None
+        return replace(response, output_logprobs=logprobs)
+
+    async def _sample(self, req: ModelRequest) -> tuple[ModelResponse, Server]:
+        """Sample one completion; return the server of its end, too."""
         budget = req.num_new_tokens()
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -153,10 +196,13 @@ class FleetClient:
         try:
             while finish in ("", "abort") and len(tokens) < budget:
                 server, chunk = await self._generate(req, tokens, budget - len(tokens), finish == "abort")
+                finish = chunk.finish
+                if finish == "abort" and req.sampling.model_logprobs:
+                    # A grammar cannot continue from the middle, and new weights would score these.
+                    continue
                 tokens += chunk.tokens
                 logprobs += chunk.logprobs
                 versions += [self._first_version if v is None else v for v in chunk.versions]
-                finish = chunk.finish
         finally:
             self._num_running -= 1
         response = ModelResponse(
@@ -168,13 +214,15 @@ class FleetClient:
         )
         if self._rescorer.share > 0:
             self._rescorer.start(req, response, server)
-        return response
+        return response, server
 
-    async def _score(self, server: Server, row: list[int], num_prompt: int) -> Scored:
+    async def _score(
+        self, server: Server, row: list[int], num_prompt: int, adapter: Mapping[str, Any] = NO_ADAPTER
+    ) -> Scored:
         """Return a server's log-probs of the tokens after the prompt, with a numbered version."""
         assert self._connections is not None
         payload = self._wire.score_payload(row, num_prompt, f"score-{next(self._attempts)}")
-        body = await self._connections.post(server, self._wire.generate_path, payload)
+        body = await self._connections.post(server, self._wire.generate_path, payload | dict(adapter))
         scored = self._wire.parse_score(body, row[num_prompt:])
         return replace(scored, version=self._first_version) if scored.version is None else scored
 

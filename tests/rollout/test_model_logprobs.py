@@ -1,0 +1,184 @@
+"""Log-probs of the model for tokens that a grammar, a penalty or a temperature has sampled."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM
+
+from areal_core.embedded.engine import EmbeddedEngine
+from areal_core.embedded.generate import refuse_unsupported
+from areal_core.embedded.replica import Replica
+from areal_core.rollout.errors import ServerDied, UnsupportedSampling
+from areal_core.rollout.fleet.client import MAX_SCORINGS, FleetClient
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.sglang.start import SGLangServer
+from areal_core.sglang.wire import SGLANG
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
+
+
+def generate(server: Server, sampling: Sampling, prompt: list[int]) -> ModelResponse:
+    async def work() -> ModelResponse:
+        client = FleetClient([server], SGLANG, retry_delay_s=0.01)
+        try:
+            return await client.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
+
+
+class MaskingServer:
+    """Sample tokens 7, 8, ... with logprob 0, as a grammar would; score token t with scale * t.
+
+    `versions` are the weight versions of successive replies.
+    """
+
+    def __init__(self, versions: list[str], cut_first: bool = False, scale: float = -1.0) -> None:
+        self.versions = versions
+        self.scale = scale
+        self.cut_first = cut_first
+        self.bodies: list[dict] = []
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_post("/generate", self._generate)
+        return application
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        wanted = body["sampling_params"]["max_new_tokens"]
+        cut = self.cut_first and len(self.bodies) == 1
+        count = 1 if cut else wanted
+        version = self.versions[min(len(self.bodies), len(self.versions)) - 1]
+        scored = body["input_ids"][body["logprob_start_len"] :] if wanted == 0 else []
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": "abort" if cut else "length"},
+            "completion_tokens": count,
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": count}],
+            "output_token_logprobs": [[0.0, 7 + i, None] for i in range(count)],
+            "input_token_logprobs": [
+                [None if i == 0 else self.scale * t, t, None] for i, t in enumerate(scored)
+            ],
+        }
+        return web.json_response({"meta_info": meta})
+
+
+CONSTRAINED = Sampling(max_new_tokens=3, server_only={"json_schema": SCHEMA}, model_logprobs=True)
+
+
+def test_tokens_of_a_grammar_are_scored_by_the_same_server(serve_application):
+    masking = MaskingServer(["default"])
+    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
+    assert response.output_tokens == [7, 8, 9]
+    assert response.output_logprobs == [-7.0, -8.0, -9.0]
+    assert response.output_versions == [0, 0, 0]
+    sampled, scored = masking.bodies
+    assert sampled["sampling_params"]["json_schema"] == SCHEMA
+    assert (scored["input_ids"], scored["logprob_start_len"]) == ([5, 6, 7, 8, 9], 1)
+    assert scored["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_a_completion_that_other_weights_would_score_is_sampled_again(serve_application):
+    masking = MaskingServer(["3", "4", "4", "4"])
+    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
+    assert [body["sampling_params"]["max_new_tokens"] for body in masking.bodies] == [3, 0, 3, 0]
+    assert response.output_versions == [4, 4, 4]
+    assert response.output_logprobs == [-7.0, -8.0, -9.0]
+
+
+def test_weights_that_change_before_every_scoring_end_the_request(serve_application):
+    masking = MaskingServer([str(number) for number in range(2 * MAX_SCORINGS)])
+    with pytest.raises(ServerDied, match="could not be scored 8 times: a weight update came before"):
+        generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
+
+
+def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves(serve_application):
+    wrong, right = (MaskingServer(["default"], scale=scale) for scale in (1.0, -1.0))
+    servers = [serve_application(each.application()) for each in (wrong, right)]
+
+    async def work() -> ModelResponse:
+        client = FleetClient(servers, SGLANG, retry_delay_s=0.01)
+        try:
+            request = ModelRequest(input_ids=[5, 6], sampling=CONSTRAINED)
+            responses = [await client.agenerate(request) for _ in range(2)]
+            assert list(client.router.servers) == [servers[1]]
+            return responses[-1]
+        finally:
+            await client.aclose()
+
+    assert asyncio.run(work()).output_logprobs == [-7.0, -8.0, -9.0]
+
+
+def test_a_grammar_starts_again_after_an_abort(serve_application):
+    masking = MaskingServer(["default"], cut_first=True)
+    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
+    assert [body["input_ids"] for body in masking.bodies] == [[5, 6], [5, 6], [5, 6, 7, 8, 9]]
+    assert response.output_tokens == [7, 8, 9]
+
+
+def test_the_embedded_engine_refuses_a_grammar_by_name():
+    with pytest.raises(UnsupportedSampling, match="json_schema cannot be sampled by the embedded engine"):
+        refuse_unsupported(CONSTRAINED)
+
+
+def of_model(tiny_model, response: ModelResponse) -> torch.Tensor:
+    """Return the log-probs of the sampled tokens by Transformers, [tokens]."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    num_prompt = len(response.input_tokens)
+    return logprobs[num_prompt - 1 : -1].gather(1, ids[0, num_prompt:, None]).squeeze(1)
+
+
+def test_the_embedded_engine_reports_the_models_own_logprobs_at_another_temperature(tiny_model):
+    replica = Replica(str(tiny_model), torch.float32, torch.device("cpu"))
+
+    def sample(model_logprobs: bool) -> ModelResponse:
+        sampling = Sampling(
+            max_new_tokens=6,
+            temperature=0.25,
+            min_new_tokens=6,
+            stop_token_ids=[1],
+            model_logprobs=model_logprobs,
+        )
+        request = ModelRequest(input_ids=[9, 20, 31], sampling=sampling, metadata={"prompt_id": 0})
+        return asyncio.run(EmbeddedEngine(replica, replica.model.config.vocab_size).agenerate(request))
+
+    plain, scored = sample(False), sample(True)
+    assert plain.output_tokens == scored.output_tokens
+    expected = of_model(tiny_model, scored)
+    torch.testing.assert_close(torch.tensor(scored.output_logprobs), expected, atol=1e-5, rtol=0)
+    assert (torch.tensor(plain.output_logprobs) - expected).abs().max() > 0.1
+
+
+@pytest.mark.sglang
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"server_only": {"json_schema": SCHEMA}},
+        {"server_only": {"presence_penalty": 1.5, "logit_bias": {"20": 3.0}}},
+        {"temperature": 0.5},
+    ],
+    ids=lambda options: "+".join([*options.get("server_only", ()), *options.keys()]),
+)
+def test_a_real_server_scores_what_transformers_scores(sglang_server: SGLangServer, tiny_model, options):
+    prompt = [9, 20, 31, 42]
+    sampling = Sampling(max_new_tokens=24, stop_token_ids=[1], **options)
+    scoring = replace(sampling, model_logprobs=True)
+    reported, scored = (generate(sglang_server.server, law, prompt) for law in (sampling, scoring))
+    torch.testing.assert_close(
+        torch.tensor(scored.output_logprobs), of_model(tiny_model, scored), atol=5e-6, rtol=0
+    )
+    # What SGLang reports with the tokens is after the grammar, the penalties and the temperature.
+    assert (torch.tensor(reported.output_logprobs) - of_model(tiny_model, reported)).abs().max() > 0.1
