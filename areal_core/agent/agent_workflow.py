@@ -30,13 +30,12 @@ from areal_core.agent.agents import load_agent, name_of
 from areal_core.agent.completion import Dialogue
 from areal_core.agent.errors import AgentStalled
 from areal_core.agent.export import export_rows, rewards_by_id
-from areal_core.agent.output_parsers import REASONING_PARSERS, TOOL_FORMATS
+from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer
 from areal_core.agent.sessions import Session
 from areal_core.agent.subprocesses import AgentProcesses
 from areal_core.config import AgentConfig
-from areal_core.errors import ConfigError
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import TokenSampler, sampling_from
 
@@ -188,13 +187,7 @@ def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: Ag
 
     Raises ConfigError for an unknown parser.
     """
-    tool_formats, reasoning = (*TOOL_FORMATS, "template"), REASONING_PARSERS
-    for name, value, known in (
-        ("tool_call_parser", options.tool_call_parser, tool_formats),
-        ("reasoning_parser", options.reasoning_parser, reasoning),
-    ):
-        if value not in known:
-            raise ConfigError(f"rollout.agent.{name} is {value!r}; expected one of {', '.join(known)}")
+    check_parsers(options.tool_call_parser, options.reasoning_parser)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
     sampling = sampling_from(
         gconfig,

@@ -32,6 +32,8 @@ def prompt_tokens(
     Raises:
         BadRequest: the template refuses the messages.
     """
+    if call.prompt is not None:
+        return tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else list(call.prompt)
     parent = find_parent(call, earlier) if style == "concat" else None
     try:
         if parent is None:
@@ -93,5 +95,5 @@ def find_parent(call: Call, earlier: Sequence[Interaction]) -> Interaction | Non
         is_prefix = call.messages[: len(earlier_messages)] == earlier_messages
         return is_prefix and bool(rest) and rest[-1].role != "assistant"
 
-    continued = [candidate for candidate in earlier if is_continued(candidate)]
+    continued = [one for one in earlier if one.call.prompt is None and is_continued(one)]
     return max(continued, key=lambda candidate: len(candidate.call.messages), default=None)

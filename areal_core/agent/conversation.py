@@ -10,11 +10,22 @@ from areal_core.rollout.types import ModelResponse
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function call that the model requests; `arguments` is JSON text."""
+    """A function call that the model requests; `arguments` is JSON text.
+
+    Calls that a client repeats from elsewhere may have other text, which templates get as it is.
+    """
 
     id: str
     name: str
     arguments: str
+
+    def parsed_arguments(self) -> Any:
+        """Return the arguments as an object; as text if they are not one."""
+        try:
+            parsed = json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+        return parsed if isinstance(parsed, dict) else self.arguments
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,22 @@ class Message:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": call.parsed_arguments()},
                 }
                 for call in self.tool_calls
             ]
         optional = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.reasoning}
         return shown | {key: value for key, value in optional.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required:
+    """What the output must be; nothing by default."""
+
+    schema: Any = None  # JSON schema of the answer
+    functions: tuple[str, ...] = ()  # one of them must be called
+    single_call: bool = False  # at most one forced call
+    grammar: Mapping[str, str] = field(default_factory=dict)  # {"regex": ...} or {"ebnf": ...}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +75,16 @@ class Call:
     messages: tuple[Message, ...]
     # {"type": "function", "function": {name, description, parameters}}
     tools: tuple[dict[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] | None = None  # instead of rendered messages
+    n: int = 1  # completions
+    required: Required = Required()
     sampling: Mapping[str, Any] = field(default_factory=dict)  # `Sampling` fields of the client
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     stream: bool = False
     stream_usage: bool = False  # a last chunk without choices, for clients that request it
     logprobs: bool = False
+    echo: bool = False  # the reply repeats the prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Parsers of sampled text: content, reasoning and tool calls.
 
 Each tool-call format is one function `text, tools -> (content, calls)`. Text that does not parse
-stays in the content, where both the agent and the model's next turn can see it.
+stays in the content, where both the agent and the model's next turn can see it. The formats here
+are the common ones, read without SGLang and equal to its parsers; it reads all others.
 """
 
 import ast
@@ -10,9 +11,12 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from areal_core.agent import sglang_parsers
 from areal_core.agent.conversation import ToolCall
+from areal_core.errors import ConfigError
 
 Tools = Sequence[dict[str, Any]]
 Found = tuple[str, list[tuple[str, dict[str, Any]]]]  # remaining text; (name, arguments) per call
@@ -24,10 +28,15 @@ XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.D
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The tool-call format of a model family; `special`: marked by special tokens."""
+    """The tool-call format of a model family.
+
+    `special`: marked by special tokens. `spelling`: what is before the arguments of a call, after
+    them, and between two calls; empty where they are not a single JSON object in plain text.
+    """
 
     parse: Callable[[str, Tools], Found]
     special: bool = False
+    spelling: tuple[str, str, str] = ("", "", "")
 
 
 def split_reasoning(text: str, parser: str) -> tuple[str | None, str]:
@@ -38,6 +47,8 @@ def split_reasoning(text: str, parser: str) -> tuple[str | None, str]:
     """
     if parser == "none":
         return None, text
+    if parser not in REASONING_PARSERS:
+        return sglang_parsers.split_reasoning(text, parser)
     before, closed, after = text.partition("</think>")
     opened = before.lstrip().startswith("<think>")
     if not closed and not opened and parser != "deepseek-r1":
@@ -50,22 +61,70 @@ def parse_tool_calls(text: str, parser: str, tools: Tools) -> tuple[str, tuple[T
 
     A call of a tool that was not offered counts as a call, too.
     """
-    content, found = TOOL_FORMATS[parser].parse(text, tools)
+    parse = TOOL_FORMATS[parser].parse if parser in TOOL_FORMATS else partial(by_sglang, parser)
+    content, found = parse(text, tools)
     if not found:
         return text, ()
     return content.strip(), with_ids(found)
 
 
+def by_sglang(parser: str, text: str, tools: Tools) -> Found:
+    """Return what SGLang's parser of this name finds; nothing if arguments are not an object."""
+    content, calls = sglang_parsers.find_calls(text, parser, tuple(tools))
+    found = [(name, json_value(arguments)) for name, arguments in calls]
+    return (content, found) if all(isinstance(arguments, dict) for _, arguments in found) else (text, [])
+
+
+def shows_special_tokens(parser: str) -> bool:
+    """Return whether a format needs the text of special tokens; SGLang's formats may."""
+    return parser not in TOOL_FORMATS or TOOL_FORMATS[parser].special
+
+
+def call_spelling(parser: str) -> tuple[str, str, str]:
+    """Return `ToolFormat.spelling`; empty texts for a format of SGLang."""
+    return TOOL_FORMATS[parser].spelling if parser in TOOL_FORMATS else ("", "", "")
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raise ConfigError for a parser that neither this module nor SGLang has."""
+    ours = {
+        "tool_call_parser": (tool_call_parser, (*TOOL_FORMATS, "template")),
+        "reasoning_parser": (reasoning_parser, REASONING_PARSERS),
+    }
+    for index, (option, (name, known)) in enumerate(ours.items()):
+        if name in known:
+            continue
+        if name not in (of_sglang := sglang_parsers.parser_names()[index]):
+            others = [other for other in of_sglang if other not in known]
+            more = f"{', '.join(others)} of SGLang" if others else "those of SGLang, which is not installed"
+            raise ConfigError(
+                f"rollout.agent.{option} is {name!r}; expected one of {', '.join(known)}, or {more}"
+            )
+
+
 def with_ids(found: Iterable[tuple[str, dict[str, Any]]]) -> tuple[ToolCall, ...]:
     """Return names and arguments as calls with unique ids."""
     return tuple(
-        ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, dump(arguments)) for name, arguments in found
+        ToolCall(f"call_{uuid.uuid4().hex[:24]}", encodable(name), dump(arguments))
+        for name, arguments in found
     )
 
 
 def dump(arguments: Any) -> str:
     """Return arguments as canonical JSON text, so that a client's echo of them compares equal."""
-    return json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(encodable(arguments), ensure_ascii=False)
+
+
+def encodable(value: Any) -> Any:
+    """Return a JSON value in which lone surrogates, which UTF-8 cannot encode, are U+FFFD."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [encodable(item) for item in value]
+        case dict():
+            return {encodable(key): encodable(item) for key, item in value.items()}
+    return value
 
 
 def tagged_json(text: str, tools: Tools) -> Found:
@@ -147,7 +206,7 @@ def json_value(text: str) -> Any:
     """Return the JSON value; None for text that is not JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -166,18 +225,22 @@ def typed(value: str, function: str, parameter: str, tools: Tools) -> Any:
     for tool in tools:
         match tool["function"]:
             case {"name": name, "parameters": {"properties": dict(properties)}} if name == function:
-                if parameter in properties and properties[parameter]["type"] == "string":
-                    return value
+                match properties.get(parameter):
+                    case {"type": "string"}:
+                        return value
     parsed = json_value(value)
     return value if parsed is None else parsed
 
 
+TAGGED_JSON = ToolFormat(
+    tagged_json, spelling=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
+)
 TOOL_FORMATS = {
-    "qwen": ToolFormat(tagged_json),
-    "qwen25": ToolFormat(tagged_json),
-    "hermes": ToolFormat(tagged_json),
+    "qwen": TAGGED_JSON,
+    "qwen25": TAGGED_JSON,
+    "hermes": TAGGED_JSON,
     "qwen3_coder": ToolFormat(tagged_xml),
-    "llama3": ToolFormat(bare_json, special=True),
+    "llama3": ToolFormat(bare_json, special=True, spelling=('{"name": "NAME", "parameters": ', "}", "; ")),
     "mistral": ToolFormat(marked_list, special=True),
     "pythonic": ToolFormat(python_list),
     "none": ToolFormat(no_calls),

@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.agent.apis import anthropic_messages, openai_chat, openai_responses
+from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
 from areal_core.agent.apis.json_fields import parse_object, take
+from areal_core.agent.chat_template import prompt_tokens
 from areal_core.agent.completion import Dialogue, complete
 from areal_core.agent.conversation import Call, Interaction
 from areal_core.agent.errors import BadRequest
@@ -46,8 +48,8 @@ class Dialect:
 
     id_prefix: str
     parse_call: Callable[[dict[str, Any], Sequence[Interaction]], Call]
-    render_reply: Callable[[Interaction, PreTrainedTokenizerBase], dict[str, Any]]
-    render_stream: Callable[[Interaction, PreTrainedTokenizerBase], Iterator[bytes]]
+    render_reply: Callable[[Sequence[Interaction], PreTrainedTokenizerBase], dict[str, Any]]
+    render_stream: Callable[[Sequence[Interaction], PreTrainedTokenizerBase], Iterator[bytes]]
     render_error: Callable[[int, str, str], dict[str, Any]]
 
 
@@ -56,6 +58,13 @@ CHAT = Dialect(
     openai_chat.parse_call,
     openai_chat.render_reply,
     openai_chat.render_stream,
+    openai_chat.render_error,
+)
+COMPLETIONS = Dialect(
+    openai_completions.ID_PREFIX,
+    openai_completions.parse_call,
+    openai_completions.render_reply,
+    openai_completions.render_stream,
     openai_chat.render_error,
 )
 RESPONSES = Dialect(
@@ -72,7 +81,14 @@ MESSAGES = Dialect(
     anthropic_messages.render_stream,
     anthropic_messages.render_error,
 )
-DIALECTS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
+DIALECTS = {
+    "/chat/completions": CHAT,
+    "/completions": COMPLETIONS,
+    "/responses": RESPONSES,
+    "/messages": MESSAGES,
+}
+# Count the tokens of the prompt of a request, without a completion.
+COUNTED = {"/messages/count_tokens": MESSAGES, "/responses/input_tokens": RESPONSES}
 
 
 @dataclass
@@ -90,10 +106,12 @@ class AgentProxy:
         An error of the client is reported in the form of its API.
         """
         path = path.removeprefix("/v1")
-        dialect = DIALECTS.get(path, CHAT)
+        dialect = DIALECTS.get(path) or COUNTED.get(path) or CHAT
         try:
             if path in DIALECTS and method == "POST":
                 return await self._call(dialect, key_of(headers), body)
+            if path in COUNTED and method == "POST":
+                return json_reply(self._count(dialect, key_of(headers), body))
             return json_reply(self._administer(method, path, key_of(headers), body))
         except BadRequest as error:
             refusal = dialect.render_error(error.status, error.code, str(error))
@@ -107,21 +125,34 @@ class AgentProxy:
         session = self.sessions.with_key(key)
         call = dialect.parse_call(parse_object(body), session.in_order())
         try:
-            interaction = await complete(session, call, self.dialogue, dialect.id_prefix)
+            interactions = await complete(session, call, self.dialogue, dialect.id_prefix)
         except BadRequest:
             raise
         except Exception as error:  # the boundary: the episode raises the error
             session.failure = error
             raise
         if call.stream:
-            events = b"".join(dialect.render_stream(interaction, self.dialogue.tokenizer))
+            events = b"".join(dialect.render_stream(interactions, self.dialogue.tokenizer))
             return Reply(200, events, "text/event-stream")
-        return json_reply(dialect.render_reply(interaction, self.dialogue.tokenizer))
+        return json_reply(dialect.render_reply(interactions, self.dialogue.tokenizer))
+
+    def _count(self, dialect: Dialect, key: str, body: bytes) -> dict[str, Any]:
+        session = self.sessions.with_key(key)
+        call = dialect.parse_call(parse_object(body), session.in_order())
+        style = self.dialogue.chat_template_type
+        tokens = prompt_tokens(self.dialogue.tokenizer, call, session.in_order(), style)
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     def _administer(self, method: str, path: str, key: str, body: bytes) -> dict[str, Any]:
         match method, path:
             case "GET", "/health":
                 return {"status": "ok"}
+            case "GET", "/models":
+                self.sessions.with_key(key)
+                return models_json(model_name(self.dialogue.tokenizer))
+            case "GET", _ if path.startswith("/models/"):
+                self.sessions.with_key(key)
+                return models_json(path.removeprefix("/models/"))["data"][0]
             case "POST", "/rl/start_session":
                 self._require_admin(key)
                 return self._start_offered()
@@ -156,6 +187,22 @@ class AgentProxy:
             raise BadRequest(
                 "the admin key is wrong: it is rollout.agent.admin_api_key", 401, "authentication_error"
             )
+
+
+def model_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the name of the model's folder; "policy" for a tokenizer without one."""
+    return Path(tokenizer.name_or_path).name or "policy"
+
+
+def models_json(name: str) -> dict[str, Any]:
+    """Return the list of the one model, with the fields of OpenAI's and Anthropic's APIs.
+
+    A request may name any model: the policy answers.
+    """
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "policy"}
+    anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    ends = {"first_id": name, "last_id": name, "has_more": False}
+    return {"object": "list", "data": [model | anthropic], **ends}
 
 
 def key_of(headers: Mapping[str, str]) -> str:

@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import Callable, Iterator
 
+import anthropic
+import httpx
+import openai
 import pytest
 
 from areal_core.agent.agent_workflow import AgentWorkflow
@@ -85,5 +88,52 @@ def episode(make_workflow):
 
     def run(agent, engine, data: dict | None = None, **options):
         return asyncio.run(make_workflow(agent, **options).arun_episode(engine, data or {}))
+
+    return run
+
+
+class Client:
+    """What an agent gets to call the proxy, over a socket."""
+
+    def __init__(self, base_url: str, api_key: str, http: httpx.AsyncClient) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.http = http
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, http_client=self.http, max_retries=0
+        )
+
+    def anthropic(self) -> anthropic.AsyncAnthropic:
+        # A separate connection: newer releases are built on httpx2 and reject a client of httpx.
+        return anthropic.AsyncAnthropic(base_url=self.base_url, api_key=self.api_key, max_retries=0)
+
+    async def post(self, path: str, content: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        return await self.http.post(f"{self.base_url}{path}", content=content, headers=headers)
+
+
+class Talk:
+    """An agent that runs the given coroutine function and keeps its result in `seen`."""
+
+    def __init__(self, body) -> None:
+        self.body = body
+        self.seen = None
+
+    async def run(self, data, **extra):
+        async with httpx.AsyncClient() as http:  # a socket, not the shared in-process client
+            self.seen = await self.body(Client(extra["base_url"], extra["api_key"], http))
+        return 1.0
+
+
+@pytest.fixture
+def run_client(episode):
+    """Return the result of `body(client)` and the rows: `run_client(engine, body, **options)`."""
+
+    def run(engine, body, **options):
+        agent = Talk(body)
+        rows = episode(agent, engine, **options)
+        return agent.seen, rows
 
     return run

@@ -4,8 +4,6 @@ import asyncio
 import json
 import logging
 
-import anthropic
-import httpx
 import openai
 import pytest
 
@@ -18,46 +16,14 @@ TOOL = {"type": "function", "function": WEATHER}
 CALLS_WEATHER = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
-class Talk:
-    """An agent that runs the given coroutine function.
-
-    The result of that function besides a reward is kept in `seen`.
-    """
-
-    def __init__(self, body) -> None:
-        self.body = body
-        self.seen = None
-
-    async def run(self, data, **extra):
-        async with httpx.AsyncClient() as http_client:  # a socket, not the shared in-process client
-            self.seen = await self.body(extra["base_url"], extra["api_key"], http_client)
-        return 1.0
-
-
-def run_client(episode, engine, body, **options):
-    """Return the result of `body(base_url, api_key, http_client)` and the rows of its episode."""
-    agent = Talk(body)
-    rows = episode(agent, engine, **options)
-    return agent.seen, rows
-
-
-def openai_client(base_url, api_key, http_client) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
-
-
-def anthropic_client(base_url, api_key, http_client) -> anthropic.AsyncAnthropic:
-    # With a separate connection: newer releases are built on httpx2 and reject a client of httpx.
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
-
-
-def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, scripted_engine, tokenizer):
-    async def body(*server):
-        return await openai_client(*server).chat.completions.create(
+def test_chat_completion_answers_and_its_tokens_are_those_sampled(run_client, scripted_engine, tokenizer):
+    async def body(client):
+        return await client.openai().chat.completions.create(
             model="any", messages=[{"role": "user", "content": "2+2?"}], max_tokens=9, logprobs=True
         )
 
     engine = scripted_engine("4")
-    reply, rows = run_client(episode, engine, body)
+    reply, rows = run_client(engine, body)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("4", "stop")
     assert (reply.model, reply.usage.prompt_tokens, reply.usage.completion_tokens) == ("any", 7, 2)
     assert [(e.token, e.logprob) for e in reply.choices[0].logprobs.content] == [
@@ -79,20 +45,20 @@ def test_chat_completion_answers_and_its_tokens_are_those_sampled(episode, scrip
     assert engine.requests[0].metadata == {"turn": 0}
 
 
-def test_chat_completion_with_tools_streamed_and_unstreamed(episode, scripted_engine):
-    async def body(*server):
+def test_chat_completion_with_tools_streamed_and_unstreamed(run_client, scripted_engine):
+    async def body(client):
         request_options = {
             "model": "m",
             "messages": [{"role": "user", "content": "Oslo?"}],
             "tools": [TOOL],
         }
-        create = openai_client(*server).chat.completions.create
+        create = client.openai().chat.completions.create
         unstreamed = (await create(**request_options)).choices[0]
         with_usage = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = [chunk async for chunk in await create(**request_options, **with_usage)]
         return unstreamed, chunks
 
-    (unstreamed, chunks), _ = run_client(episode, scripted_engine(CALLS_WEATHER, CALLS_WEATHER), body)
+    (unstreamed, chunks), _ = run_client(scripted_engine(CALLS_WEATHER, CALLS_WEATHER), body)
     call = unstreamed.message.tool_calls[0]
     assert (unstreamed.finish_reason, unstreamed.message.content) == ("tool_calls", "Let me look.")
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
@@ -106,23 +72,23 @@ def test_chat_completion_with_tools_streamed_and_unstreamed(episode, scripted_en
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_stream_has_a_choice_in_every_chunk_unless_usage_is_requested(episode, scripted_engine):
-    async def body(*server):
+def test_stream_has_a_choice_in_every_chunk_unless_usage_is_requested(run_client, scripted_engine):
+    async def body(client):
         messages = [{"role": "user", "content": "?"}]
-        create = openai_client(*server).chat.completions.create
+        create = client.openai().chat.completions.create
         return [chunk async for chunk in await create(model="m", messages=messages, stream=True)]
 
-    chunks, _ = run_client(episode, scripted_engine("ab"), body)
+    chunks, _ = run_client(scripted_engine("ab"), body)
     assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "ab", None]
 
 
 def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
-    episode, scripted_engine, tokenizer
+    run_client, scripted_engine, tokenizer
 ):
     flat = {"type": "function", **WEATHER, "strict": False}
 
-    async def body(*server):
-        create = openai_client(*server).responses.create
+    async def body(client):
+        create = client.openai().responses.create
         first = await create(model="m", instructions="Be brief.", input="Oslo?", tools=[flat])
         call = next(item for item in first.output if item.type == "function_call")
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
@@ -132,7 +98,7 @@ def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
         return call, second
 
     engine = scripted_engine(CALLS_WEATHER, "Rain...")
-    (call, second), _ = run_client(episode, engine, body)
+    (call, second), _ = run_client(engine, body)
     assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
     assert (second.output_text, second.status) == ("Rain...", "incomplete")
     assert second.usage.output_tokens == 7
@@ -142,14 +108,14 @@ def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
     )
 
 
-def test_responses_stream_in_the_order_that_the_client_expects(episode, scripted_engine):
+def test_responses_stream_in_the_order_that_the_client_expects(run_client, scripted_engine):
     flat = {"type": "function", **WEATHER, "strict": False}
 
-    async def body(*server):
-        create = openai_client(*server).responses.create
+    async def body(client):
+        create = client.openai().responses.create
         return [event async for event in await create(model="m", input="Oslo?", tools=[flat], stream=True)]
 
-    events, _ = run_client(episode, scripted_engine(CALLS_WEATHER), body)
+    events, _ = run_client(scripted_engine(CALLS_WEATHER), body)
     assert [event.type for event in events] == [
         "response.created",
         "response.output_item.added",
@@ -168,13 +134,13 @@ def test_responses_stream_in_the_order_that_the_client_expects(episode, scripted
     assert events[-1].response.output_text == "Let me look."
 
 
-def test_anthropic_messages_with_tools_and_the_result_of_one(episode, scripted_engine, tokenizer):
+def test_anthropic_messages_with_tools_and_the_result_of_one(run_client, scripted_engine, tokenizer):
     tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
 
-    async def body(*server):
+    async def body(client):
         messages = [{"role": "user", "content": "Oslo?"}]
         request_options = {"model": "m", "max_tokens": 50, "system": "Be brief.", "tools": [tool]}
-        async with anthropic_client(*server) as client:
+        async with client.anthropic() as client:
             first = await client.messages.create(messages=messages, **request_options)
             used = next(block for block in first.content if block.type == "tool_use")
             result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain"}
@@ -185,7 +151,7 @@ def test_anthropic_messages_with_tools_and_the_result_of_one(episode, scripted_e
             return first, await client.messages.create(messages=messages, **request_options)
 
     engine = scripted_engine(CALLS_WEATHER, "Rain.")
-    (first, second), _ = run_client(episode, engine, body, gconfig={"max_new_tokens": 20})
+    (first, second), _ = run_client(engine, body, gconfig={"max_new_tokens": 20})
     assert (first.stop_reason, first.content[0].text, first.content[1].input) == (
         "tool_use",
         "Let me look.",
@@ -202,17 +168,17 @@ def test_anthropic_messages_with_tools_and_the_result_of_one(episode, scripted_e
     assert engine.requests[0].sampling.max_new_tokens == 20  # the client's request is cut to the run's limit
 
 
-def test_anthropic_stream_rebuilds_the_message(episode, scripted_engine):
+def test_anthropic_stream_rebuilds_the_message(run_client, scripted_engine):
     tool = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
 
-    async def body(*server):
+    async def body(client):
         messages = [{"role": "user", "content": "Oslo?"}]
         request_options = {"model": "m", "max_tokens": 50, "messages": messages, "tools": [tool]}
-        async with anthropic_client(*server) as client, client.messages.stream(**request_options) as stream:
+        async with client.anthropic() as client, client.messages.stream(**request_options) as stream:
             text = [piece async for piece in stream.text_stream]
             return text, await stream.get_final_message()
 
-    (text, final), _ = run_client(episode, scripted_engine("<think>hm</think>" + CALLS_WEATHER), body)
+    (text, final), _ = run_client(scripted_engine("<think>hm</think>" + CALLS_WEATHER), body)
     assert text == ["Let me look."]
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert (final.content[0].thinking, final.content[2].input, final.stop_reason) == (
@@ -223,27 +189,57 @@ def test_anthropic_stream_rebuilds_the_message(episode, scripted_engine):
     assert final.usage.output_tokens > 0
 
 
-def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(episode, scripted_engine, caplog):
-    async def body(*server):
-        create = openai_client(*server).chat.completions.create
+def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(run_client, scripted_engine, caplog):
+    async def body(client):
+        create = client.openai().chat.completions.create
         for temperature in (0.25, 0.25, 0):
             await create(model="m", messages=[{"role": "user", "content": "?"}], temperature=temperature)
+        extra = {"min_p": 0.5, "top_k": 7, "min_tokens": 2, "stop_token_ids": [9], "repetition_penalty": 1}
+        await create(
+            model="m",
+            messages=[{"role": "user", "content": "?"}],
+            extra_body=extra,
+            logit_bias={"5": 1},
+            presence_penalty=0,
+        )
 
-    engine = scripted_engine("a", "b", "c")
+    engine = scripted_engine("a", "b", "c", "d")
     with caplog.at_level(logging.WARNING):
-        run_client(episode, engine, body, gconfig={"temperature": 0.75})
-    assert [(r.sampling.temperature, r.sampling.greedy) for r in engine.requests] == [
-        (0.25, False),
-        (0.25, False),
-        (1.0, True),
+        run_client(engine, body)
+    *laws, extended = [request.sampling for request in engine.requests]
+    # The trainer's log-probs are those of temperature 1, which greedy sampling reports anyway.
+    assert [(law.temperature, law.greedy, law.model_logprobs) for law in laws] == [
+        (0.25, False, True),
+        (0.25, False, True),
+        (1.0, True, False),
     ]
-    assert caplog.text.count("requests temperature 0.25, and gconfig.temperature is 0.75") == 1
+    assert caplog.text.count("requests temperature 0.25, and gconfig.temperature is 1.0") == 1
+    assert extended.server_only == {"min_p": 0.5, "logit_bias": {"5": 1}}
+    assert (extended.top_k, extended.min_new_tokens, extended.model_logprobs) == (7, 2, True)
+    assert extended.stop_token_ids == [0, 1, 9]
+
+
+@pytest.mark.parametrize(
+    "request_options", [{"temperature": 0.25}, {"response_format": {"type": "json_object"}}]
+)
+def test_a_law_whose_logprobs_the_trainer_cannot_compute_is_refused(
+    run_client, scripted_engine, request_options
+):
+    async def body(client):
+        create = client.openai().chat.completions.create
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(model="m", messages=[{"role": "user", "content": "?"}], **request_options)
+        await create(model="m", messages=[{"role": "user", "content": "?"}])
+        return refused.value.body["message"]
+
+    refusal, _ = run_client(scripted_engine("a"), body, gconfig={"temperature": 0.75})
+    assert "gconfig.temperature is 0.75: log-probs that the trainer can compute" in refusal
 
 
 @pytest.mark.parametrize(
     ("request_options", "seen_text"),
     [
-        ({"n": 2}, "n is 2, which is not available: send n requests"),
+        ({"n": 0}, "n is 0; expected at least 1"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"content": "x"}]}, "role is missing; expected a text"),
         ({"temperature": -1}, "temperature is -1; expected at least 0"),
@@ -252,8 +248,19 @@ def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(episode, scrip
             {"extra_body": {"chat_template_kwargs": {"tokenize": False}}},
             "has tokenize, which the proxy sets",
         ),
-        ({"tool_choice": "required"}, "tool_choice is 'required', which is not available"),
-        ({"response_format": {"type": "json_object"}}, "response_format is"),
+        ({"tool_choice": "required"}, "tool_choice requires a call, and the tools are none"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}},
+            "tool_choice requires clock, and the tools are weather",
+        ),
+        ({"response_format": {"type": "grammar"}}, "response_format has type 'grammar'; expected text"),
+        ({"functions": [{"name": "f"}]}, "which is not available: use tools and tool_choice"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field is '1', and the proxy has no such field"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"regex": "a"}},
+            "response_format and regex are given, and the output can follow only one of them",
+        ),
+        ({"stop": ["a", 3]}, "stop contains 3; expected texts"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "only text is supported",
@@ -261,10 +268,10 @@ def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(episode, scrip
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused_with_the_field_and_its_value(
-    episode, scripted_engine, request_options, seen_text
+    run_client, scripted_engine, request_options, seen_text
 ):
-    async def body(*server):
-        client = openai_client(*server)
+    async def body(server):
+        client = server.openai()
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(
                 **{"model": "m", "messages": [{"role": "user", "content": "?"}]} | request_options
@@ -272,13 +279,13 @@ def test_a_request_that_cannot_be_honoured_is_refused_with_the_field_and_its_val
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
         return refused.value.body["message"]
 
-    refusal, _ = run_client(episode, scripted_engine("ok"), body)
+    refusal, _ = run_client(scripted_engine("ok"), body)
     assert seen_text in refusal
 
 
-def test_a_body_that_is_too_large_is_refused(episode, scripted_engine):
-    async def body(base_url, api_key, http_client):
-        client = openai_client(base_url, api_key, http_client)
+def test_a_body_that_is_too_large_is_refused(run_client, scripted_engine):
+    async def body(server):
+        client = server.openai()
         with pytest.raises(openai.APIStatusError) as refused:
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x" * 3000}]
@@ -286,32 +293,32 @@ def test_a_body_that_is_too_large_is_refused(episode, scripted_engine):
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         return refused.value
 
-    refused, _ = run_client(episode, scripted_engine("ok"), body, max_body_bytes=2000)
+    refused, _ = run_client(scripted_engine("ok"), body, max_body_bytes=2000)
     assert refused.status_code == 413
     assert refused.body["message"] == "the request is larger than rollout.agent.max_body_bytes, 2000"
 
 
-def test_a_conversation_that_fills_the_context_is_refused_as_such(episode, scripted_engine):
-    async def body(*server):
-        client = openai_client(*server)
+def test_a_conversation_that_fills_the_context_is_refused_as_such(run_client, scripted_engine):
+    async def body(server):
+        client = server.openai()
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 99}])
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         return refused.value.code
 
-    code, _ = run_client(episode, scripted_engine("ok"), body, gconfig={"max_tokens": 50})
+    code, _ = run_client(scripted_engine("ok"), body, gconfig={"max_tokens": 50})
     assert code == "context_length_exceeded"
 
 
-def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(episode, scripted_engine):
+def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(run_client, scripted_engine):
     engine = scripted_engine(*["ok"] * 150)
 
-    async def body(*server):
-        create = openai_client(*server).chat.completions.create
+    async def body(client):
+        create = client.openai().chat.completions.create
         messages = [{"role": "user", "content": "?"}]
         replies = await asyncio.gather(*(create(model="m", messages=messages) for _ in range(150)))
         return {reply.choices[0].message.content for reply in replies}
 
-    seen_text, rows = run_client(episode, engine, body)
+    seen_text, rows = run_client(engine, body)
     assert seen_text == {"ok"}
     assert len(rows["rewards"]) == 150

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.apis.json_fields import (
-    refuse,
+    forced_functions,
+    required_output,
     sampling_fields,
     shown,
     sse,
@@ -16,7 +17,8 @@ from areal_core.agent.apis.json_fields import (
     template_options,
     text_of,
 )
-from areal_core.agent.apis.openai_chat import NOT_ENFORCED
+from areal_core.agent.apis.openai_chat import answer_schema
+from areal_core.agent.apis.request_fields import MESSAGES, check_fields
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.output_parsers import dump
@@ -27,19 +29,31 @@ ERROR_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "reques
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
     """Parse a request of the messages API. Raises BadRequest."""
-    choice = take(body, "tool_choice", dict, {})
-    refuse(choice, "type", ("auto", "none"), NOT_ENFORCED)
+    check_fields(body, MESSAGES)
     system = text_of(body.get("system"), "system")
     messages = [part for message in take_objects(body, "messages") for part in parse_message(message)]
     if not messages:
         raise BadRequest("messages is empty; expected at least one")
-    stop = take(body, "stop_sequences", list, [])
-    tools = tuple(map(tool_of_schema, take_objects(body, "tools")))
+    offered = tuple(map(tool_of_schema, take_objects(body, "tools")))
+    choice = take(body, "tool_choice", dict, {})
+    kind = take(choice, "type", str, "auto")
+    output = take(body, "output_config", dict, {})
+    thinking = take(take(body, "thinking", dict, {}), "type", str, None)
     return Call(
         messages=(*([Message("system", system)] if system else []), *messages),
-        tools=() if choice == {"type": "none"} else tools,
-        sampling=sampling_fields(body, "max_tokens") | ({"stop": stop} if stop else {}),
-        template_kwargs=template_options(body),
+        tools=() if kind == "none" else offered,
+        required=required_output(
+            body,
+            answer_schema(take(output, "format", dict, {}), "output_config.format", None),
+            forced_functions(kind, take(choice, "name", str, None), offered),
+            take(choice, "disable_parallel_tool_use", bool, False),
+        ),
+        sampling=sampling_fields(body, "max_tokens"),
+        template_kwargs=template_options(
+            body,
+            enable_thinking={"enabled": True, "disabled": False}.get(thinking),
+            reasoning_effort=take(output, "effort", str, None),
+        ),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
     )
@@ -64,8 +78,10 @@ def parse_message(message: dict[str, Any]) -> list[Message]:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(thought)}:
                 reasoning.append(thought)
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
-                calls.append(ToolCall(id, name, dump(arguments)))
+            case {"type": "redacted_thinking"}:
+                pass
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": arguments}:
+                calls.append(ToolCall(id, name, arguments if isinstance(arguments, str) else dump(arguments)))
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 output = text_of(block.get("content"), "the content of a tool result")
                 results.append(Message("tool", output, tool_call_id=id))
@@ -84,8 +100,9 @@ def tool_of_schema(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function | {"description": take(tool, "description", str, "")}}
 
 
-def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def render_reply(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return a `message` object."""
+    (interaction,) = interactions
     return {
         "id": interaction.id,
         "type": "message",
@@ -121,9 +138,9 @@ def stop_reason(interaction: Interaction) -> str:
     return "tool_use" if interaction.message.tool_calls else "end_turn"
 
 
-def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
+def render_stream(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
     """Yield the server-sent events of a message."""
-    reply = render_reply(interaction, tokenizer)
+    reply = render_reply(interactions, tokenizer)
 
     def event(kind: str, **facts: Any) -> bytes:
         return sse({"type": kind, **facts}, kind)

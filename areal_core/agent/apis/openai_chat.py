@@ -6,38 +6,48 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.apis.json_fields import (
-    refuse,
+    forced_functions,
+    required_output,
     sampling_fields,
+    schema_of,
+    shown,
     sse,
     take,
     take_objects,
     template_options,
     text_of,
 )
+from areal_core.agent.apis.request_fields import CHAT, check_fields
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
 from areal_core.agent.errors import BadRequest
+from areal_core.agent.grammar import ANY_OBJECT
 from areal_core.agent.output_parsers import dump, json_value
 
 ID_PREFIX = "chatcmpl-"
-NOT_ENFORCED = "sampling is unconstrained; request it in the prompt"
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
     """Parse a request of the chat completions API. Raises BadRequest."""
-    refuse(body, "n", (1,), "send n requests")
-    refuse(body, "logit_bias", ({},), "behaviour logprobs would no longer be those of the model")
-    refuse(body, "presence_penalty", (0,), "behaviour logprobs would no longer be those of the model")
-    refuse(body, "response_format", ({"type": "text"},), NOT_ENFORCED)
-    stop = body["stop"] if isinstance(body.get("stop"), list) else [take(body, "stop", str, "")]
-    sampling = sampling_fields(body, "max_completion_tokens", "max_tokens")
+    check_fields(body, CHAT)
     messages = tuple(parse_message(message) for message in take_objects(body, "messages"))
     if not messages:
         raise BadRequest("messages is empty; expected at least one")
+    offered = tuple(take_objects(body, "tools"))
+    for tool in offered:
+        take(take(tool, "function", dict), "name", str)
+    choice, name = tool_choice(body)
     return Call(
         messages=messages,
-        tools=offered_tools(body, tuple(take_objects(body, "tools"))),
-        sampling=sampling | ({"stop": stop} if any(stop) else {}),
-        template_kwargs=template_options(body),
+        tools=() if choice == "none" else offered,
+        required=required_output(
+            body,
+            answer_schema(take(body, "response_format", dict, {}), "response_format", "json_schema"),
+            forced_functions(choice, name, offered),
+            not take(body, "parallel_tool_calls", bool, True),
+        ),
+        n=count_of_choices(body),
+        sampling=sampling_fields(body, "max_completion_tokens", "max_tokens"),
+        template_kwargs=template_options(body, reasoning_effort=take(body, "reasoning_effort", str, None)),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
         stream_usage=take(take(body, "stream_options", dict, {}), "include_usage", bool, False),
@@ -45,12 +55,45 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
     )
 
 
-def offered_tools(body: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Return the tools for the template; none with tool_choice "none". Raises BadRequest."""
-    refuse(body, "tool_choice", ("auto", "none"), NOT_ENFORCED)
-    for tool in tools:
-        take(take(tool, "function", dict), "name", str)
-    return () if take(body, "tool_choice", str, "auto") == "none" else tools
+def count_of_choices(body: dict[str, Any]) -> int:
+    """Return `n`. Raises BadRequest if it is below 1."""
+    n: int = take(body, "n", int, 1)
+    if n < 1:
+        raise BadRequest(f"n is {n}; expected at least 1")
+    return n
+
+
+def tool_choice(body: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the kind of `tool_choice`, and the function that it names. Raises BadRequest."""
+    match body.get("tool_choice"):
+        case None | str() as choice:
+            return choice, None
+        # Of chat completions; of responses.
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return "function", name
+        case other:
+            raise BadRequest(f"tool_choice is {shown(other)}; expected auto, none, required or a function")
+
+
+def answer_schema(format: dict[str, Any], where: str, inner: str | None) -> Any:
+    """Return the JSON schema of an answer's format; None for text.
+
+    Args:
+        inner: the object of the format that has `schema`; None for the format itself.
+
+    Raises:
+        BadRequest: another format.
+    """
+    match take(format, "type", str, "text"):
+        case "text":
+            return None
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            described = take(format, inner, dict) if inner else format
+            return schema_of(described.get("schema"), f"the schema of {where}")
+        case kind:
+            raise BadRequest(f"{where} has type {kind!r}; expected text, json_object or json_schema")
 
 
 def parse_message(message: dict[str, Any]) -> Message:
@@ -62,55 +105,67 @@ def parse_message(message: dict[str, Any]) -> Message:
         tool_calls=tuple(parse_tool_call(call) for call in take_objects(message, "tool_calls")),
         tool_call_id=take(message, "tool_call_id", str, None),
         name=take(message, "name", str, None),
-        reasoning=take(message, "reasoning_content", str, None),
+        reasoning=take(message, "reasoning_content", str, take(message, "reasoning", str, None)),
     )
 
 
 def parse_tool_call(call: dict[str, Any]) -> ToolCall:
-    """Parse one tool call of an earlier turn. Raises BadRequest."""
+    """Parse one tool call of an earlier turn. Raises BadRequest.
+
+    Arguments that are no JSON object stay as they are: a template shows them as text.
+    """
     function = take(call, "function", dict)
-    arguments = json_value(take(function, "arguments", str, "{}") or "{}")
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"arguments is {function['arguments']!r}; expected a JSON object as text")
-    return ToolCall(take(call, "id", str), take(function, "name", str), dump(arguments))
+    arguments = take(function, "arguments", str, "") or "{}"
+    parsed = json_value(arguments)
+    text = dump(parsed) if isinstance(parsed, dict) else arguments
+    return ToolCall(take(call, "id", str), take(function, "name", str), text)
 
 
-def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a `chat.completion` object."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": {
-            "role": "assistant",
-            "content": interaction.message.content or None,
-            **extras(interaction),
-        },
-        "finish_reason": finish_reason(interaction),
-        "logprobs": {"content": token_logprobs(interaction, tokenizer)}
-        if interaction.call.logprobs
-        else None,
-    }
-    return envelope(interaction, "chat.completion") | {"choices": [choice], "usage": usage(interaction)}
+def render_reply(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return a `chat.completion` object, with a choice per interaction."""
+    choices = [
+        {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": interaction.message.content or None,
+                **extras(interaction),
+            },
+            "finish_reason": finish_reason(interaction),
+            "logprobs": {"content": token_logprobs(interaction, tokenizer)}
+            if interaction.call.logprobs
+            else None,
+            "interaction_id": interaction.id,
+        }
+        for index, interaction in enumerate(interactions)
+    ]
+    return envelope(interactions[0], "chat.completion") | {"choices": choices, "usage": usage(interactions)}
 
 
-def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
+def render_stream(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
     """Yield the completion as chunks, all after sampling has ended, when tool calls are known."""
+    first = interactions[0]
 
-    def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return sse(envelope(interaction, "chat.completion.chunk") | {"choices": [choice]})
+    def chunk(index: int, delta: dict[str, Any], **ending: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": None} | ending
+        return sse(envelope(first, "chat.completion.chunk") | {"choices": [choice]})
 
-    message = interaction.message
-    yield chunk({"role": "assistant", "content": ""})
-    if message.reasoning:
-        yield chunk({"reasoning_content": message.reasoning})
-    if message.content:
-        yield chunk({"content": message.content})
-    for index, call in enumerate(message.tool_calls):
-        yield chunk({"tool_calls": [{"index": index, **tool_call_json(call)}]})
-    yield chunk({}, finish_reason(interaction))
-    if interaction.call.stream_usage:
-        facts = {"choices": [], "usage": usage(interaction)}
-        yield sse(envelope(interaction, "chat.completion.chunk") | facts)
+    for index, interaction in enumerate(interactions):
+        message = interaction.message
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if message.reasoning:
+            yield chunk(index, {"reasoning_content": message.reasoning})
+        if message.content:
+            yield chunk(index, {"content": message.content})
+        for number, call in enumerate(message.tool_calls):
+            yield chunk(index, {"tool_calls": [{"index": number, **tool_call_json(call)}]})
+        ending: dict[str, Any] = {"finish_reason": finish_reason(interaction)}
+        if interaction.call.logprobs:
+            ending["logprobs"] = {"content": token_logprobs(interaction, tokenizer)}
+        yield chunk(index, {}, **ending)
+    if first.call.stream_usage:
+        facts = {"choices": [], "usage": usage(interactions)}
+        yield sse(envelope(first, "chat.completion.chunk") | facts)
     yield sse("[DONE]")
 
 
@@ -158,9 +213,10 @@ def token_logprobs(interaction: Interaction, tokenizer: PreTrainedTokenizerBase)
     ]
 
 
-def usage(interaction: Interaction) -> dict[str, int]:
-    """Return the token counts of a call."""
-    num_prompt, num_output = len(interaction.response.input_tokens), len(interaction.response.output_tokens)
+def usage(interactions: Sequence[Interaction]) -> dict[str, int]:
+    """Return the token counts of a call; its prompt counts once."""
+    num_prompt = len(interactions[0].response.input_tokens)
+    num_output = sum(len(interaction.response.output_tokens) for interaction in interactions)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.apis.json_fields import (
-    refuse,
+    forced_functions,
+    required_output,
     sampling_fields,
     sse,
     take,
@@ -15,31 +16,42 @@ from areal_core.agent.apis.json_fields import (
     template_options,
     text_of,
 )
-from areal_core.agent.apis.openai_chat import NOT_ENFORCED, offered_tools, parse_message, parse_tool_call
+from areal_core.agent.apis.openai_chat import answer_schema, parse_message, parse_tool_call, tool_choice
+from areal_core.agent.apis.request_fields import RESPONSES, check_fields
 from areal_core.agent.conversation import Call, Interaction, Message
 from areal_core.agent.errors import BadRequest
 
 ID_PREFIX = "resp_"
 TEXT_PARTS = ("input_text", "output_text", "text")
+TOOL_KEYS = ("description", "parameters")
+REASONING_PARTS = ("summary_text", "reasoning_text")
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
     """Parse a request of the responses API. Raises BadRequest."""
-    refuse(body, "text", ({}, {"format": {"type": "text"}}), NOT_ENFORCED)
+    check_fields(body, RESPONSES)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else take_objects(body, "input")
-    messages = join_tool_calls([parse_item(item) for item in items if item.get("type") != "reasoning"])
+    messages = join_turns([parse_item(item) for item in items])
     messages = previous_messages(take(body, "previous_response_id", str, None), earlier) + messages
     if not messages:
         raise BadRequest("input is empty; expected a text or items")
     instructions = take(body, "instructions", str, "")
     system = [Message("system", instructions)] if instructions else []
-    tools = tuple(tool_of_function(tool) for tool in take_objects(body, "tools"))
+    offered = tuple(tool_of_function(tool) for tool in take_objects(body, "tools"))
+    choice, name = tool_choice(body)
+    effort = take(take(body, "reasoning", dict, {}), "effort", str, None)
     return Call(
         messages=(*system, *messages),
-        tools=offered_tools(body, tools),
+        tools=() if choice == "none" else offered,
+        required=required_output(
+            body,
+            answer_schema(take(take(body, "text", dict, {}), "format", dict, {}), "text.format", None),
+            forced_functions(choice, name, offered),
+            not take(body, "parallel_tool_calls", bool, True),
+        ),
         sampling=sampling_fields(body, "max_output_tokens"),
-        template_kwargs=template_options(body),
+        template_kwargs=template_options(body, reasoning_effort=effort),
         model=take(body, "model", str, ""),
         stream=take(body, "stream", bool, False),
     )
@@ -59,20 +71,32 @@ def parse_item(item: dict[str, Any]) -> Message:
     if kind == "function_call_output":
         output = text_of(item.get("output"), "the output of a function", TEXT_PARTS)
         return Message("tool", output, tool_call_id=take(item, "call_id", str))
+    if kind == "reasoning":
+        parts = take_objects(item, "content") or take_objects(item, "summary")
+        return Message("assistant", "", reasoning=text_of(parts, "a reasoning item", REASONING_PARTS))
     raise BadRequest(
-        f"an input item has type {kind!r}; expected message, function_call or function_call_output"
+        f"an input item has type {kind!r}; expected message, reasoning, function_call or function_call_output"
     )
 
 
-def join_tool_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Join the text and function calls of one turn, which are separate items, to one message."""
+def join_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Join the reasoning, text and function calls of a turn, which are separate items."""
     joined: list[Message] = []
     for message in messages:
-        if message.tool_calls and joined and joined[-1].role == "assistant":
-            last = joined.pop()
-            message = Message("assistant", last.content, tool_calls=last.tool_calls + message.tool_calls)
+        last = joined[-1] if joined else None
+        if last is not None and last.role == message.role == "assistant":
+            is_reasoning = not last.content and not last.tool_calls
+            if is_reasoning or message.tool_calls:
+                message = Message(
+                    "assistant",
+                    last.content + message.content,
+                    last.tool_calls + message.tool_calls,
+                    reasoning=last.reasoning or message.reasoning,
+                )
+                joined.pop()
         joined.append(message)
-    return tuple(joined)
+    # Reasoning that no answer follows says nothing to the model.
+    return tuple(m for m in joined if m.role != "assistant" or m.content or m.tool_calls or not m.reasoning)
 
 
 def previous_messages(response_id: str | None, earlier: Sequence[Interaction]) -> tuple[Message, ...]:
@@ -93,12 +117,13 @@ def previous_messages(response_id: str | None, earlier: Sequence[Interaction]) -
 
 def tool_of_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert the flat form of a tool to the nested one of templates. Raises BadRequest."""
-    refuse(tool, "type", ("function",), "only functions can be offered")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+    function = {"name": take(tool, "name", str)} | {key: tool[key] for key in TOOL_KEYS if key in tool}
+    return {"type": "function", "function": function}
 
 
-def render_reply(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def render_reply(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return a `response` object."""
+    (interaction,) = interactions
     cut = interaction.response.stop_reason != "stop"
     num_prompt, num_output = len(interaction.response.input_tokens), len(interaction.response.output_tokens)
     return {
@@ -155,9 +180,9 @@ def output_items(interaction: Interaction) -> list[dict[str, Any]]:
     return items
 
 
-def render_stream(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
+def render_stream(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> Iterator[bytes]:
     """Yield the numbered server-sent events of a response."""
-    reply = render_reply(interaction, tokenizer)
+    reply = render_reply(interactions, tokenizer)
     started = reply | {"status": "in_progress", "output": [], "usage": None}
     events = [{"type": "response.created", "response": started}]
     for index, item in enumerate(reply["output"]):

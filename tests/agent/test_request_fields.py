@@ -1,0 +1,146 @@
+"""Every field of the official clients' requests is in a table, and the tables are documented."""
+
+import logging
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from anthropic.types import ToolParam, message_count_tokens_params, message_create_params
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import FunctionToolParam, response_create_params
+
+from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
+from areal_core.agent.apis.request_fields import TABLES, Table, check_fields, warn_once
+from areal_core.agent.errors import BadRequest
+
+PAGE = Path(__file__).parents[2] / "docs/agent_proxy.md"
+SCHEMAS = {
+    "/v1/chat/completions": chat_create_params.CompletionCreateParams,
+    "/v1/completions": completion_create_params.CompletionCreateParams,
+    "/v1/responses": response_create_params.ResponseCreateParams,
+    "/v1/messages": message_create_params.MessageCreateParams,
+    "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
+}
+# Tools that other companies host are refused by their type; their own fields are never read.
+FUNCTIONS = {
+    "/v1/responses": FunctionToolParam,
+    "/v1/messages": ToolParam,
+    "/v1/messages/count_tokens": ToolParam,
+}
+PARSERS = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/completions": openai_completions,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic_messages,
+}
+SMALLEST = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "?"}]},
+    "/v1/completions": {"prompt": "?"},
+    "/v1/responses": {"input": "?"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "?"}]},
+}
+
+
+def typed_dicts(annotation: Any) -> list[Any]:
+    """Return the TypedDicts within an annotation."""
+    if hasattr(annotation, "__required_keys__"):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in typed_dicts(argument)]
+
+
+def requested_fields(api: str, table: Table) -> set[str]:
+    """Return the fields of a client's schema; nested ones where the table has nested rows."""
+
+    def fields_of(schema: Any, path: str) -> set[str]:
+        found = set()
+        for name, annotation in get_type_hints(schema).items():
+            full = f"{path}{name}"
+            found.add(full)
+            if any(row.startswith(f"{full}.") for row in table):
+                nested = [FUNCTIONS[api]] if name == "tools" and api in FUNCTIONS else typed_dicts(annotation)
+                found |= {field for each in nested for field in fields_of(each, f"{full}.")}
+        return found
+
+    schema = SCHEMAS[api]
+    variants = get_args(schema) if get_origin(schema) in (Union, types.UnionType) else (schema,)
+    return {field for variant in variants for field in fields_of(variant, "")}
+
+
+@pytest.mark.parametrize("api", SCHEMAS)
+def test_every_field_of_the_installed_client_is_in_the_table(api):
+    table = TABLES[api.removesuffix("/count_tokens")]
+    requested = requested_fields(api, table)
+    assert len(requested) >= 18
+    assert sorted(requested - table.keys()) == []
+
+
+@pytest.mark.parametrize("api", TABLES)
+def test_a_refused_field_is_named_and_an_ignored_one_is_logged_once(api, caplog):
+    for field, rule in TABLES[api].items():
+        body: dict[str, Any] = {"x": "unlikely"}
+        for name in reversed(field.split(".")[1:]):
+            body = {name: body}
+        body = {field.split(".")[0]: body}
+        warn_once.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            if rule.use == "refused":
+                with pytest.raises(BadRequest, match=f"^{field} is "):
+                    check_fields(body, TABLES[api])
+            elif rule.use == "ignored":
+                check_fields(body, TABLES[api])
+                check_fields(body, TABLES[api])
+        assert caplog.messages == (
+            [f"a request has {field}, which is ignored: {rule.why}"] if rule.use == "ignored" else []
+        )
+        assert rule.why or rule.use == "honoured"
+
+
+@pytest.mark.parametrize("api", TABLES)
+def test_an_unknown_field_is_refused_by_name(api):
+    with pytest.raises(BadRequest, match="no_such_field is '1', and the proxy has no such field"):
+        PARSERS[api].parse_call(SMALLEST[api] | {"no_such_field": 1}, [])
+
+
+class Reads(dict):
+    """A body that notes which of its fields are read."""
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.read: set[str] = set()
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name):
+        self.read.add(name)
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("api", TABLES)
+def test_every_field_that_is_called_honoured_is_read(api):
+    body = Reads(SMALLEST[api])
+    PARSERS[api].parse_call(body, [])
+    honoured = {name for name, rule in TABLES[api].items() if rule.use == "honoured" and "." not in name}
+    assert sorted(honoured - body.read) == []
+
+
+def markdown(table: Table) -> str:
+    """Return a table as the page shows it: fields with the same rule share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for field, rule in table.items():
+        rows.setdefault((rule.use, rule.why), []).append(f"`{field}`")
+    lines = [f"| {', '.join(fields)} | {use} | {why} |" for (use, why), fields in rows.items()]
+    return "\n".join(["| field | | how or why |", "|---|---|---|", *lines])
+
+
+@pytest.mark.parametrize("api", TABLES)
+def test_the_page_shows_the_table(api):
+    assert f"### `POST {api}`\n\n{markdown(TABLES[api])}\n" in PAGE.read_text()
