@@ -24,10 +24,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 
@@ -52,7 +51,6 @@ OUR_FAULT = {400, 413, 422}  # statuses that may be the fault of the request
 TOO_MANY_REQUESTS = 429
 TRIAL_TOKENS = 8
 MAX_SCORINGS = 8  # of one request, each after another weight update or a lost server
-NO_ADAPTER: Mapping[str, Any] = {}
 REPLIES_PER_TURN = 16  # requests that are sent, or replies that are parsed
 logger = logging.getLogger(__name__)
 
@@ -168,8 +166,8 @@ class FleetClient:
         self._begin_request()
         try:
             row, num_prompt = response.input_tokens + tokens, len(response.input_tokens)
-            scored = await self._score(server, row, num_prompt, self._adapter(version))
-            held = version if self._lora_name else scored.version
+            scored = await self._score(server, row, num_prompt, version)
+            held = scored.version
             chunk = Chunk(tokens, scored.logprobs, [held] * len(tokens), "stop", "")
             logprobs = checked(chunk, Asked("", len(tokens), None, None)).logprobs
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -216,15 +214,20 @@ class FleetClient:
             self._rescorer.start(req, response, server)
         return response, server
 
-    async def _score(
-        self, server: Server, row: list[int], num_prompt: int, adapter: Mapping[str, Any] = NO_ADAPTER
-    ) -> Scored:
-        """Return a server's log-probs of the tokens after the prompt, with a numbered version."""
+    async def _score(self, server: Server, row: list[int], num_prompt: int, version: int) -> Scored:
+        """Return a server's log-probs of the tokens after the prompt, and the version that it holds.
+
+        Args:
+            version: of the adapter, where adapters are served; then also the returned one.
+        """
         assert self._connections is not None
         payload = self._wire.score_payload(row, num_prompt, f"score-{next(self._attempts)}")
-        body = await self._connections.post(server, self._wire.generate_path, payload | dict(adapter))
+        body = await self._connections.post(
+            server, self._wire.generate_path, payload | self._adapter(version)
+        )
         scored = self._wire.parse_score(body, row[num_prompt:])
-        return replace(scored, version=self._first_version) if scored.version is None else scored
+        held = self._first_version if scored.version is None else scored.version
+        return replace(scored, version=version if self._lora_name else held)
 
     def set_version(self, version: int) -> None:
         """Set the current version of the weights, and use only servers that hold it from now on."""

@@ -22,7 +22,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse
 # Mean absolute difference in nats. Servers in bfloat16 with other batches differ by up to 0.02.
 TOLERANCE = 0.1
 logger = logging.getLogger(__name__)
-Score = Callable[[Server, list[int], int], Awaitable[Scored]]
+Score = Callable[[Server, list[int], int, int], Awaitable[Scored]]
 
 
 class Rescorer:
@@ -30,7 +30,8 @@ class Rescorer:
 
     Args:
         share: of the completions, 0 to 1.
-        score: returns a server's log-probs of a row after its first tokens, at temperature 1.
+        score: returns a server's log-probs of a row after its first tokens, at temperature 1; the
+            last argument is the version, of the adapter where adapters are served.
         health: knows the servers, and takes the counts.
         reject: called with a server that is wrong, a rule and the evidence.
     """
@@ -76,8 +77,8 @@ class Rescorer:
             return  # tokens of two versions have no one distribution
         sampled = Scored(response.output_logprobs, version)
         if has_other_distribution(req):
-            sampled = await self._score(server, row, num_prompt)
-        first = await self._score(others[0], row, num_prompt)
+            sampled = await self._score(server, row, num_prompt, version)
+        first = await self._score(others[0], row, num_prompt, version)
         if not sampled.version == first.version == version:
             return  # a weight update came between
         self._health.rescored += 1
@@ -93,7 +94,7 @@ class Rescorer:
                 *(server.address, text.format(others[0].address)),
             )
             return
-        second = await self._score(others[1], row, num_prompt)
+        second = await self._score(others[1], row, num_prompt, version)
         if second.version != version:
             return
         if distance(first, second) <= TOLERANCE:
