@@ -6,14 +6,18 @@ import logging
 import resource
 
 import pytest
+import torch
 
-from areal_core.rollout.errors import RequestRefused, ServerDied
+from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
 from areal_core.rollout.fleet import health
 from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.fleet.connections import num_connections, parse_retry_after
 from areal_core.rollout.fleet.health import Health, State
 from areal_core.rollout.fleet.identity import RunModel
+from areal_core.rollout.fleet.pool import ServerPool
 from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang.wire import SGLANG
 
@@ -40,7 +44,9 @@ def run_requests(fakes, count=20, num_tokens=3, **options):
             for i in range(count)
         ]
         try:
-            return client, await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
+            responses = await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
+            await asyncio.gather(*client._rescorer._tasks)
+            return client, responses
         finally:
             await client.aclose()
 
@@ -155,6 +161,17 @@ def test_a_request_that_every_server_refuses_is_ours_and_no_server_is_quarantine
     assert "the context is too long" in str(refused)
     assert [len(fake.calls) for fake in fakes] == [1, 1, 1]
     assert client.health.lines() == []
+
+
+def test_a_request_that_a_server_refuses_waits_for_one_that_is_busy(start_fake):
+    """Two faulty servers prove nothing about the request while a third one is only busy."""
+    bad, worse, busy = start_fake(), start_fake(), start_fake()
+    bad.spoil = worse.spoil = lambda reply: (400, "bad", {})
+    replies = iter([(429, "slow down", {"Retry-After": "1"})])
+    busy.spoil = lambda reply: next(replies, reply)
+    client, [response] = run_requests([busy, bad, worse], 1)
+    assert response.output_tokens == [1, 2, 3]
+    assert {client.health.record(fake.server).state for fake in (bad, worse)} == {State.QUARANTINED}
 
 
 def test_a_trial_ends_a_quarantine(start_fake, monkeypatch):
@@ -313,3 +330,34 @@ def test_the_descriptors_of_the_process_limit_its_connections(monkeypatch):
     limits.append((256, 256))
     assert num_connections() == 64
     assert limits[-1] == (256, 256)
+
+
+@pytest.mark.parametrize(
+    "route", ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/weights_checker"]
+)
+def test_one_server_that_refuses_a_weight_update_is_left_out_of_it(start_fake, tmp_path, route):
+    (tmp_path / "config.json").write_text("{}")
+    refusing, good = start_fake(), start_fake()
+    refusing.refuse[route] = (500, {"error": {"message": "boom"}})
+    pool = ServerPool([refusing.server, good.server], SGLANG)
+    update = DiskUpdate(pool, tmp_path / "update", tmp_path, check=WeightCheck(every=0))
+    if route == "/weights_checker":
+        pool.post(SGLANG.checksums())
+    else:
+        update.send(iter({"w": torch.ones(2)}.items()), 1)
+    assert pool.servers == [good.server]
+    del refusing.refuse[route]
+    update.send(iter({"w": torch.ones(2)}.items()), 2)
+    assert set(pool.servers) == {refusing.server, good.server}
+    pool.close()
+
+
+def test_a_weight_update_that_every_server_refuses_is_an_error(start_fake, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    fakes = [start_fake(), start_fake()]
+    for fake in fakes:
+        fake.refuse["/update_weights_from_disk"] = (400, {"success": False, "message": "no such tensor"})
+    pool = ServerPool([fake.server for fake in fakes], SGLANG)
+    with pytest.raises(WeightUpdateFailed, match="no such tensor"):
+        DiskUpdate(pool, tmp_path / "update", tmp_path).send(iter({"w": torch.ones(2)}.items()), 1)
+    pool.close()

@@ -126,12 +126,12 @@ def test_an_update_writes_a_folder_loads_it_aborts_requests_in_flight_and_unload
     written = {}
     post = update.pool.post
 
-    def look_then_post(call):
+    def look_then_post(call, **options):
         if call.path == "/load_lora_adapter":
             folder = Path(call.payload["lora_path"])
             written.update(load_file(folder / "adapter_model.safetensors"))
             assert (folder / "adapter_config.json").exists()
-        return post(call)
+        return post(call, **options)
 
     update.pool.post = look_then_post
     update.send(AdapterTensors(adapted, torch.device("cpu")), 3)

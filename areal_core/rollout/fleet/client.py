@@ -24,14 +24,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import aiohttp
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
-from areal_core.rollout.fleet.connections import Connections, FewPerTurn, is_own_error
+from areal_core.rollout.fleet.connections import Connections, is_own_error
 from areal_core.rollout.fleet.discovery import Discovery
 from areal_core.rollout.fleet.health import Health, ServerRecord, State
 from areal_core.rollout.fleet.identity import RunModel
@@ -41,6 +41,7 @@ from areal_core.rollout.fleet.rescore import Rescorer
 from areal_core.rollout.fleet.router import Router
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.wire import AGAIN_TIMEOUT_S, ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
+from areal_core.rollout.loop_thread import FewPerTurn
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
 POLL_S = 0.5  # between two searches for a server
@@ -51,7 +52,6 @@ OUR_FAULT = {400, 413, 422}  # statuses that may be the fault of the request
 TOO_MANY_REQUESTS = 429
 TRIAL_TOKENS = 8
 MAX_SCORINGS = 8  # of one request, each after another weight update or a lost server
-REPLIES_PER_TURN = 16  # requests that are sent, or replies that are parsed
 logger = logging.getLogger(__name__)
 
 
@@ -129,7 +129,7 @@ class FleetClient:
         self._connect = connect
         self._connections: Connections | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turns = FewPerTurn(REPLIES_PER_TURN)
+        self._turns = FewPerTurn()
         self._num_running = 0
         self._attempts = itertools.count()
         self._is_closed = False
@@ -307,7 +307,7 @@ class FleetClient:
         refused: dict[Server, RequestRefused] = {}
         avoid, needs_version = None, was_cut
         while not self._is_closed:
-            server = self.router.choose(prompt, avoid) or await self._wait_for_server()
+            server = await self._choose(prompt, avoid, refused)
             if server == avoid:
                 await asyncio.sleep(self._retry_delay_s)
             version = self.version
@@ -323,15 +323,12 @@ class FleetClient:
                 failed[server] += 1
                 await self._note_failure(server, error, failed[server])
             except RequestRefused as error:
-                needs_version, is_first = True, server not in refused
-                avoid = server
+                avoid, needs_version = server, True
                 failed[server] += 1
                 if await self._lacks(version, server):
                     pass
                 elif error.status in OUR_FAULT:
                     refused[server] = error
-                    if not is_first or all(other in refused for other in self.router.servers):
-                        raise  # every server that could be asked refuses it
                 else:
                     self._note_refusal(server, error, failed)
             except MalformedReply as error:
@@ -349,6 +346,24 @@ class FleetClient:
                 raise ServerDied(f"a request failed {MAX_FAILURES} times: {self._last_failure}")
         raise ServerDied("the client was closed while this request ran")
 
+    async def _choose(
+        self, prompt: Hashable, avoid: Server | None, refused: Mapping[Server, RequestRefused]
+    ) -> Server:
+        """Return a server for a request that some servers have `refused`, as if it was malformed.
+
+        It is malformed if all say so: the refusal of the last one is raised. A server that is in
+        quarantine or asks for a delay is waited for.
+        """
+        if not refused:
+            return self.router.choose(prompt, avoid) or await self._wait_for_server()
+        while any(r.server not in refused and may_answer(r) for r in self.health.records()):
+            for server in self.router.servers:
+                if server not in refused:
+                    return server
+            await asyncio.sleep(POLL_S)
+            self._select()
+        raise list(refused.values())[-1]
+
     async def _ask(
         self, server: Server, req: ModelRequest, sampled: list[int], budget: int, version: int
     ) -> Chunk:
@@ -361,7 +376,6 @@ class FleetClient:
             req.input_ids + sampled, req.sampling, budget, len(sampled), rid
         )
         self._trial = req
-        await self._turns.wait()
         record, started = self.health.record(server), time.monotonic()
         record.requests += 1
         with self.router.request_to(server):
@@ -465,14 +479,16 @@ class FleetClient:
         """Return whether no server serves now, and one may soon."""
         if self.router.servers or self._is_closed:
             return False
-        return self._discovery.is_elastic or any(map(may_recover, self.health.records()))
+        return self._discovery.is_elastic or any(
+            may_answer(record) or record.state is State.HUNG for record in self.health.records()
+        )
 
     def _begin_request(self) -> None:
         """Make sure that connections and health tasks exist on the running event loop."""
         self._num_running += 1
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._watchers, self._turns = loop, {}, FewPerTurn(REPLIES_PER_TURN)
+            self._loop, self._watchers, self._turns = loop, {}, FewPerTurn()
             self._connections = self._connect(self._timeout_s)
         if self._num_running == 1 or len(self._watchers) < len(self.health.records()):
             for record in self.health.records():
@@ -514,9 +530,10 @@ class FleetClient:
                 await asyncio.to_thread(self._note, server, version, current)
         self._select()
         record = self.health.record(server)
-        if record.state not in (State.HUNG, State.LOST):
+        if record.state in (State.HUNG, State.LOST):
+            self._last_failure = f"no answer from server {server.describe()}"
+        elif record.state is not State.STALE:  # it may hold requests until it is updated
             return
-        self._last_failure = f"no answer from server {server.describe()}"
         if self.router.servers or time.time() - record.since > self._server_wait_s:
             self._connections.hang_up(server)
 
@@ -535,8 +552,7 @@ class FleetClient:
         self._select()
 
 
-def may_recover(record: ServerRecord) -> bool:
-    """Return whether a server that does not serve may do so again without a weight update."""
-    if record.state is State.QUARANTINED:
-        return record.num_quarantines <= MAX_TRIALS
-    return record.state in (State.HUNG, State.SERVING)
+def may_answer(record: ServerRecord) -> bool:
+    """Return whether a server serves, perhaps after a delay or a quarantine."""
+    is_on_trial = record.state is State.QUARANTINED and record.num_quarantines <= MAX_TRIALS
+    return is_on_trial or record.state is State.SERVING

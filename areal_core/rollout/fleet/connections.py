@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import resource
-from collections import defaultdict, deque
+from collections import defaultdict
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
@@ -71,46 +71,6 @@ class Connections:
         for server in self._open:
             self.hang_up(server)
         await self._session.close()
-
-
-class FewPerTurn:
-    """Let few coroutines continue in each turn of the event loop.
-
-    A weight update aborts thousands of requests at once; parsing their replies and sending them
-    again in one turn would block every other coroutine for a second.
-
-    Args:
-        most: number of coroutines per turn.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._left = most
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_queued = False  # a call of `_next_turn`
-
-    async def wait(self) -> None:
-        """Return in this turn, or in a later one."""
-        if not self._is_queued:
-            self._is_queued = True
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        if self._left > 0:
-            self._left -= 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next_turn(self) -> None:
-        self._left = self._most
-        while self._waiting and self._left > 0:
-            turn = self._waiting.popleft()
-            if not turn.done():  # cancelled
-                turn.set_result(None)
-                self._left -= 1
-        self._is_queued = bool(self._waiting)
-        if self._is_queued:
-            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 async def body_of(server: Server, path: str, reply: aiohttp.ClientResponse) -> bytes:

@@ -40,6 +40,7 @@ from areal_core.rollout.fleet.wire import (
 MAX_THREADS = 64
 CONNECT_S = 3.0
 DYING_S = 1.0
+REFUSING_S = 1.0
 WATCH_EVERY_S = 2.0
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class ServerPool:
         self._refused: set[Server] = set()
         self._watch_every_s = watch_every_s
         self._hung: set[Server] = set()  # since the last refresh
+        self._left_out: set[Server] = set()  # of this weight update: they refused a call of it
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-call")
         self._queries = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-query")
 
@@ -138,15 +140,21 @@ class ServerPool:
                     f"no answer ({started.hung or repr(error)}) from server {started.server.describe()}"
                 ) from error
             if error is not None:
+                wait([other.future for other in calls], REFUSING_S)  # do the others refuse it, too?
+                if self.drop_refusing(calls):
+                    raise ServerDied(f"left out of the weight update: {error}") from error
                 raise error
 
-    def post(self, wanted: Call) -> dict[Server, str]:
+    def post(self, wanted: Call, *, needs_all: bool = False) -> dict[Server, str]:
         """Send the same call to every server; return the bodies of all replies.
 
-        Servers that do not answer are dropped.
+        Servers that do not answer, or alone answer with an error, are dropped.
+
+        Args:
+            needs_all: one server's error is an error, and drops none.
 
         Raises:
-            RequestRefused: a server answered with an error; raised after every reply has arrived.
+            RequestRefused: every server that answers does so with an error.
             ServerDied: none is left.
         """
         calls = self.start_post(lambda i: wanted)
@@ -155,9 +163,29 @@ class ServerPool:
             error = started.future.exception()
             if isinstance(error, OSError):
                 self.drop(started.server, f"no answer to {wanted.path}: {started.hung or repr(error)}")
+        if not needs_all:
+            self.drop_refusing(calls)
         return {
             started.server: started.future.result() for started in calls if started.server in self.servers
         }
+
+    def drop_refusing(self, calls: Sequence[PendingCall]) -> bool:
+        """Drop the servers that refused a call which others did not; return whether there was one.
+
+        They are left out until the next weight update.
+        """
+        errors = {
+            started.server: started.future.exception()
+            for started in calls
+            if started.server in self.servers and started.future.done()
+        }
+        refusing = {server: error for server, error in errors.items() if isinstance(error, RequestRefused)}
+        if len(refusing) in (0, len(self.servers)):
+            return False
+        for server, error in refusing.items():
+            self._left_out.add(server)
+            self.drop(server, str(error))
+        return True
 
     def drop(self, server: Server, reason: str) -> None:
         """Continue without a server. Raises `ServerDied` if it was the last."""
@@ -167,17 +195,23 @@ class ServerPool:
         self.servers = left
         logger.warning("weight updates leave out %s (%s); %d servers left", server.address, reason, len(left))
 
-    def refresh(self) -> None:
-        """Drop unreachable servers and add discovered ones.
+    def refresh(self, *, is_again: bool = False) -> None:
+        """Drop servers that do not answer and add discovered ones.
+
+        Args:
+            is_again: before another attempt at a weight update, without the servers that refused
+                a call of the last one.
 
         Raises `ServerDied` when none is left.
         """
+        if not is_again:
+            self._left_out.clear()
         known = self._discovery.servers()
         answers = dict(zip(known, self._queries.map(self._ask_version, known), strict=True))
         for server in known:
             if answers[server] is None and not is_reachable(server, CONNECT_S):
                 self._discovery.forget(server)
-            elif answers[server] is not None and server not in self.servers:
+            elif answers[server] is not None and server not in (*self.servers, *self._left_out):
                 self._add(server)
         for server in [server for server in self.servers if answers.get(server) is None]:
             self.drop(server, "it does not answer" if server in answers else "it is not registered")
@@ -189,12 +223,14 @@ class ServerPool:
         return ask_version(server, self.wire, AGAIN_TIMEOUT_S if is_silent else self.ask_timeout_s)
 
     def has_lost_one(self) -> bool:
-        """Return whether a server hung, or refuses connections now or within a second.
+        """Return whether a server hung, refused a call, or refuses connections within a second.
 
         A process that was killed closes its sockets one by one.
         """
         deadline = time.monotonic() + DYING_S
-        while not self._hung and all(is_reachable(server, CONNECT_S) for server in self.servers):
+        while not (self._hung or self._left_out) and all(
+            is_reachable(server, CONNECT_S) for server in self.servers
+        ):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)

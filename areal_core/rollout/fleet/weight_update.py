@@ -179,12 +179,15 @@ class BroadcastUpdate:
         self.check = check or WeightCheck(every=0)
         self.grace_s = grace_s
         self._group: UpdateGroup | None = None
+        self._is_again = False  # another attempt at the same update
 
     def send(self, weights: NamedTensors, version: int) -> None:
         """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
         pool = self.pool
+        self._is_again = False
         send = None if pool is None else lambda tensors: self._send_to(pool, tensors, version)
         while from_rank_0(weights, send) == AGAIN:
+            self._is_again = True
             if iter(weights) is weights:  # the same on every rank
                 raise WeightUpdateFailed(
                     "the weight update was interrupted (the reason is in the log), and weights that are an "
@@ -195,7 +198,7 @@ class BroadcastUpdate:
         """Make one attempt. Raises `SendAgain`, with the servers paused, if another may succeed."""
         was_formed = self._group is not None
         try:
-            pool.refresh()
+            pool.refresh(is_again=self._is_again)
             pool.pause()
             time.sleep(self.grace_s)
             self._broadcast(pool, self.check.watch(weights, pool), version)
@@ -203,7 +206,7 @@ class BroadcastUpdate:
         except BaseException as error:
             self._leave()  # so that servers that wait in it get an error
             if self._may_retry(pool, error, was_formed):
-                pool.refresh()
+                pool.refresh(is_again=True)
                 raise SendAgain from error
             with suppress(ServerDied, RequestRefused):
                 pool.resume()
@@ -236,7 +239,7 @@ class BroadcastUpdate:
     def _begin(self, pool: ServerPool, version: int) -> bool:
         """Open the servers' update session. Returns False for older servers without this route."""
         try:
-            pool.post(pool.wire.begin_update())
+            pool.post(pool.wire.begin_update(), needs_all=True)
         except RequestRefused as refused:
             if refused.status == 404:
                 return False
@@ -383,7 +386,7 @@ class AdapterUpdate:
         """Load the folder as `name` on every server; return the names of all loaded adapters."""
         load = pool.wire.load_adapter(name, folder)
         try:
-            replies = pool.post(load)
+            replies = pool.post(load, needs_all=True)
         except RequestRefused:
             # An earlier run, or an interrupted update, has left an adapter of that name; a refusal
             # for any other reason is repeated.
