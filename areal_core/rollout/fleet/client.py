@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 
@@ -40,7 +41,7 @@ from areal_core.rollout.fleet.reply import Asked, Chunk, Scored, checked, parse_
 from areal_core.rollout.fleet.rescore import Rescorer
 from areal_core.rollout.fleet.router import Router
 from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.wire import AGAIN_TIMEOUT_S, ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
+from areal_core.rollout.fleet.wire import ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
 from areal_core.rollout.loop_thread import FewPerTurn
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
@@ -215,7 +216,7 @@ class FleetClient:
         return response, server
 
     async def _score(self, server: Server, row: list[int], num_prompt: int, version: int) -> Scored:
-        """Return a server's log-probs of the tokens after the prompt, and the version that it holds.
+        """Return a server's log-probs of the tokens after the prompt, and its version.
 
         Args:
             version: of the adapter, where adapters are served; then also the returned one.
@@ -255,14 +256,13 @@ class FleetClient:
             current = self.version
             known = self._discovery.servers()
             self.health.keep(known)
-            versions = self._threads.map(self._ask_version, known)
-            for server, version in zip(known, versions, strict=True):
+            # A hung server is queried by its task: nothing waits for it here.
+            asked = [server for server in known if self.health.record(server).state is not State.HUNG]
+            ask = partial(ask_version, wire=self._wire, timeout_s=self._health_timeout_s)
+            versions = self._threads.map(ask, asked)
+            for server, version in zip(asked, versions, strict=True):
                 self._note(server, version, current)
         self._select()
-
-    def _ask_version(self, server: Server) -> str | None:
-        is_gone = self.health.record(server).state in (State.HUNG, State.LOST)
-        return ask_version(server, self._wire, AGAIN_TIMEOUT_S if is_gone else self._health_timeout_s)
 
     def _note(self, server: Server, version: str | None, current: int) -> None:
         """Take the answer of a server to a query of its weight version; None is no answer."""

@@ -15,7 +15,7 @@ from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.types import Sampling
 
 ASK_TIMEOUT_S = 2.5
-AGAIN_TIMEOUT_S = 1.0  # of a server that has not answered before
+AGAIN_TIMEOUT_S = 0.5  # of a server that has not answered before
 
 
 @dataclass(frozen=True)
