@@ -13,7 +13,10 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 
 FINISH_REASONS = ("stop", "length", "abort")
-PER_ROW = frozenset({"rewards", "prompt_id", "sample_id", "finish_reason"})
+# The last four are of agents' episodes only (areal_core/agent/export.py).
+PER_ROW = frozenset(
+    {"rewards", "prompt_id", "sample_id", "finish_reason", "episode", "parent_turn", "branch", "failure"}
+)
 
 
 def sequence_lengths(batch: Batch) -> Tensor:

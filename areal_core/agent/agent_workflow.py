@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,19 +29,31 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agents import load_agent, name_of
 from areal_core.agent.completion import Dialogue
-from areal_core.agent.errors import AgentStalled
+from areal_core.agent.episode_tree import Turn, episode_tree
+from areal_core.agent.errors import AgentRaised, AgentStalled
 from areal_core.agent.export import export_rows, rewards_by_id
+from areal_core.agent.failures import describe_raised, failure_of
 from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer
 from areal_core.agent.sessions import Session
 from areal_core.agent.subprocesses import AgentProcesses
 from areal_core.config import AgentConfig
+from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import TokenSampler, sampling_from
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 10.0  # period of the check for idle sessions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rewards by completion id, what the model did wrong (`FAILURES`), and the exception."""
+
+    rewards: dict[str, float]
+    failure: str | None = None
+    reason: str = ""
 
 
 class AgentWorkflow:
@@ -79,31 +92,78 @@ class AgentWorkflow:
         transport = InProcessTransport(self.server, self.few_per_turn)
         self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
+        self.reported: set[str] = set()
         self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
         """Run the agent once and return its rows.
 
-        Raises the agent's exception, or the engine's if that caused it.
+        Raises as `run_in` does.
         """
         session = self.server.proxy.sessions.open(engine.agenerate, asyncio.get_running_loop())
         try:
-            rewards = await self.run_in(session, data)
+            outcome = await self.run_in(session, data)
         finally:
             self.server.proxy.sessions.close(session)
         keep_libraries_out_of_collection()
-        return export_rows(session.in_order(), rewards, self.options.turn_discount, self.options.export_style)
+        if outcome.failure is not None:
+            self._report_once(outcome.failure, outcome.reason)
+        return self.rows_of(session, outcome)
 
-    async def run_in(self, session: Session, data: dict[str, Any]) -> dict[str, float]:
-        """Run the agent in an open session; return its rewards by completion id."""
+    async def run_in(self, session: Session, data: dict[str, Any]) -> "Outcome":
+        """Run the agent in an open session.
+
+        Raises the agent's exception, or the engine's if that caused it, unless it is an outcome:
+        the model failed the episode (`failures.py`), and at least one call was answered.
+        """
         run = {"inline": self._inline, "subproc": self._in_process, "online": self._online}[self.options.mode]
         try:
             returned = await self._unless_stalled(run(session, data), session)
         except Exception as error:
+            if (failed := self._failed(session, error)) is not None:
+                return failed
             if session.failure is not None:
                 raise session.failure from error
             raise
-        return rewards_by_id(returned, session.in_order(), session.rewards, self.name)
+        return Outcome(rewards_by_id(returned, session.in_order(), session.rewards, self.name))
+
+    def _failed(self, session: Session, error: Exception) -> "Outcome | None":
+        """Return the outcome if the model failed the episode; None for any other error."""
+        is_engines = session.failure is not None and not isinstance(session.failure, PromptTooLong)
+        interactions = session.in_order()
+        if is_engines or not interactions:
+            return None
+        raised = error.raised if isinstance(error, AgentRaised) else describe_raised(error)
+        failure = failure_of(raised, interactions, session.refusals, self.options.failure_errors)
+        if failure is None:
+            return None
+        rewards = session.rewards | {interactions[-1].id: self.options.failed_reward}
+        return Outcome(rewards, failure, f"{raised.classes[0]}: {raised.message}")
+
+    def rows_of(self, session: Session, outcome: "Outcome") -> dict[str, Tensor]:
+        """Return the rows of a session that has ended."""
+        return export_rows(
+            self.tree_of(session),
+            outcome.rewards,
+            self.options.turn_discount,
+            self.options.export_style,
+            outcome.failure,
+        )
+
+    def tree_of(self, session: Session) -> list[Turn]:
+        """Return the answered calls of a session with their place in the tree."""
+        tokenizer = self.server.proxy.dialogue.tokenizer
+        return episode_tree(session.in_order(), lambda tokens: str(tokenizer.decode(tokens)))
+
+    def _report_once(self, failure: str, reason: str) -> None:
+        """Log the first failure of each kind; the statistics count the others."""
+        if failure not in self.reported:
+            self.reported.add(failure)
+            logger.warning(
+                "the model failed an episode (%s), whose reward is rollout.agent.failed_reward, %g: %s; "
+                "others of this kind are counted in rollout/episode_failed/%s",
+                *(failure, self.options.failed_reward, reason[:300], failure),
+            )
 
     def close(self) -> None:
         """End runs, connections and threads. An agent that blocks its loop keeps its thread."""

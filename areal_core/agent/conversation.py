@@ -103,3 +103,13 @@ class Interaction:
     def tokens(self) -> list[int]:
         """Prompt and completion: the prefix of any turn that continues this one."""
         return self.response.input_tokens + self.response.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of `tokens`."""
+        return len(self.response.input_tokens) + len(self.response.output_tokens)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages of the prompt, and the answer."""
+        return (*self.call.messages, self.message)

@@ -5,11 +5,19 @@ ValueError
     NotAnAgent       an object without `async def run(self, data, **extra_kwargs)`
     WrongReward      a run returned an invalid reward: text, NaN, an unknown completion id
     NoCompletion     a run ended without one call to the model
+    AgentRaised      a run in another process raised an exception
     AgentStalled     a run made no call for longer than its session may be idle
     UnsafeProxy      the proxy would listen to other machines with a guessable key
     UnreachableProxy the proxy cannot listen on its host and port
   BadRequest         an invalid request of a client, with the HTTP status
+Exception
+  EpisodeFailed      for agents to raise: the model has failed the episode
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal_core.agent.failures import Raised
 
 
 class AgentError(ValueError):
@@ -26,6 +34,14 @@ class WrongReward(AgentError):
 
 class NoCompletion(AgentError):
     """A run ended without one call to the model."""
+
+
+class AgentRaised(AgentError):
+    """A run in another process raised an exception; `raised` is what that exception says."""
+
+    def __init__(self, message: str, raised: "Raised") -> None:
+        super().__init__(message)
+        self.raised = raised
 
 
 class AgentStalled(AgentError):
@@ -47,3 +63,10 @@ class BadRequest(ValueError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class EpisodeFailed(Exception):
+    """Raise it in an agent when the model has failed the episode, with what it did wrong.
+
+    The sampled rows get `rollout.agent.failed_reward`, and the run continues.
+    """

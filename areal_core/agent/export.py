@@ -1,8 +1,9 @@
-"""Rows of a batch from the interactions of a session, with the exact sampled tokens and rewards.
+"""Rows of a batch from the tree of an episode, with the exact sampled tokens and rewards.
 
-`individual`: a row per call. `concat`: a row per conversation, while the prompt of each turn starts
-with the exact tokens of the previous one; where it does not (a template that renders a turn
-differently), a new row starts, so a row never contains a token that the model did not see.
+`individual`: a row per call. `concat`: a row per path of the tree (`episode_tree.py`), while the
+prompt of each turn starts with the exact tokens of the previous one; where it does not (a template
+that renders a turn differently), a new row starts, so a row never contains a token that the model
+did not see. A turn that several paths share is in the loss mask of the first of these rows only.
 
 Rewards come from the result of an agent's `run` or from `/rl/set_reward`, one per completion.
 """
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from areal_core.agent.conversation import Interaction
+from areal_core.agent.episode_tree import BRANCHES, Path, Turn, paths
 from areal_core.agent.errors import NoCompletion, WrongReward
+from areal_core.agent.failures import FAILURES
 from areal_core.batch import FINISH_REASONS, pad_and_concat
 from areal_core.rollout.types import ModelResponse
 
@@ -71,68 +74,81 @@ def discounted(own: Sequence[float], turn_discount: float) -> list[float]:
 
 
 def export_rows(
-    interactions: Sequence[Interaction], rewards: Mapping[str, float], turn_discount: float, style: str
+    tree: Sequence[Turn],
+    rewards: Mapping[str, float],
+    turn_discount: float,
+    style: str,
+    failure: str | None = None,
 ) -> dict[str, Tensor]:
     """Return the rows of one episode.
 
+    Rewards are discounted over all calls of the episode, in the order of their requests and across
+    branches; a row gets the return of the first call that it trains. So a branch that ended early,
+    for example before its context was compacted, is credited with what came of the episode.
+
     Args:
-        interactions: the answered calls, in order; at least one.
+        tree: the answered calls; at least one.
         rewards: by interaction id; a missing one is 0.
         turn_discount: see `discounted`.
-        style: "individual" rewards a call with its return over all later calls; "concat" rewards a
-            row with the return of its first turn over the turns of the row.
+        style: "individual" makes a row of each call, "concat" of each path of `paths`.
+        failure: a member of `FAILURES` if the model failed the episode.
 
     Returns:
         Keys and dtypes of ARCHITECTURE.md, "The batch", `[n, T]` and `[n]`.
     """
-
-    def own(turns: Sequence[Interaction]) -> list[float]:
-        return discounted([rewards.get(t.id, 0.0) for t in turns], turn_discount)
-
-    if style == "concat":
-        chains = conversations(interactions)
-        rows = [conversation_row([t.response for t in chain], own(chain)[0]) for chain in chains]
-    else:
-        rows = [
-            conversation_row([turn.response], reward)
-            for turn, reward in zip(interactions, own(interactions), strict=True)
-        ]
+    returns = discounted([rewards.get(turn.interaction.id, 0.0) for turn in tree], turn_discount)
+    rows = []
+    for path in rows_of(tree, style):
+        interactions = [tree[i].interaction for i in path.turns]
+        first, reward = tree[path.first_own], returns[path.first_own]
+        parent = -1 if first.parent is None else tree[first.parent].interaction.turn
+        rows.append(
+            conversation_row([turn.response for turn in interactions], reward, path.num_shared)
+            | {
+                "turns": turns_of_tokens(interactions),
+                "parent_turn": torch.tensor([parent], dtype=torch.int32),
+                "branch": torch.tensor([BRANCHES.index(first.branch)], dtype=torch.int32),
+                "failure": torch.tensor([FAILURES.index(failure)], dtype=torch.int32),
+            }
+        )
     return pad_and_concat(rows)
 
 
-def conversations(interactions: Sequence[Interaction]) -> list[list[Interaction]]:
-    """Return the root-to-leaf paths of the tree of calls.
-
-    The parent of a call is the longest earlier call whose tokens are a prefix of its prompt.
-    """
-    chains: dict[int, list[Interaction]] = {}
-    leaves: set[int] = set()
-    for index, interaction in enumerate(interactions):
-        prompt = interaction.response.input_tokens
-        parents = [i for i in chains if prompt[: len(interactions[i].tokens)] == interactions[i].tokens]
-        parent = max(parents, key=lambda i: len(interactions[i].tokens), default=None)
-        chains[index] = [*(chains[parent] if parent is not None else []), interaction]
-        leaves = (leaves - {parent}) | {index}
-    return [chains[index] for index in sorted(leaves)]
+def rows_of(tree: Sequence[Turn], style: str) -> list[Path]:
+    """Return the calls of each row in an export style."""
+    return paths(tree) if style == "concat" else [Path((i,)) for i in range(len(tree))]
 
 
-def conversation_row(turns: Sequence[ModelResponse], reward: float) -> dict[str, Tensor]:
+def turns_of_tokens(interactions: Sequence[Interaction]) -> Tensor:
+    """Return 1 + the number of the call that sampled each token, 0 for other tokens: `[1, T]`."""
+    turns: list[int] = []
+    for interaction in interactions:
+        turns += [0] * (len(interaction.response.input_tokens) - len(turns))
+        turns += [interaction.turn + 1] * len(interaction.response.output_tokens)
+    return torch.tensor([turns], dtype=torch.int32)
+
+
+def conversation_row(turns: Sequence[ModelResponse], reward: float, num_shared: int = 0) -> dict[str, Tensor]:
     """Return one row, `[1, T]` per token and `[1]` per row, of turns that each continue the last.
 
     The tokens that a prompt adds (a tool's output, a user's answer) are outside of the loss mask:
-    mask 0, logprob 0, version -1.
+    mask 0, logprob 0, version -1. So are those of the first `num_shared` turns, which another row
+    trains.
     """
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         assert turn.input_tokens[: len(tokens)] == tokens
-        num_added, num_sampled = len(turn.input_tokens) - len(tokens), len(turn.output_tokens)
+        num_masked = len(turn.input_tokens) - len(tokens)
         tokens = turn.input_tokens + turn.output_tokens
-        mask += [0] * num_added + [1] * num_sampled
-        logprobs += [0.0] * num_added + turn.output_logprobs
-        versions += [-1] * num_added + turn.output_versions
+        if number < num_shared:
+            num_masked += len(turn.output_tokens)
+        num_trained = len(tokens) - len(mask) - num_masked
+        mask += [0] * num_masked + [1] * num_trained
+        logprobs += [0.0] * num_masked + turn.output_logprobs[:num_trained]
+        versions += [-1] * num_masked + turn.output_versions[:num_trained]
     return {
         "input_ids": torch.tensor([tokens], dtype=torch.int32),
         "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),

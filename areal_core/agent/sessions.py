@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_core.agent.conversation import Interaction
 from areal_core.agent.errors import BadRequest
+from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import run_on
 from areal_core.rollout.types import ModelRequest, ModelResponse
 
@@ -30,6 +31,7 @@ class Session:
     interactions: list[Interaction] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by the id of the interaction
     failure: Exception | None = None  # of the last call; the agent saw only an HTTP status
+    refusals: list[str] = field(default_factory=list)  # of prompts that were too long
     num_calls: int = 0
     num_running: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -44,6 +46,8 @@ class Session:
             return response
         except Exception as error:
             self.failure = error
+            if isinstance(error, PromptTooLong):
+                self.refusals.append(str(error))
             raise
         finally:
             self.num_running -= 1

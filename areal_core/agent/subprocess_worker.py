@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import httpx
 
 from areal_core.agent.agents import load_agent
+from areal_core.agent.failures import describe_raised
 
 
 def main(path: str, arguments: str) -> None:
@@ -41,8 +42,13 @@ async def run(agent: Any, job: dict[str, Any]) -> dict[str, Any]:
             )
     except Exception as error:  # the boundary: the trainer raises it again
         described = "".join(traceback.format_exception(error))
-        return {"returned": None, "error": f"{type(error).__name__}: {error}", "traceback": described}
-    return {"returned": returned, "error": "", "traceback": ""}
+        return {
+            "returned": None,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": described,
+            "raised": describe_raised(error).as_json(),
+        }
+    return {"returned": returned, "error": ""}
 
 
 def send(replies: TextIO, reply: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_core.agent.agents import name_of
-from areal_core.agent.errors import AgentError
+from areal_core.agent.errors import AgentError, AgentRaised
+from areal_core.agent.failures import raised_from_json
 
 LONGEST_LINE_BYTES = 64 << 20
 
@@ -33,7 +34,7 @@ class AgentProcesses:
         self._idle: list[Process] = []
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Return the result of the agent. Raises AgentError with what the agent raised."""
+        """Return the result of the agent. Raises AgentRaised with what the agent raised."""
         job = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
         async with self._slots:
             worker = self._idle.pop() if self._idle else await self._start()
@@ -44,7 +45,8 @@ class AgentProcesses:
                 raise
             self._idle.append(worker)
         if reply["error"]:
-            raise AgentError(f"{name_of(self._agent)} raised {reply['error']}\n{reply['traceback'].rstrip()}")
+            message = f"{name_of(self._agent)} raised {reply['error']}\n{reply['traceback'].rstrip()}"
+            raise AgentRaised(message, raised_from_json(reply["raised"]))
         return reply["returned"]
 
     async def close(self) -> None:

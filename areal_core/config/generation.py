@@ -4,7 +4,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, option, section
+from areal_core.config.option import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FINITE,
+    POSITIVE_SHARE,
+    SHARE,
+    option,
+    section,
+)
 
 
 @dataclass
@@ -65,6 +74,14 @@ class AgentConfig:
     )
     export_style: str = option(
         "individual", "One training row per call, or one per conversation.", ("individual", "concat")
+    )
+    failed_reward: float = option(
+        0.0,
+        "Reward of the last call of an episode that the model failed: an invented tool, invalid output, too many turns.",
+        limits=FINITE,
+    )
+    failure_errors: list[str] = section(
+        list, "Exceptions that also mean that the model failed, by 'package.Class' or 'Class'."
     )
     subproc_max_workers: int = option(4, "Worker processes for agents in mode subproc.", limits=AT_LEAST_1)
     session_timeout_seconds: int = option(

@@ -1,5 +1,6 @@
 """Options as dataclass fields, each with a default, a help text and optional choices or limits."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ class Limits:
     hold: Callable[[float], bool]
 
 
+FINITE = Limits("a finite number", math.isfinite)
 AT_LEAST_0 = Limits("0 or more", lambda value: value >= 0)
 AT_LEAST_1 = Limits("at least 1", lambda value: value >= 1)
 ABOVE_1 = Limits("above 1", lambda value: value > 1)

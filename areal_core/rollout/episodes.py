@@ -201,20 +201,26 @@ def assemble(groups: Sequence[tuple[int, Sequence[Batch | None]]]) -> Batch:
     return sort_canonical(
         pad_and_concat(
             [
-                stamp(rows, prompt_id, sample_id * stride)
+                stamp(rows, prompt_id, episode, stride)
                 for prompt_id, episodes in groups
-                for sample_id, rows in enumerate(episodes)
+                for episode, rows in enumerate(episodes)
                 if rows is not None
             ]
         )
     )
 
 
-def stamp(rows: Batch, prompt_id: int, first_sample_id: int) -> dict[str, Tensor]:
-    """Add `prompt_id` int64 [n] and counted `sample_id` int32 [n] to the n rows of an episode."""
+def stamp(rows: Batch, prompt_id: int, episode: int, stride: int) -> dict[str, Tensor]:
+    """Add the names of the n rows of an episode: `prompt_id` int64 [n], `sample_id` int32 [n].
+
+    Rows of a tree of calls also get `episode` int32 [n], because an episode may have several.
+    """
     num_rows = len(rows["input_ids"])
-    return {
-        **rows,
+    first = episode * stride
+    names = {
         "prompt_id": torch.full((num_rows,), prompt_id, dtype=torch.int64),
-        "sample_id": torch.arange(first_sample_id, first_sample_id + num_rows, dtype=torch.int32),
+        "sample_id": torch.arange(first, first + num_rows, dtype=torch.int32),
     }
+    if "branch" in rows:
+        names["episode"] = torch.full((num_rows,), episode, dtype=torch.int32)
+    return {**rows, **names}

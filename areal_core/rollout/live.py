@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.fleet.health import Health
@@ -33,6 +34,7 @@ from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.stats import Reduce, Stats
 
+logger = logging.getLogger(__name__)
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
 logger = logging.getLogger(__name__)
 Share = Callable[[Any], Any]  # rank 0's value -> the same on every rank of the group
@@ -79,6 +81,7 @@ class LiveRollouts:
         self.adapter_only = adapter_only
         self.health, self.health_file = health, health_file
         self._has_started = False
+        self._has_warned = False  # of broken prefixes
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
         """Return the next finished and accepted prompts.
@@ -93,6 +96,9 @@ class LiveRollouts:
         )
         log_rollouts(self.stats, self.executor, batch)
         self._log_health()
+        if not self._has_warned and (broken := describe_broken(batch)):
+            self._has_warned = True
+            logger.warning("%s", broken)
         return batch
 
     def _log_health(self) -> None:
@@ -152,6 +158,7 @@ def log_rollouts(stats: Stats, executor: Executor, batch: dict[str, Tensor]) -> 
             stale=control.stale,
             running=control.running,
         )
+        log_episodes(stats, batch)
 
 
 class SharedRollouts:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
+from areal_core.agent.episode_tree import BROKEN
 from areal_debug.record.render import CONTROLS, print_legend, style_of
 from areal_debug.render import console, escaped, format_number, format_seconds
 
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from areal_debug.agent.stress import Latency, StressReport
 
 MAX_STACK_LINES = 12
+BRANCH_WORDS = {
+    "root": "first call",
+    "fork": "another continuation",
+    "sub_agent": "a conversation of its own",
+    "separate": "a conversation of its own",
+}
 
 
 def print_episode(report: "EpisodeReport") -> None:
@@ -28,14 +36,20 @@ def print_episode(report: "EpisodeReport") -> None:
         print_turn(turn)
     if report.turns:
         print_legend()
+    if any(turn.branch not in ("root", "continued") for turn in report.turns):
+        print_tree(report.turns)
     for row in report.rows:
         turns = ", ".join(map(str, row.turns))
+        shared = f", {', '.join(map(str, row.turns[: row.num_shared]))} in the loss mask of an earlier row"
         out.print(
             f"row of turn {turns}: reward {format_number(row.reward)}, "
             f"{row.num_trained} of {row.num_tokens} tokens in the loss mask"
+            + (shared if row.num_shared else "")
         )
     for note in report.notes:
         out.print(f"[yellow]note[/yellow]: {escaped(note)}")
+    if report.failure is not None:
+        out.print(f"[yellow]failed by the model[/yellow]: {escaped(report.failure)}")
     if report.error is None:
         out.print(
             f"[green]finished[/green] after {len(report.turns)} turns in {format_seconds(report.wall_s)}"
@@ -44,6 +58,24 @@ def print_episode(report: "EpisodeReport") -> None:
     out.print(f"[red]failed[/red] after {len(report.turns)} turns: {escaped(report.error)}")
     for place in report.error_at or []:
         out.print(f"  at {escaped(place)}")
+
+
+def print_tree(turns: "list[TurnFacts]") -> None:
+    """Print the calls as a tree of branches; a straight continuation stays on its branch."""
+    tree = Tree(Text("episode tree", style="bold"), guide_style="dim")
+    branches: dict[int, tuple[Tree, Text]] = {}  # the branch of each turn, and its label
+    for turn in turns:
+        if turn.branch == "continued" and turn.parent is not None:
+            branch, label = branches[turn.parent]
+            label.append(f", {turn.turn}")
+        else:
+            style = "yellow" if turn.branch in BROKEN else "dim"
+            after = "" if turn.parent is None else f" after turn {turn.parent}"
+            why = BROKEN.get(turn.branch) or BRANCH_WORDS[turn.branch]
+            label = Text.assemble((f"{why}{after}: ", style), f"turn {turn.turn}")
+            branch = (tree if turn.parent is None else branches[turn.parent][0]).add(label)
+        branches[turn.turn] = branch, label
+    console().print(tree)
 
 
 def print_turn(turn: "TurnFacts") -> None:
@@ -64,9 +96,7 @@ def print_turn(turn: "TurnFacts") -> None:
     out.print()
     out.print(Text(f"turn {turn.turn}", style="bold") + Text("  " + "  ".join(facts), style="dim"))
     if turn.prefix_mismatch:
-        out.print(
-            f"  [yellow]the template renders an earlier turn differently[/yellow]: {escaped(turn.prefix_mismatch)}"
-        )
+        out.print(f"  [yellow]{BROKEN[turn.branch]}[/yellow]: {escaped(turn.prefix_mismatch)}")
     for message in turn.new_messages:
         out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
     sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))

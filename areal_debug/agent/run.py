@@ -2,16 +2,17 @@
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.agent.agent_workflow import AgentWorkflow
-from areal_core.agent.chat_template import find_parent, render
-from areal_core.agent.conversation import Interaction
-from areal_core.agent.export import conversations, export_rows
+from areal_core.agent.agent_workflow import AgentWorkflow, Outcome
+from areal_core.agent.chat_template import render
+from areal_core.agent.conversation import Interaction, Message
+from areal_core.agent.episode_tree import BROKEN, Turn
+from areal_core.agent.export import rows_of
 from areal_core.agent.sessions import Session
 from areal_core.rollout.episodes import EpisodeEngine
 from areal_core.rollout.loop_thread import LoopThread
@@ -27,8 +28,10 @@ class TurnFacts:
     new_messages: list[dict[str, Any]]  # not in the prompts of earlier turns
     num_tools: int
     num_prompt_tokens: int
+    branch: str  # how it continues `parent`, a member of `BRANCHES`
+    parent: int | None  # the turn that it continues, or that waits for it
     continues: int | None  # the turn whose exact tokens are a prefix of the prompt
-    prefix_mismatch: str | None  # where the messages continue a turn and the tokens do not
+    prefix_mismatch: str | None  # where it continues a turn and the tokens do not
     tokens: list[Token]  # sampled
     content: str
     reasoning: str | None
@@ -45,6 +48,7 @@ class RowFacts:
     """One row of the episode as the trainer would get it."""
 
     turns: list[int]
+    num_shared: int  # of these turns, from the first on, that another row trains
     num_tokens: int
     num_trained: int
     reward: float
@@ -61,6 +65,7 @@ class EpisodeReport:
     rows: list[RowFacts]
     wall_s: float
     notes: list[str]  # problems that do not stop the episode but harm training
+    failure: str | None = None  # what the model did wrong, if it failed the episode, and the error
     error: str | None = None
     error_at: list[str] | None = None  # where in the agent it was raised, innermost last
 
@@ -72,10 +77,10 @@ def run_one(
     began = time.monotonic()
     loop, sessions = LoopThread(), workflow.server.proxy.sessions
     session = sessions.open(EpisodeEngine(engine, index, 0).agenerate, loop.loop)
-    rewards, rows, error, error_at = {}, [], None, None
+    outcome, rows, error, error_at = Outcome(session.rewards), [], None, None
     try:
-        rewards = loop.run(workflow.run_in(session, data))
-        rows = describe_rows(session, rewards, workflow)
+        outcome = loop.run(workflow.run_in(session, data))
+        rows = describe_rows(session, outcome, workflow)
     except Exception as raised:  # the boundary: any exception of the agent is reported to the user
         error = f"{type(raised).__name__}: {raised}"
         error_at = frames_of_agent(raised)
@@ -88,25 +93,30 @@ def run_one(
         engine=engine_name,
         row=data,
         turns=describe_turns(
-            session.in_order(), rewards or session.rewards, workflow.server.proxy.dialogue.tokenizer
+            workflow.tree_of(session), outcome.rewards, workflow.server.proxy.dialogue.tokenizer
         ),
         rows=rows,
         wall_s=time.monotonic() - began,
         notes=notes_on(session.in_order(), workflow.server.proxy.dialogue.tokenizer),
+        failure=f"{outcome.failure}: {outcome.reason}" if outcome.failure else None,
         error=error,
         error_at=error_at,
     )
 
 
-def describe_rows(session: Session, rewards: dict[str, float], workflow: AgentWorkflow) -> list[RowFacts]:
+def describe_rows(session: Session, outcome: Outcome, workflow: AgentWorkflow) -> list[RowFacts]:
     """Describe the rows of a finished episode, in the export style of the run."""
-    interactions, options = session.in_order(), workflow.options
-    exported = export_rows(interactions, rewards, options.turn_discount, options.export_style)
-    chains = conversations(interactions) if options.export_style == "concat" else [[i] for i in interactions]
+    tree, exported = workflow.tree_of(session), workflow.rows_of(session, outcome)
     return [
-        RowFacts([turn.turn for turn in chain], int(attended), int(trained), float(reward))
-        for chain, attended, trained, reward in zip(
-            chains,
+        RowFacts(
+            [tree[i].interaction.turn for i in path.turns],
+            path.num_shared,
+            int(attended),
+            int(trained),
+            float(reward),
+        )
+        for path, attended, trained, reward in zip(
+            rows_of(tree, workflow.options.export_style),
             exported["attention_mask"].sum(1),
             exported["loss_mask"].sum(1),
             exported["rewards"],
@@ -116,36 +126,30 @@ def describe_rows(session: Session, rewards: dict[str, float], workflow: AgentWo
 
 
 def describe_turns(
-    interactions: Sequence[Interaction], rewards: dict[str, float], tokenizer: PreTrainedTokenizerBase
+    tree: Sequence[Turn], rewards: Mapping[str, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[TurnFacts]:
-    """Describe the calls in order, each with what it adds to the earlier ones."""
-    return [
-        describe_turn(interaction, interactions[:number], rewards.get(interaction.id), tokenizer)
-        for number, interaction in enumerate(interactions)
-    ]
+    """Describe the calls in order, each with what it adds to the one that it continues."""
+    return [describe_turn(turn, tree, rewards.get(turn.interaction.id), tokenizer) for turn in tree]
 
 
 def describe_turn(
-    interaction: Interaction,
-    earlier: Sequence[Interaction],
-    reward: float | None,
-    tokenizer: PreTrainedTokenizerBase,
+    turn: Turn, tree: Sequence[Turn], reward: float | None, tokenizer: PreTrainedTokenizerBase
 ) -> TurnFacts:
-    """Describe one call; `earlier` are the calls before it in the session."""
-    call, response, message = interaction.call, interaction.response, interaction.message
-    continued = conversations([*earlier, interaction])[-1][:-1]
-    parent = find_parent(call, earlier)
-    num_known = len(parent.call.messages) + 1 if parent else 0
-    logprobs = response.output_logprobs
+    """Describe one call of the tree."""
+    interaction, response = turn.interaction, turn.interaction.response
+    message, logprobs = interaction.message, response.output_logprobs
+    parent = None if turn.parent is None else tree[turn.parent].interaction
     texts = token_texts(response.output_tokens, lambda ids: str(tokenizer.decode(ids)))
     return TurnFacts(
         turn=interaction.turn,
-        new_messages=[message.for_template() for message in call.messages[num_known:]],
-        num_tools=len(call.tools),
+        new_messages=[message.for_template() for message in new_messages(interaction, parent)],
+        num_tools=len(interaction.call.tools),
         num_prompt_tokens=len(response.input_tokens),
-        continues=continued[-1].turn if continued else None,
+        branch=turn.branch,
+        parent=parent.turn if parent else None,
+        continues=None if turn.prefix is None else tree[turn.prefix].interaction.turn,
         prefix_mismatch=first_difference(parent, interaction, tokenizer)
-        if parent and not continued
+        if parent and turn.branch in BROKEN
         else None,
         tokens=[
             Token(token, text, True, logprob, version)
@@ -162,6 +166,12 @@ def describe_turn(
         latency_s=interaction.latency_s,
         reward=reward,
     )
+
+
+def new_messages(interaction: Interaction, parent: Interaction | None) -> list[Message]:
+    """Return the messages of a prompt that are not in the conversation of `parent`."""
+    known = parent.conversation if parent else ()
+    return [message for message in interaction.call.messages if message not in known]
 
 
 def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -183,10 +193,7 @@ def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizer
 def first_difference(
     parent: Interaction, interaction: Interaction, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Describe where a prompt diverges from the tokens of the turn that its messages continue.
-
-    The chat template rendered that turn differently from what was sampled.
-    """
+    """Describe where a prompt diverges from the tokens of the turn that it continues."""
     ours, theirs = parent.tokens, interaction.response.input_tokens
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))

@@ -64,8 +64,10 @@ def test_run_has_the_same_json(agent):
         2.0,
         None,
     )
-    assert report["rows"] == [{"turns": [0], "num_tokens": 8, "num_trained": 3, "reward": 2.0}]
-    assert report["error"] is None
+    row = {"turns": [0], "num_shared": 0, "num_tokens": 8, "num_trained": 3, "reward": 2.0}
+    assert report["rows"] == [row]
+    assert (turn["branch"], turn["parent"]) == ("root", None)
+    assert (report["failure"], report["error"]) == (None, None)
 
 
 def test_run_joins_turns_as_configured(agent):
@@ -76,7 +78,9 @@ def test_run_joins_turns_as_configured(agent):
 
 def test_run_reports_where_a_template_renders_a_turn_differently(agent):
     _, out = agent("run", "Plain", "--say", "<think>x</think>a", "--arg", "num_turns=2")
-    assert "the template renders an earlier turn differently: from token 5 on the prompt has 'a<|end|>" in out
+    assert (
+        "the template leaves out reasoning that was sampled: from token 5 on the prompt has 'a<|end|>" in out
+    )
     assert "where turn 0 had '<think'" in out
 
 

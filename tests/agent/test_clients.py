@@ -40,6 +40,10 @@ def test_chat_completion_answers_and_its_tokens_are_those_sampled(run_client, sc
         "versions": [[-1] * 7 + [3, 3]],
         "rewards": [1.0],
         "finish_reason": [0],
+        "turns": [[0] * 7 + [1, 1]],
+        "parent_turn": [-1],
+        "branch": [0],
+        "failure": [0],
     }
     assert engine.requests[0].sampling.max_new_tokens == 9
     assert engine.requests[0].metadata == {"turn": 0}

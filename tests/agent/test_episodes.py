@@ -140,7 +140,8 @@ def test_concat_export_has_a_row_for_each_branch(episode, scripted_engine, token
         "<|user|>x<|end|><|assistant|>b<|end|>",
         "<|user|>y<|end|><|assistant|>c<|end|>",
     ]
-    assert rows["rewards"].tolist() == [0.0, 0.5]
+    assert trained_text(tokenizer, rows) == ["a<|end|>b<|end|>", "c<|end|>"]
+    assert rows["rewards"].tolist() == [0.25, 1.0]  # of turns 0 and 2, the first that each row trains
 
 
 @pytest.mark.parametrize(
