@@ -130,13 +130,9 @@ def relation(
         return prefix, "fork" if taken else "continued"
     if any(call.messages == before.call.messages for before in earlier):
         return None, "fork"  # the same prompt, sampled again
-    for branch, is_related in (
-        ("system_rewritten", is_system_rewritten),
-        ("edited", is_edited),
-        ("compacted", is_compacted),
-    ):
+    for change in (changed_by_client, compacted):
         for i in latest_first:
-            if is_related(call.messages, earlier[i]):
+            if (branch := change(call.messages, earlier[i])) is not None:
                 return i, branch
     continued = {turn.prefix for turn in tree}
     waiting = (i for i in latest_first if earlier[i].message.tool_calls and i not in continued)
@@ -169,12 +165,6 @@ def split_system(messages: Sequence[Message]) -> tuple[list[Message], list[Messa
     return system, [message for message in messages if message not in system]
 
 
-def is_system_rewritten(messages: Sequence[Message], earlier: Interaction) -> bool:
-    """Whether the conversation continues behind another system prompt."""
-    (system, rest), (before, known) = split_system(messages), split_system(earlier.conversation)
-    return system != before and rest[: len(known)] == known
-
-
 def is_answer_edited(messages: Sequence[Message], earlier: Interaction) -> bool:
     """Whether the conversation continues behind another answer than the one that was sampled."""
     known = len(earlier.call.messages)
@@ -182,18 +172,23 @@ def is_answer_edited(messages: Sequence[Message], earlier: Interaction) -> bool:
     return tuple(messages[:known]) == earlier.call.messages and len(rest) > 1 and rest[0].role == "assistant"
 
 
-def is_edited(messages: Sequence[Message], earlier: Interaction) -> bool:
-    """Whether the same roles follow each other from the same start, and some message differs."""
+def changed_by_client(messages: Sequence[Message], earlier: Interaction) -> str | None:
+    """Return what was changed in a conversation that continues an earlier one; None of another.
+
+    It continues that one if it has its answer, or its first message and more, in the same roles.
+    """
     (system, rest), (before, known) = split_system(messages), split_system(earlier.conversation)
-    roles = [message.role for message in known]
-    return (
-        system == before
-        and rest[:1] == known[:1]
-        and [message.role for message in rest[: len(known)]] == roles
-    )
+    has_start, roles = rest[:1] == known[:1], [message.role for message in known]
+    is_longer = has_start and [message.role for message in rest[: len(known)]] == roles
+    if not is_longer and earlier.message not in rest:
+        return None
+    if system != before:
+        return "system_rewritten"
+    return "edited" if has_start else "compacted"
 
 
-def is_compacted(messages: Sequence[Message], earlier: Interaction) -> bool:
-    """Whether the system prompt is the same, or a message is shared where there is none."""
+def compacted(messages: Sequence[Message], earlier: Interaction) -> str | None:
+    """Return "compacted" where the system prompt is the same, or another message without one."""
     (system, rest), (before, known) = split_system(messages), split_system(earlier.conversation)
-    return system == before and (bool(system) or any(message in known for message in rest))
+    is_shared = bool(system) or any(message in known for message in rest)
+    return "compacted" if system == before and is_shared else None
