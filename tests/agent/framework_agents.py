@@ -1,6 +1,7 @@
 """Agents of real frameworks around one weather tool; `fault` makes the tool or the agent fail.
 
-Each framework is imported by its agent only. All return 1.0 where the answer has "rain", else 0.0.
+Each framework is imported by its agent only. Their reward is 1 for an answer with "rain", else the
+length of the answer in sixteenths; `RETURNED` has the rewards in the order of returns.
 """
 
 import asyncio
@@ -8,10 +9,16 @@ import asyncio
 import pydantic
 
 QUESTION = "Does it rain in Oslo?"
+CALLS_TOOL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+RUNS_TOOL = '<code>\nprint(weather("Oslo"))\n</code>'
+
+
+RETURNED: list[float] = []
 
 
 def scored(answer: object) -> float:
-    return float("rain" in str(answer))
+    RETURNED.append(1.0 if "rain" in str(answer) else len(str(answer)) / 16)
+    return RETURNED[-1]
 
 
 class Weather:
@@ -118,10 +125,14 @@ class SmolAgents(Weather):
 
     def run_sync(self, data, extra):
         from smolagents import CodeAgent, LogLevel, OpenAIServerModel, tool
+        from smolagents.models import REMOVE_PARAMETER
         from smolagents.utils import AgentMaxStepsError
 
         model = OpenAIServerModel(
-            "m", extra["base_url"], api_key=extra["api_key"], client_kwargs={"max_retries": 0}
+            *("m", extra["base_url"]),
+            api_key=extra["api_key"],
+            client_kwargs={"max_retries": 0},
+            stop=REMOVE_PARAMETER,  # the embedded engine stops at token ids only
         )
 
         @tool

@@ -82,14 +82,14 @@ def train(agent: str, model: Path, folder: Path) -> dict:
     from areal_debug.wiring import wire
 
     agents = module("framework_agents")
-    sampled = planned_engine(build_rollouts, agent, model)
+    sampled = planned_engine(build_rollouts, agents, agent, model)
     config, hooks = wire(
         [
             *("--config", str(HERE.parent / "debug" / "tiny.yaml"), "--dump-rollout", str(folder / "record")),
             *(f"cluster.fileroot={folder}", f"actor.path={model}", "total_train_steps=2"),
             *("train_dataset.batch_size=2", "rollout.consumer_batch_size=2", "gconfig.n_samples=2"),
             *(
-                "gconfig.max_tokens=4000",
+                "gconfig.max_tokens=2000",
                 "actor.mb_spec.max_tokens_per_mb=16000",
                 "actor.reward_norm.group_size=2",
             ),
@@ -101,16 +101,17 @@ def train(agent: str, model: Path, folder: Path) -> dict:
     dataset = get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
     with PPOTrainer(config, dataset, **hooks) as trainer:
         trainer.train(workflow=getattr(agents, agent), workflow_kwargs={"max_turns": 3})
-    return {"steps": compared(folder / "record", sampled), "stats": stats_of(folder)}
+    steps, stats = compared(folder / "record", sampled), stats_of(folder)
+    return {"steps": steps, "stats": stats, "returned": agents.RETURNED}
 
 
-def planned_engine(build_rollouts, agent: str, model: Path) -> list:
+def planned_engine(build_rollouts, agents, name: str, model: Path) -> list:
     """Let the first turn of every episode call the tool; return the list of all answers."""
     from transformers import AutoTokenizer
 
     from areal_core.rollout.types import ModelResponse
 
-    line = module("test_frameworks").CALLS[agent]
+    line = agents.RUNS_TOOL if name == "SmolAgents" else agents.CALLS_TOOL
     tokens = AutoTokenizer.from_pretrained(model).encode(f"{line}<|end|>", add_special_tokens=False)
     answers = []
 
@@ -139,6 +140,7 @@ def compared(record: Path, sampled: list) -> list[dict]:
     """Match each answer with the tokens of the loss mask that its row says it sampled."""
     import numpy as np
 
+    from areal_core.agent.episode_tree import BRANCHES
     from areal_core.agent.failures import FAILURES
     from recorder import open_record
 
@@ -166,8 +168,9 @@ def compared(record: Path, sampled: list) -> list[dict]:
                 "twice": len(trained) - len(set(trained)),
                 "missing": len(of_step - set(trained)),
                 "calls": len(trained),
-                "rewards": sorted(set(arrays["rewards"].tolist())),
-                "failures": sorted({str(FAILURES[failure]) for failure in arrays["failure"].tolist()}),
+                "rewards": arrays["rewards"].tolist(),
+                "branches": [BRANCHES[branch] for branch in arrays["branch"].tolist()],
+                "failures": [FAILURES[failure] for failure in arrays["failure"].tolist()],
             }
         )
     return steps
