@@ -26,8 +26,22 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """The place of a row in the episode of an agent; `branch` and `failure` as in FORMAT.md.
+
+    `turns` are the calls whose tokens the row has, `parent_turn` the one that it continues, or -1.
+    """
+
+    episode: int
+    turns: tuple[int, ...]
+    parent_turn: int
+    branch: int
+    failure: int
+
+
+@dataclass(frozen=True)
 class Sample:
-    """A row of a step on a rank."""
+    """A row of a step on a rank; `place` is None unless an agent's calls were recorded."""
 
     step: int
     rank: int
@@ -37,6 +51,7 @@ class Sample:
     reward: float
     finish_reason: int
     tokens: tuple[Token, ...]
+    place: Branch | None = None
 
 
 def read_samples(
@@ -68,9 +83,20 @@ def read_samples(
                 reward=float(arrays["rewards"][row]),
                 finish_reason=int(arrays["finish_reason"][row]),
                 tokens=tuple(Token(*column) for column in columns),
+                place=place_of(arrays, row) if "branch" in arrays else None,
             )
         )
     return samples
+
+
+def place_of(arrays: dict[str, np.ndarray], row: int) -> Branch:
+    """Return a row's place in its episode from the arrays of a batch."""
+    begin, end = arrays["cu_seqlens"][row : row + 2]
+    numbers = np.unique(arrays["turns"][begin:end])  # 1 + the number of the call; 0 is none
+    names = ("episode", "parent_turn", "branch", "failure")
+    return Branch(
+        turns=tuple((numbers[numbers > 0] - 1).tolist()), **{name: int(arrays[name][row]) for name in names}
+    )
 
 
 def rows_of_prompt(step: RecordedStep, rank: int, prompt_id: int) -> list[int]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_core.agent.branches import BRANCHES
 from areal_core.agent.conversation import Interaction
-from areal_core.agent.episode_tree import BRANCHES, Path, Turn, paths
+from areal_core.agent.episode_tree import Path, Turn, paths
 from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
 from areal_core.batch import FINISH_REASONS, pad_and_concat

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from areal_core.agent.episode_tree import BROKEN
+from areal_core.agent.branches import BROKEN
 from areal_debug.record.render import CONTROLS, print_legend, style_of
 from areal_debug.render import console, escaped, format_number, format_seconds
 
@@ -40,7 +40,8 @@ def print_episode(report: "EpisodeReport") -> None:
         print_tree(report.turns)
     for row in report.rows:
         turns = ", ".join(map(str, row.turns))
-        shared = f", {', '.join(map(str, row.turns[: row.num_shared]))} in the loss mask of an earlier row"
+        of_others = ", ".join(map(str, row.turns[: row.num_shared]))
+        shared = f"; turn {of_others} is in that of an earlier row" if of_others else ""
         out.print(
             f"row of turn {turns}: reward {format_number(row.reward)}, "
             f"{row.num_trained} of {row.num_tokens} tokens in the loss mask"
@@ -64,17 +65,20 @@ def print_tree(turns: "list[TurnFacts]") -> None:
     """Print the calls as a tree of branches; a straight continuation stays on its branch."""
     tree = Tree(Text("episode tree", style="bold"), guide_style="dim")
     branches: dict[int, tuple[Tree, Text]] = {}  # the branch of each turn, and its label
+    reasons: list[tuple[Text, Text]] = []
     for turn in turns:
         if turn.branch == "continued" and turn.parent is not None:
             branch, label = branches[turn.parent]
             label.append(f", {turn.turn}")
         else:
-            style = "yellow" if turn.branch in BROKEN else "dim"
-            after = "" if turn.parent is None else f" after turn {turn.parent}"
-            why = BROKEN.get(turn.branch) or BRANCH_WORDS[turn.branch]
-            label = Text.assemble((f"{why}{after}: ", style), f"turn {turn.turn}")
+            label = Text(f"turn {turn.turn}")
             branch = (tree if turn.parent is None else branches[turn.parent][0]).add(label)
+            after = "" if turn.parent is None else f"after turn {turn.parent}: "
+            why = BROKEN.get(turn.branch) or BRANCH_WORDS[turn.branch]
+            reasons.append((label, Text(f"  {after}{why}", "yellow" if turn.branch in BROKEN else "dim")))
         branches[turn.turn] = branch, label
+    for label, reason in reasons:
+        label.append(reason)
     console().print(tree)
 
 

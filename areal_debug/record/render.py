@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from recorder import Record, Recording, VerifyReport
     from recorder.header import Gaps
     from recorder.reader import StepSummary
-    from recorder.samples import Sample, Token
+    from recorder.samples import Branch, Sample, Token
 
 MAX_LINES = 40
 # a model may generate escape sequences, which would move the cursor: show them as symbols
@@ -127,8 +127,22 @@ def heading(sample: "Sample") -> Text:
         f"finished by {FINISH_REASONS[sample.finish_reason]}",
         f"{len(trained)} of {len(sample.tokens)} tokens in the loss mask",
         f"mean logprob {mean}",
+        *(() if sample.place is None else describe_place(sample.place)),
     )
     return Text(name, style="bold") + Text("  " + "  ".join(facts), style="dim")
+
+
+def describe_place(place: "Branch") -> list[str]:
+    """Return the episode and calls of a row, how they continue earlier ones, and a failure."""
+    from areal_core.agent.branches import BRANCHES, BROKEN
+    from areal_core.agent.failures import FAILURES
+
+    branch, failure = BRANCHES[place.branch], FAILURES[place.failure]
+    after = f" after turn {place.parent_turn}" if place.parent_turn >= 0 else ""
+    plural = "" if len(place.turns) == 1 else "s"
+    facts = [f"episode {place.episode}, turn{plural} {', '.join(map(str, place.turns))}"]
+    facts += [f"{BROKEN.get(branch, branch)}{after}"] if branch != "root" else []
+    return facts + ([f"failed by the model: {failure}"] if failure else [])
 
 
 def style_of(token: "Token") -> str:

@@ -115,3 +115,27 @@ class BlockingWorkflow(Turns):
 
 
 leaves_out = LeavesOut()
+
+
+class Branching:
+    """Continue one answer in two ways, then from a summary, and give up."""
+
+    async def run(self, data, **extra):
+        from areal_core.agent import EpisodeFailed
+
+        client = openai.AsyncOpenAI(
+            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
+        )
+        start = [{"role": "system", "content": "s"}, *data["messages"]]
+
+        async def ask(*messages):
+            reply = await client.chat.completions.create(model="m", messages=list(messages))
+            return reply.choices[0].message
+
+        first = await ask(*start)
+        other = {"role": "user", "content": "another"}
+        second = await ask(*start, first, {"role": "user", "content": "and?"})
+        await ask(*start, first, other)
+        await ask(*start, first, {"role": "user", "content": "and?"}, second, other)
+        await ask(start[0], {"role": "user", "content": "so far: nothing"})
+        raise EpisodeFailed("no answer after five calls")

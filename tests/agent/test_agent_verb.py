@@ -84,6 +84,27 @@ def test_run_reports_where_a_template_renders_a_turn_differently(agent):
     assert "where turn 0 had '<think'" in out
 
 
+BRANCHING = ("--say", "ab", "--say", "<think>x</think>c", "--say", "d", "--say", "e", "--say", "f")
+
+
+def test_run_shows_the_tree_of_an_episode_that_the_model_failed(agent):
+    overrides = ("rollout.agent.export_style=concat", "rollout.agent.failed_reward=-1")
+    code, out = agent("run", "Branching", *BRANCHING, *overrides)
+    assert code == 0
+    tree = out[out.index("episode tree") :].splitlines()
+    assert tree[1:9] == [
+        "└── turn 0, 1  first call",
+        "    ├── turn 2  after turn 0: another continuation",
+        "    └── turn 3  after turn 1: the template leaves out reasoning that was sampled",
+        "        └── turn 4  after turn 3: earlier messages were left out or summarised",
+        "row of turn 0, 1: reward -1, 21 of 36 tokens in the loss mask",
+        "row of turn 0, 2: reward -1, 2 of 23 tokens in the loss mask; turn 0 is in that of an earlier row",
+        "row of turn 0, 3: reward -1, 2 of 32 tokens in the loss mask; turn 0 is in that of an earlier row",
+        "row of turn 4: reward -1, 2 of 23 tokens in the loss mask",
+    ]
+    assert tree[9] == "failed by the model: declared: areal_core.EpisodeFailed: no answer after five calls"
+
+
 def test_run_notes_tools_that_the_template_does_not_show_and_turns_that_were_cut(agent):
     code, out = agent("run", "WithTool", "--say", "a long answer", "gconfig.max_new_tokens=4")
     assert code == 0

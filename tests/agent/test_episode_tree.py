@@ -4,8 +4,8 @@ import openai
 import pytest
 import torch
 
+from areal_core.agent.branches import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
-from areal_core.agent.episode_tree import BRANCHES
 from areal_core.rollout.episodes import assemble
 from areal_core.telemetry.stats import Stats
 
