@@ -40,9 +40,12 @@ def joined(name: str, detail: str) -> str:
 
 
 def num_continuing(batch: Batch) -> int:
-    """Return the number of calls in the loss mask that continue an earlier one."""
+    """Return the number of calls in the loss mask that continue an earlier one.
+
+    A call without a token is not in the loss mask, though it may start a row.
+    """
     starts = (batch["parent_turn"] < 0) | (batch["branch"] == BRANCHES.index("sub_agent"))
-    return sum(len(turns) for turns in trained_turns(batch)) - int(starts.sum())
+    return max(sum(len(turns) for turns in trained_turns(batch)) - int(starts.sum()), 0)
 
 
 def trained_turns(batch: Batch) -> list[list[int]]:

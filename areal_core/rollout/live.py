@@ -34,7 +34,6 @@ from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.stats import Reduce, Stats
 
-logger = logging.getLogger(__name__)
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
 logger = logging.getLogger(__name__)
 Share = Callable[[Any], Any]  # rank 0's value -> the same on every rank of the group
