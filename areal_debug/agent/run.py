@@ -29,8 +29,6 @@ class TurnFacts:
     new_messages: list[dict[str, Any]]  # not in the prompts of earlier turns
     num_tools: int
     num_prompt_tokens: int
-    branch: str  # how it continues `parent`, a member of `BRANCHES`
-    parent: int | None  # the turn that it continues, or that waits for it
     continues: int | None  # the turn whose exact tokens are a prefix of the prompt
     prefix_mismatch: str | None  # where it continues a turn and the tokens do not
     tokens: list[Token]  # sampled
@@ -42,6 +40,8 @@ class TurnFacts:
     lowest_logprob: float | None
     latency_s: float
     reward: float | None  # that the agent assigned to this turn
+    branch: str = "root"  # how it continues `parent`, a member of `BRANCHES`
+    parent: int | None = None  # the turn that it continues, or that waits for it
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class RowFacts:
     """One row of the episode as the trainer would get it."""
 
     turns: list[int]
-    num_shared: int  # of these turns, from the first on, that another row trains
     num_tokens: int
     num_trained: int
     reward: float
+    num_shared: int = 0  # of these turns, from the first on, that another row trains
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def describe_rows(session: Session, outcome: Outcome, workflow: AgentWorkflow) -
     return [
         RowFacts(
             [tree[i].interaction.turn for i in path.turns],
-            path.num_shared,
             int(attended),
             int(trained),
             float(reward),
+            path.num_shared,
         )
         for path, attended, trained, reward in zip(
             rows_of(tree, workflow.options.export_style),
