@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from areal_core.agent.branches import BRANCHES, BROKEN, RENDERED
+from areal_core.agent.conversation import BRANCHES, BROKEN, RENDERED
 from areal_core.agent.failures import FAILURES
 from areal_core.batch import Batch
 from areal_core.telemetry.stats import Reduce, Stats

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.agent.branches import BRANCHES
-from areal_core.agent.conversation import Interaction
+from areal_core.agent.conversation import BRANCHES, Interaction
 from areal_core.agent.episode_tree import Path, Turn, paths
 from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES

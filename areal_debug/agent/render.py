@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from areal_core.agent.branches import BROKEN
+from areal_core.agent.conversation import BROKEN
 from areal_debug.record.render import CONTROLS, print_legend, style_of
 from areal_debug.render import console, escaped, format_number, format_seconds
 

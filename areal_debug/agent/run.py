@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow, Outcome
-from areal_core.agent.branches import BROKEN
 from areal_core.agent.chat_template import render
-from areal_core.agent.conversation import Interaction, Message
+from areal_core.agent.conversation import BROKEN, Interaction, Message
 from areal_core.agent.episode_tree import Turn
 from areal_core.agent.export import rows_of
 from areal_core.agent.sessions import Session

@@ -134,7 +134,7 @@ def heading(sample: "Sample") -> Text:
 
 def describe_place(place: "Branch") -> list[str]:
     """Return the episode and calls of a row, how they continue earlier ones, and a failure."""
-    from areal_core.agent.branches import BRANCHES, BROKEN
+    from areal_core.agent.conversation import BRANCHES, BROKEN
     from areal_core.agent.failures import FAILURES
 
     branch, failure = BRANCHES[place.branch], FAILURES[place.failure]

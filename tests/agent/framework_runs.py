@@ -57,7 +57,7 @@ def run_episodes(agent: str, cases: list[dict]) -> list[dict]:
 
 
 def described(rows, engine, tokenizer) -> dict:
-    from areal_core.agent.branches import BRANCHES
+    from areal_core.agent.conversation import BRANCHES
     from areal_core.agent.failures import FAILURES
 
     sampled = [
@@ -140,7 +140,7 @@ def compared(record: Path, sampled: list) -> list[dict]:
     """Match each answer with the tokens of the loss mask that its row says it sampled."""
     import numpy as np
 
-    from areal_core.agent.branches import BRANCHES
+    from areal_core.agent.conversation import BRANCHES
     from areal_core.agent.failures import FAILURES
     from recorder import open_record
 

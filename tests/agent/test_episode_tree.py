@@ -6,7 +6,7 @@ import openai
 import pytest
 import torch
 
-from areal_core.agent.branches import BRANCHES
+from areal_core.agent.conversation import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.rollout.episodes import assemble
 from areal_core.rollout.live import LiveRollouts
