@@ -27,7 +27,7 @@ class SGLangWire:
     """The routes of an SGLang server."""
 
     generate_path = "/generate"
-    version_path = "/model_info"
+    version_path = alive_path = "/model_info"
 
     def generate_payload(
         self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
@@ -168,7 +168,7 @@ class SGLangWire:
         """Open an update session; SGLang before 0.5.20 has no such route."""
         return Call("/begin_weight_update", {})
 
-    def end_update(self, version: int) -> Call:
+    def end_update(self, version: int | None) -> Call:
         """Close an update session; the version came with the last tensors."""
         return Call("/end_weight_update", {})
 
@@ -204,6 +204,10 @@ class SGLangWire:
     def checksums(self) -> Call:
         """Return checksums of all weights."""
         return Call("/weights_checker", {"action": "checksum"})
+
+    def hashes_by_sha256(self, device: str) -> bool:
+        """Return whether it is a CPU; a GPU hashes in its own memory."""
+        return device == "cpu"
 
     def parse_checksums(self, body: str) -> HeldWeights:
         """Parse a reply of `/weights_checker`.

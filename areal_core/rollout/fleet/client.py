@@ -521,7 +521,8 @@ class FleetClient:
                 self.health.lost(server, f"it refuses connections: {error}")
         except (aiohttp.ClientError, TimeoutError, RequestRefused, MalformedReply) as error:
             # A late answer proves nothing where this event loop itself was blocked.
-            if loop.time() - started < 2 * self._health_timeout_s:
+            in_time = loop.time() - started < 2 * self._health_timeout_s
+            if in_time and not await self._loads_weights(server):
                 self.health.missed(server, f"the last: {type(error).__name__} {error}")
         else:
             if server in self._approved:
@@ -536,6 +537,17 @@ class FleetClient:
             return
         if self.router.servers or time.time() - record.since > self._server_wait_s:
             self._connections.hang_up(server)
+
+    async def _loads_weights(self, server: Server) -> bool:
+        """Return whether a server that did not report its version answers at all."""
+        if self._wire.alive_path == self._wire.version_path:
+            return False
+        assert self._connections is not None
+        try:
+            await self._connections.get(server, self._wire.alive_path, self._health_timeout_s)
+        except (aiohttp.ClientError, TimeoutError, RequestRefused):
+            return False
+        return True
 
     async def _try(self, server: Server) -> None:
         """Send a quarantined server a request of some tokens; a valid reply ends the quarantine."""

@@ -6,8 +6,8 @@ the last one is an error. Servers discovered since, and dropped ones that answer
 the others before any client requests a token from it.
 
 A server that is slow to answer a call may be loading weights, or hung. While a call is pending a
-thread queries the version of the server's weights; a server that does not answer these queries
-either is hung, and its call is aborted.
+thread sends it a query that takes no time; a server that does not answer these queries either is
+hung, and its call is aborted.
 """
 
 import http.client
@@ -33,6 +33,7 @@ from areal_core.rollout.fleet.wire import (
     Call,
     Wire,
     ask_version,
+    is_alive,
     rejection_reason,
     weight_version,
 )
@@ -116,17 +117,16 @@ class ServerPool:
         return pending
 
     def _watch(self, calls: list[PendingCall]) -> None:
-        """Abort the calls whose servers do not answer queries of their version either."""
+        """Abort the calls whose servers do not answer short queries either."""
         misses: Counter[Server] = Counter()
         while pending := [started for started in calls if not started.future.done()]:
             is_missing = any(misses.values())
             wait([started.future for started in pending], 0.0 if is_missing else self._watch_every_s)
             slow = [started for started in pending if not started.future.done()]
             servers = [started.server for started in slow]
-            ask = partial(ask_version, wire=self.wire, timeout_s=self.ask_timeout_s)
-            versions = self._queries.map(ask, servers)
-            for started, version in zip(slow, versions, strict=True):
-                misses[started.server] = misses[started.server] + 1 if version is None else 0
+            ask = partial(is_alive, wire=self.wire, timeout_s=self.ask_timeout_s)
+            for started, answers in zip(slow, self._queries.map(ask, servers), strict=True):
+                misses[started.server] = 0 if answers else misses[started.server] + 1
                 if misses[started.server] >= MAX_MISSES:
                     self._hung.add(started.server)
                     started.abort(f"hung: {MAX_MISSES} queries without an answer")

@@ -13,8 +13,8 @@ name, so ours must be computed of the tensors in the server's layout:
     model.embed_tokens.weight           ->    the same name                     padded with zero rows to a multiple of 64
     any                                 ->    the same name                     in the server's dtype
 
-A server on the CPU hashes with SHA-256, one on a GPU with a hash of 32-bit words (`words_hash`), as
-of SGLang 0.5.23. Weights that cannot be compared (tensor-parallel shards, fused experts, quantised
+vLLM and SGLang on the CPU hash with SHA-256, SGLang on a GPU with a hash of 32-bit words
+(`words_hash`), as of 0.5.23. Weights that cannot be compared (tensor-parallel shards, fused experts, quantised
 weights) are counted and named, and are no mismatch.
 """
 
@@ -131,12 +131,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def sha256_of(tensor: Tensor) -> str:
-    """Return 16 hex digits of the SHA-256 of the tensor's bytes, as a server on the CPU does."""
+    """Return 16 hex digits of the SHA-256 of the tensor's bytes."""
     return hashlib.sha256(bytes_of(tensor).cpu().numpy().data).hexdigest()[:16]
 
 
 def words_hash(tensor: Tensor) -> str:
-    """Return 16 hex digits, as a server on a GPU does.
+    """Return 16 hex digits, as SGLang on a GPU does.
 
     The bytes are 32-bit words, zero-padded. A word is mixed with its position (MurmurHash3's 32-bit
     finaliser), the mixed words of a tile of 8,192 are summed, the sum is mixed with the length, two
@@ -251,7 +251,7 @@ class WeightCheck:
         identity = pool.identity()
         return ExpectedWeights(
             names_of(held),
-            sha256_of if identity.device == "cpu" else words_hash,
+            sha256_of if pool.wire.hashes_by_sha256(identity.device) else words_hash,
             getattr(torch, identity.dtype) if identity.dtype in ("float32", "bfloat16", "float16") else None,
         )
 

@@ -224,7 +224,7 @@ class BroadcastUpdate:
         return was_formed or pool.has_lost_one()
 
     def _broadcast(self, pool: ServerPool, weights: NamedTensors, version: int) -> None:
-        has_sessions = self._begin(pool, version)
+        has_sessions = self._begin(pool)
         # After the last call that tolerates the loss of a server: from here on the servers of the
         # group and of the pool are the same.
         if self._group is None or self._group.servers != pool.servers:
@@ -236,7 +236,7 @@ class BroadcastUpdate:
         if has_sessions:
             pool.post(pool.wire.end_update(version))
 
-    def _begin(self, pool: ServerPool, version: int) -> bool:
+    def _begin(self, pool: ServerPool) -> bool:
         """Open the servers' update session. Returns False for older servers without this route."""
         try:
             pool.post(pool.wire.begin_update(), needs_all=True)
@@ -245,7 +245,7 @@ class BroadcastUpdate:
                 return False
             # An interrupted update, perhaps of an earlier run, has left a session open.
             with suppress(RequestRefused):
-                pool.post(pool.wire.end_update(version))
+                pool.post(pool.wire.end_update(None))
             pool.post(pool.wire.begin_update())
         return True
 
@@ -359,6 +359,7 @@ class AdapterUpdate:
         self.check = check or WeightCheck(every=0)
         self.grace_s = grace_s
         self._last = ""  # name of the adapter that was sent last
+        self._sent: set[str] = set()  # names that servers may still have; vLLM does not list them
 
     def send(self, weights: NamedTensors, version: int) -> None:
         """Send the adapter's tensors as `version`. Collective, see `WeightUpdate.send`."""
@@ -376,11 +377,11 @@ class AdapterUpdate:
             pool.post(pool.wire.set_version(version))
             with pool.paused():
                 time.sleep(self.grace_s)
-                self._unload(pool, loaded - {name, self._last})
+                self._unload(pool, (loaded | self._sent) - {name, self._last})
                 self.check.compare(pool, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._last = name
+        self._last, self._sent = name, {name, self._last}
 
     def _load(self, pool: ServerPool, name: str, folder: Path) -> set[str]:
         """Load the folder as `name` on every server; return the names of all loaded adapters."""

@@ -74,7 +74,12 @@ class Wire(Protocol):
 
     @property
     def version_path(self) -> str:
-        """Route of a GET whose reply has the version of the weights; any server answers it fast."""
+        """Route of a GET whose reply has the version of the weights."""
+        ...
+
+    @property
+    def alive_path(self) -> str:
+        """Route of a GET that is answered fast, also while weights are loaded."""
         ...
 
     def parse_weight_version(self, body: bytes) -> str:
@@ -97,8 +102,8 @@ class Wire(Protocol):
         """Open the session of a broadcast; a server without such sessions answers 404."""
         ...
 
-    def end_update(self, version: int) -> Call:
-        """Close the session of a broadcast, whose weights are `version`."""
+    def end_update(self, version: int | None) -> Call:
+        """Close the session of a broadcast of `version`, or an interrupted one: None."""
         ...
 
     def join_group(
@@ -120,6 +125,10 @@ class Wire(Protocol):
 
     def checksums(self) -> Call:
         """Return checksums of all weights; a server without this route refuses."""
+        ...
+
+    def hashes_by_sha256(self, device: str) -> bool:
+        """Return whether servers on a device hash with SHA-256; otherwise as `words_hash`."""
         ...
 
     def parse_checksums(self, body: str) -> HeldWeights:
@@ -166,6 +175,15 @@ def ask_version(server: Server, wire: Wire, timeout_s: float = ASK_TIMEOUT_S) ->
         return weight_version(server, wire, timeout_s)
     except (OSError, MalformedReply, RequestRefused):
         return None
+
+
+def is_alive(server: Server, wire: Wire, timeout_s: float = ASK_TIMEOUT_S) -> bool:
+    """Return whether a server answers, also while it loads weights."""
+    try:
+        call(server, "GET", wire.alive_path, timeout_s=timeout_s)
+    except (OSError, RequestRefused):
+        return False
+    return True
 
 
 def rejection_reason(server: Server, wire: Wire, model: RunModel | None) -> str:
