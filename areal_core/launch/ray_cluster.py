@@ -38,6 +38,7 @@ from areal_core.launch.job import Job, following, run_job
 from areal_core.launch.node import earliest_failure
 from areal_core.launch.placement import Placement, ServerPlan, place, plan_servers, start_server
 from areal_core.launch.processes import Child, end_tree, start
+from areal_core.launch.server_process import InferenceServer, free_port
 from areal_core.launch.torchrun import (
     POLL_S,
     Nodes,
@@ -48,7 +49,6 @@ from areal_core.launch.torchrun import (
     wait_for,
 )
 from areal_core.rollout.fleet.server import Server
-from areal_core.sglang.start import SGLangServer, free_port
 
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor
 STOP_TIMEOUT_S = 30.0
@@ -315,7 +315,7 @@ class ServerActor:
     """Runs one inference server on its machine. `stop` is called while `wait` waits."""
 
     def __init__(self) -> None:
-        self._server: SGLangServer | None = None
+        self._server: InferenceServer | None = None
 
     def start(self, plan: ServerPlan) -> str:
         """Start the server; return its address."""
@@ -335,7 +335,7 @@ class ServerActor:
         if self._server is not None:
             self._server.stop()
 
-    def _started(self) -> SGLangServer:
+    def _started(self) -> InferenceServer:
         assert self._server is not None, "start() comes first"
         return self._server
 

@@ -35,6 +35,7 @@ from areal_core.launch.job import Job, following, run_job
 from areal_core.launch.node import earliest_failure
 from areal_core.launch.placement import Placement, ServerPlan, place, plan_servers
 from areal_core.launch.processes import Child, end_tree, start
+from areal_core.launch.server_process import free_port
 from areal_core.launch.torchrun import (
     POLL_S,
     Nodes,
@@ -46,7 +47,6 @@ from areal_core.launch.torchrun import (
 from areal_core.rollout.errors import ServerDied
 from areal_core.rollout.fleet.discovery import FolderNames
 from areal_core.rollout.fleet.server import Server, wait_until_healthy
-from areal_core.sglang.start import free_port
 
 NAMES = "names"  # folder below the logs in which servers publish their addresses
 METHODS = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig, "ppo": PPOConfig}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.sglang.start import free_port
+from areal_core.launch.server_process import free_port
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table, read_stat
