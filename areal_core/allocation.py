@@ -2,7 +2,7 @@
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
 colocated  := ("embedded" | servers) "|" trainer        (embedded: the engine lives in the trainer's processes)
-servers    := "sglang" name? (":" | ".") sizes
+servers    := ("sglang" | "vllm") name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
 name       := "[" letters "]"                           (parsed and ignored)
 sizes      := (letter number)+                          letters d t p c e: data, tensor, pipeline, context (sequence), expert; s means c
@@ -15,14 +15,15 @@ from typing import Literal
 from areal_core.errors import AllocationError
 
 Kind = Literal["decoupled", "colocated", "train_only", "servers_only", "eval"]
+ServerBackend = Literal["sglang", "vllm"]
+SERVER_BACKENDS: tuple[ServerBackend, ...] = ("sglang", "vllm")
 TOKEN = re.compile(r"(?P<name>\[\w+\])|(?P<word>[a-z_]{2,})|(?P<size>[a-z]\d+)|(?P<mark>.)", re.DOTALL)
 DIMENSIONS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 SPELLINGS = DIMENSIONS | {"s": "context"}
 NOT_BUILT = {
-    "vllm": "there is no vLLM client; use sglang",
     "megatron": "there is no Megatron engine; use fsdp",
     "archon": "there is no Archon engine; use fsdp",
-    "npu": "there is no NPU support; use sglang and fsdp",
+    "npu": "there is no NPU support; use sglang or vllm, and fsdp",
     "attn": "mixtures of attention and expert layouts need Megatron; use fsdp",
 }
 
@@ -57,15 +58,20 @@ class Allocation:
 
     rollout: Parallel | None
     train: Parallel | None
-    rollout_backend: Literal["sglang", "embedded"] | None
+    rollout_backend: ServerBackend | Literal["embedded"] | None
     train_backend: Literal["fsdp"] | None
     kind: Kind
 
     @property
+    def has_servers(self) -> bool:
+        """True if rollout is done by inference servers, in processes of their own."""
+        return self.rollout_backend in SERVER_BACKENDS
+
+    @property
     def engine(self) -> str:
         """The rollout side alone: 'sglang:d4', 'embedded' or ''."""
-        if self.rollout_backend == "sglang":
-            return f"sglang:{self.rollout}"
+        if self.has_servers:
+            return f"{self.rollout_backend}:{self.rollout}"
         return self.rollout_backend or ""
 
     @property
@@ -107,7 +113,8 @@ def resolve_allocation(allocation_mode: str, rollout_backend: str, actor_backend
 
     Args:
         allocation_mode: the allocation of the run; "" if the backends define it.
-        rollout_backend: "sglang:d4", "embedded", "sglang" (next to `allocation_mode` only) or "".
+        rollout_backend: "sglang:d4", "embedded", "sglang" or "vllm" (next to `allocation_mode`
+            only) or "".
         actor_backend: "fsdp:d4", "fsdp" (next to `allocation_mode` only) or "".
 
     Raises:
@@ -122,7 +129,7 @@ def resolve_allocation(allocation_mode: str, rollout_backend: str, actor_backend
         return allocation_from_backends(rollout_backend, actor_backend)
     allocation = parse_allocation(allocation_mode)
     # Next to allocation_mode, configs of 2025 name the bare kind of engine, which implies no sizes.
-    engine = "" if rollout_backend == "sglang" else rollout_backend
+    engine = "" if rollout_backend in SERVER_BACKENDS else rollout_backend
     trainer = "" if actor_backend == "fsdp" else actor_backend
     other = allocation_from_backends(engine or allocation.engine, trainer or allocation.trainer)
     if (other.engine, other.trainer) != (allocation.engine, allocation.trainer):
@@ -147,21 +154,18 @@ class AllocationParser:
             train = self.trainer()
             # One rank of each data-parallel group samples its rows, with the complete model.
             return self.end(Allocation(Parallel(train.data), train, "embedded", "fsdp", "colocated"))
-        if not self.peek("sglang"):
+        backend = next((name for name in SERVER_BACKENDS if self.take(name)), None)
+        if backend is None:
             return self.end(Allocation(None, self.trainer(), None, "fsdp", "train_only"))
-        rollout = self.servers()
-        if self.take("|"):
-            return self.end(Allocation(rollout, self.trainer(), "sglang", "fsdp", "colocated"))
-        if not self.take("+"):
-            return self.end(Allocation(rollout, None, "sglang", None, "servers_only"))
-        if self.take("eval") or self.take("cpu"):
-            return self.end(Allocation(rollout, None, "sglang", None, "eval"))
-        return self.end(Allocation(rollout, self.trainer(), "sglang", "fsdp", "decoupled"))
-
-    def servers(self) -> Parallel:
-        self.expect("sglang")
         self.separator()
-        return self.sizes("dtp", "servers take d, t and p")
+        rollout = self.sizes("dtp", "servers take d, t and p")
+        if self.take("|"):
+            return self.end(Allocation(rollout, self.trainer(), backend, "fsdp", "colocated"))
+        if not self.take("+"):
+            return self.end(Allocation(rollout, None, backend, None, "servers_only"))
+        if self.take("eval") or self.take("cpu"):
+            return self.end(Allocation(rollout, None, backend, None, "eval"))
+        return self.end(Allocation(rollout, self.trainer(), backend, "fsdp", "decoupled"))
 
     def trainer(self) -> Parallel:
         if self.take("fsdp"):
@@ -195,11 +199,8 @@ class AllocationParser:
     def kind(self) -> str | None:
         return self.tokens[self.next][0] if self.next < len(self.tokens) else None
 
-    def peek(self, text: str) -> bool:
-        return self.next < len(self.tokens) and self.tokens[self.next][1] == text
-
     def take(self, text: str) -> bool:
-        found = self.peek(text)
+        found = self.next < len(self.tokens) and self.tokens[self.next][1] == text
         self.next += found
         return found
 

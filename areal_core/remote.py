@@ -23,12 +23,12 @@ from areal_core.paths import run_folder
 from areal_core.rollout.errors import WrongServer
 from areal_core.rollout.fleet.discovery import wait_until_ready
 from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.loop_thread import run_on
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
-from areal_core.sglang.wire import SGLANG
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.build_rollouts import NO_LIMIT, build_client, build_workflow, discover_servers
 
@@ -154,10 +154,10 @@ class RemoteEngine:
 
     def _version_of(self, servers: Sequence[Server]) -> int:
         """Return the version of the weights that all servers hold. Raises `WrongServer`."""
-        held = {}
+        held, wire = {}, wire_of(self.config.allocation)
         for server in servers:
-            identity = SGLANG.ask_identity(server)
-            SGLANG.check_identity(server, identity, served_model(self.config))
+            identity = wire.ask_identity(server)
+            wire.check_identity(server, identity, served_model(self.config))
             held[server.address] = identity.weight_version
         if len(set(held.values())) > 1:
             listed = ", ".join(f"{address} version {version}" for address, version in held.items())

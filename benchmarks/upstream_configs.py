@@ -1,4 +1,4 @@
-"""Load every config file of upstream AReaL that names FSDP and SGLang, and print what each gets.
+"""Load every config file of upstream AReaL that names FSDP and an engine that this project has.
 
     python benchmarks/upstream_configs.py CLONE [--commit HEAD] [--markdown]
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_core.allocation import SERVER_BACKENDS
 from areal_core.config.loading import load_with_notes, read_yaml
 from areal_core.config.names import sections_of
 from areal_core.errors import ConfigError
@@ -38,12 +39,16 @@ def git(clone: Path, *arguments: str) -> str:
 
 
 def config_files(clone: Path, commit: str) -> dict[str, str]:
-    """Return path -> text of the YAML files that name FSDP and SGLang."""
+    """Return path -> text of the YAML files that name FSDP, and SGLang or vLLM."""
     names = git(clone, "ls-tree", "-r", "--name-only", commit).splitlines()
     texts = {
         name: git(clone, "show", f"{commit}:{name}") for name in names if name.endswith((".yaml", ".yml"))
     }
-    return {name: text for name, text in texts.items() if "fsdp" in text.lower() and "sglang" in text.lower()}
+    return {
+        name: text
+        for name, text in texts.items()
+        if "fsdp" in text.lower() and any(engine in text.lower() for engine in SERVER_BACKENDS)
+    }
 
 
 def load(name: str, text: str) -> Outcome:

@@ -205,4 +205,6 @@ class InLoop:
 
 def noise_of_run(config: dict[str, Any]) -> Noise:
     """Return the published noise floor of the run's dtypes."""
-    return published_noise((str(config["actor"]["dtype"]), str(config["sglang"]["dtype"])), has_experts=False)
+    allocation = config["allocation_mode"] or config["rollout"]["backend"]
+    engine = config["vllm" if allocation.startswith("vllm") else "sglang"]
+    return published_noise((str(config["actor"]["dtype"]), str(engine["dtype"])), has_experts=False)

@@ -96,14 +96,14 @@ def parse_sampling(record: Record) -> Sampling:
     config: dict[str, Any] = record.header.config
     try:
         sampled, actor = config["gconfig"], config["actor"]
-        has_server = (record.header.allocation or "").startswith("sglang")
+        engine = (record.header.allocation or "").partition(":")[0]
         return Sampling(
             temperature=float(sampled["temperature"]),
             top_p=float(sampled["top_p"]),
             top_k=None if sampled["top_k"] >= EVERY_TOKEN else int(sampled["top_k"]),
             greedy=bool(sampled["greedy"]),
             trainer_dtype=str(actor["dtype"]),
-            engine_dtype=str(config["sglang"]["dtype"] if has_server else actor["dtype"]),
+            engine_dtype=str((config[engine] if engine in ("sglang", "vllm") else actor)["dtype"]),
         )
     except KeyError as error:
         raise NothingToCompare(

@@ -38,6 +38,7 @@ WITHOUT_EFFECT = frozenset(
         "stats_logger",
         "trial_name",
         "valid_dataset",
+        "vllm",
     }
 )
 # Statistics of the machine, not of the batch.

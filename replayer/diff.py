@@ -18,7 +18,7 @@ from replayer.errors import ReplayError
 from replayer.stages import STAGES, StageDifference, compare_steps
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
-WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang"}
+WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
 MODEL_PATHS = ("actor.path", "tokenizer_path")
 # prefix of an option -> the first stage on which it acts; the first match counts; default "batch"
 ACTS_FROM = (

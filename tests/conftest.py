@@ -71,6 +71,16 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM, which is installed if there is none."""
+    done = subprocess.run([ROOT / "tests/vllm/install_vllm.sh"], capture_output=True, text=True, timeout=1200)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_rank():
     """Remove the variables that `join_ranks` sets for a job of one rank.

@@ -32,18 +32,21 @@ LONGEST_LOOP = 150
 DEEPEST_LOOP = 3
 # File names that occur more than once in a package because they are the same thing for each
 # verb, format or subpackage.
-ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime", "wire"}
+ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime", "start", "wire"}
 # What vulture finds and who uses it.
 USED_FROM_OUTSIDE = {
     "GroupName": "a type in quotes",
     "MemoryNames": "tests: a name service in one process",
+    "WorkerExtension": "vLLM imports its module by this name",
     "MultiTurnWorkflow": "public: users name it in their scripts",
     "__getattr__": "called by the interpreter",
     "assert_consistent": "public: for users' tests",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
+    "finish_weight_update": "called by vLLM",
     "format_commands": "called by click",
     "format_epilog": "called by click",
+    "init_transfer_engine": "called by vLLM",
     "log_message": "called by http.server",
     "make_tiny_family": "tests: tiny models of each family",
     "persistent_load": "called by pickle",
@@ -52,8 +55,10 @@ USED_FROM_OUTSIDE = {
     "pytest_itemcollected": "called by pytest",
     "pytest_terminal_summary": "called by pytest",
     "raw_input": "called by code.InteractiveConsole",
+    "receive_weights": "called by vLLM",
     "replay_record": "public: a pytest fixture",
     "sample_rows": "tests: an engine with one planted fault",
+    "start_weight_update": "called by vLLM",
     "step_with_gradients": "tests: one step of a tiny model",
     "teach": "benchmarks: the model that learning curves start from",
     "write_scripted_record": "tests: a record with known contents",

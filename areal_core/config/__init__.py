@@ -20,6 +20,7 @@ from areal_core.config.generation import (
     GenerationHyperparameters,
     InferenceEngineConfig,
     SGLangConfig,
+    VLLMConfig,
 )
 from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, without_keys
 from areal_core.config.services import ClusterSpecConfig, LauncherConfig, StatsLoggerConfig
@@ -67,6 +68,7 @@ __all__ = [
     "StatsLoggerConfig",
     "TeacherConfig",
     "TrainEngineConfig",
+    "VLLMConfig",
     "ValidDatasetConfig",
     "check_config",
     "config_from_dict",

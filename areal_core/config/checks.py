@@ -19,6 +19,7 @@ from areal_core.config.not_yet import (
 )
 from areal_core.config.policy_checks import PPO_COUPLINGS, ROLLOUT_COUPLINGS
 from areal_core.config.roles import ROLLOUT_SECTIONS, Role
+from areal_core.config.servers import server_options
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
 from areal_core.errors import AllocationError, ConfigError
@@ -162,8 +163,9 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
             f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
             "the first must be a multiple of the second"
         )
-    if allocation.kind == "colocated" and allocation.rollout_backend == "sglang":
-        yield "the allocation puts sglang and fsdp on the same devices; use 'embedded|fsdp:dN' or 'sglang:dN+fsdp:dM'"
+    backend = allocation.rollout_backend
+    if allocation.kind == "colocated" and allocation.has_servers:
+        yield f"the allocation puts {backend} and fsdp on the same devices; use 'embedded|fsdp:dN' or '{backend}:dN+fsdp:dM'"
 
 
 def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> Iterator[str]:
@@ -277,8 +279,8 @@ def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[
 
 def serves_adapters(config: PPOConfig) -> bool:
     """Return whether weight updates send servers the adapter alone, not the merged weights."""
-    requested = config.rollout.use_lora or bool(config.sglang.enable_lora)
-    return config.actor.use_lora and requested and config.allocation.rollout_backend == "sglang"
+    requested = config.rollout.use_lora or server_options(config, config.allocation).enable_lora
+    return config.actor.use_lora and requested and config.allocation.has_servers
 
 
 def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
@@ -293,9 +295,10 @@ def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) ->
 
 
 def adapters_are_trained_where_requested(config: PPOConfig) -> Iterator[str]:
+    options = server_options(config, config.allocation)
     for name, requested in {
         "rollout.use_lora": config.rollout.use_lora,
-        "sglang.enable_lora": config.sglang.enable_lora,
+        options.names["enable_lora"]: options.enable_lora,
     }.items():
         if requested and not config.actor.use_lora:
             yield f"{name} is True and actor.use_lora is False; there is no adapter to sample with: set both to the same value"
@@ -304,26 +307,31 @@ def adapters_are_trained_where_requested(config: PPOConfig) -> Iterator[str]:
 def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
     if not serves_adapters(config):
         return
-    actor, sglang = config.actor, config.sglang
-    if not sglang.enable_lora:
-        yield f"rollout.use_lora is True and sglang.enable_lora is {sglang.enable_lora}; the servers would refuse adapters: set it to true"
-    if sglang.max_lora_rank is None or sglang.max_lora_rank < actor.lora_rank:
+    actor, sglang, options = config.actor, config.sglang, server_options(config, config.allocation)
+    names = options.names
+    if not options.enable_lora:
+        yield f"rollout.use_lora is True and {names['enable_lora']} is not; the servers would refuse adapters: set it to true"
+    if options.max_lora_rank is None or options.max_lora_rank < actor.lora_rank:
         yield (
-            f"sglang.max_lora_rank is {sglang.max_lora_rank} and actor.lora_rank is {actor.lora_rank}; "
+            f"{names['max_lora_rank']} is {options.max_lora_rank} and actor.lora_rank is {actor.lora_rank}; "
             "the first must be at least the second"
         )
-    if sglang.max_loaded_loras < ADAPTERS_AT_ONCE:
+    if options.max_adapters < ADAPTERS_AT_ONCE:
         yield (
-            f"sglang.max_loaded_loras is {sglang.max_loaded_loras}; a weight update needs {ADAPTERS_AT_ONCE}: "
+            f"{names['max_adapters']} is {options.max_adapters}; a weight update needs {ADAPTERS_AT_ONCE}: "
             "the new adapter and the previous one"
         )
     served, wanted = sglang.lora_target_modules or [ALL_LINEAR], actor.target_modules or [ALL_LINEAR]
-    if not {ALL_LINEAR, "all"} & set(served) and not set(wanted) <= set(served):
+    if (
+        config.allocation.rollout_backend == "sglang"
+        and not {ALL_LINEAR, "all"} & set(served)
+        and not set(wanted) <= set(served)
+    ):
         yield f"sglang.lora_target_modules is {served} and actor.target_modules is {wanted}; the first must include all of the second"
     if actor.weight_update_mode != "disk":
         yield (
-            f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which SGLang loads only from a "
-            "folder: set it to disk, or rollout.use_lora and sglang.enable_lora to false for merged weights"
+            f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which they load only from a "
+            f"folder: set it to disk, or rollout.use_lora and {names['enable_lora']} to false for merged weights"
         )
     if config.rollout.pause_mode != "abort":
         yield (

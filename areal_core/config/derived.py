@@ -34,7 +34,7 @@ FOLLOWS = {  # option: the one that it must equal
     "teacher.temperature": "actor.temperature",
 }
 OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "teacher")  # sections that may be missing
-LENGTH_LIMITS = ("actor.mb_spec.max_tokens_per_mb", "gconfig.max_tokens", "sglang.context_length")
+LENGTH_LIMITS = ("actor.mb_spec.max_tokens_per_mb", "gconfig.max_tokens")
 LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.ppo_n_minibatches
 PLACES = ("allocation_mode", "rollout.backend", "actor.backend")
 RECOVERING = ("auto", "on", "fault")
@@ -134,7 +134,10 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
     """Yield options of policy optimisation that are not given and the values that they get."""
     if value_of(tree, "ref") is None and not is_given(tree, "actor.kl_ctl"):
         yield "actor.kl_ctl", 0.0
-    limits = [limit for option in LENGTH_LIMITS if isinstance(limit := value_of(tree, option), int)]
+    of_servers = "vllm.max_model_len" if "vllm" in "".join(modes_of(tree)) else "sglang.context_length"
+    limits = [
+        limit for option in (*LENGTH_LIMITS, of_servers) if isinstance(limit := value_of(tree, option), int)
+    ]
     prompt = number_of(tree, "train_dataset.max_length", 0)
     if limits and 0 < min(limits) - prompt < LONGEST and not is_given(tree, "gconfig.max_new_tokens"):
         yield "gconfig.max_new_tokens", min(limits) - prompt
@@ -148,13 +151,18 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def rows_of_rank(tree: Tree) -> int:
     """Return the sequences of a data-parallel rank in a step; 0 if the allocation has none."""
-    modes = [str(value_of(tree, option) or "") for option in PLACES]
+    modes = modes_of(tree)
     try:
         train = resolve_allocation(*modes).train if any(modes) else Parallel()
     except AllocationError:  # the checks report it
         return 0
     rows = number_of(tree, "train_dataset.batch_size", 1) * number_of(tree, "gconfig.n_samples", 1)
     return rows // train.data if train is not None else 0
+
+
+def modes_of(tree: Tree) -> list[str]:
+    """Return the three texts that define the allocation, "" for each that is not given."""
+    return [str(value_of(tree, option) or "") for option in PLACES]
 
 
 def is_given(tree: Tree, option: str) -> bool:

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_core.allocation import Allocation, resolve_allocation
-from areal_core.config.generation import GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
+from areal_core.config.generation import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    SGLangConfig,
+    VLLMConfig,
+)
 from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, REQUIRED, option, section
 from areal_core.config.services import (
     ClusterSpecConfig,
@@ -211,7 +216,7 @@ class BaseExperimentConfig(TrainsActor):
     memory_profiler: Any = option(None, "Snapshots of device memory.")
     recover: RecoverConfig = section(RecoverConfig, "Whether and how a run resumes.")
     sglang: SGLangConfig = section(SGLangConfig, "The SGLang servers.")
-    vllm: Any = option(None, "Options of vLLM servers; unused.")
+    vllm: VLLMConfig = section(VLLMConfig, "The vLLM servers.")
     launcher: LauncherConfig = section(LauncherConfig, "Resources and environment of each process.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "Scheduler that starts the processes.")
     debug: DebugConfig = section(DebugConfig, "Record and replay.")

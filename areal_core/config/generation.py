@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009  (option() and section() return dataclass fields)
-"""Options of sampling, of the rollout client and of SGLang servers."""
+"""Options of sampling, of the rollout client and of inference servers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +100,7 @@ class InferenceEngineConfig:
     trial_name: str | None = option(None, "Empty: the experiment's.")
     fileroot: str | None = option(None, "Empty: cluster.fileroot.")
     backend: str = option(
-        "", "Allocation of rollout, if allocation_mode is empty: 'sglang:d4' or 'embedded'."
+        "", "Allocation of rollout, if allocation_mode is empty: 'sglang:d4', 'vllm:d4' or 'embedded'."
     )
     max_concurrent_rollouts: int | None = option(
         None,
@@ -224,3 +224,37 @@ class SGLangConfig:
     show_time_cost: bool = option(False, "Log the time of each stage.")
     decode_log_interval: int = option(1, "Decoding steps between two log lines.")
     num_continuous_decode_steps: int = option(1, "Decoding steps between two scheduling rounds.")
+
+
+@dataclass
+class VLLMConfig:
+    """The vLLM server.
+
+    A field becomes the flag of the same name with dashes; None, False, '' and [] are left out.
+    """
+
+    python: str = option("", "Interpreter of the environment that has vLLM; empty: that of the launcher.")
+    model: str = option("", "Model to serve; empty: actor.path.")
+    seed: int = option(1, "Seed of the sampler; each server adds its index.")
+    skip_tokenizer_init: bool = option(False, "Serve token ids only.")
+    enforce_eager: bool = option(False, "Run without CUDA graphs.")
+    dtype: str = option("bfloat16", "Data type of weights and activations.")
+    distributed_executor_backend: str = option("mp", "How a server starts its own ranks.")
+    max_num_seqs: int = option(256, "Maximum requests in a batch.")
+    block_size: int = option(16, "Tokens per block of the key-value cache; a CPU server chooses its own.")
+    swap_space: int = option(4, "GiB of host memory for swapped blocks, in older versions.")
+    cpu_offload_gb: float = option(0, "GiB of weights to keep in host memory.")
+    disable_sliding_window: bool = option(True, "Attend to the whole sequence in every layer.")
+    max_model_len: int | None = option(32768, "Maximum sequence length.")
+    max_seq_len_to_capture: int | None = option(None, "Longest sequence of CUDA graphs, in older versions.")
+    no_enable_chunked_prefill: bool = option(False, "Compute each prompt in one piece.")
+    no_enable_prefix_caching: bool = option(True, "Do not share prefixes between requests.")
+    gpu_memory_utilization: float = option(0.9, "Fraction of GPU memory for weights and key-value cache.")
+    worker_extension_cls: str = option("", "Class added to vLLM's workers; always our own.")
+    enable_sleep_mode: bool = option(False, "Let a running server release and reacquire memory.")
+    uvicorn_log_level: str = option("warning", "Log level of the HTTP layer.")
+    gdn_prefill_backend: str | None = option(None, "Prefill kernels of gated delta networks.")
+    enable_lora: bool = option(False, "Serve adapters.")
+    max_lora_rank: int = option(16, "Maximum rank of an adapter.")
+    max_loras: int = option(8, "Maximum adapters in one batch and in memory.")
+    lora_modules: list[str] | None = option(None, "Adapters to load at the start.")

@@ -27,6 +27,7 @@ class NotYet:
     refused: bool = True
 
 
+UPSTREAM_EXTENSION = "areal.engine.vllm_ext.vllm_worker_extension.VLLMWorkerExtension"
 NO_SCALING = "losses are scaled for Megatron only, which is not supported"
 NO_REWARD_MODEL = "no reward model scores completions: call it in a reward function"
 NO_REWARD_SERVICE = "reward functions run in processes of the trainer: give a reward function to the workflow"
@@ -67,7 +68,9 @@ NOT_YET = (
     NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
     NotYet("cluster.name_resolve.etcd3_addr", ("localhost:2379",), "names are files below nfs_record_root", refused=False),
     NotYet("cluster.name_resolve.ray_actor_name", ("ray_kv_store",), "names are files below nfs_record_root", refused=False),
-    NotYet("vllm", (None,), "there is no vLLM client; the section is ignored", refused=False),
+    NotYet("vllm.worker_extension_cls", ("", UPSTREAM_EXTENSION), "workers are extended by our own class", refused=False),
+    NotYet("vllm.swap_space", (4,), "vLLM 0.32 has no such flag, and swaps nothing", refused=False),
+    NotYet("vllm.max_seq_len_to_capture", (None, 32768), "vLLM 0.32 has no such flag", refused=False),
     NotYet("sglang.enable_multimodal", (False,), "servers get the flag, and requests carry text only", refused=False),
     NotYet("stats_logger.swanlab.*", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip

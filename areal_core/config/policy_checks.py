@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from areal_core.config.derived import num_given_servers
 from areal_core.config.experiment import PPOConfig
+from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import shown
+from areal_core.config.servers import server_options
 from areal_core.config.train_engine import NormConfig
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
@@ -103,8 +105,9 @@ def longest_sequence_is_trained(config: PPOConfig) -> Iterator[str]:
 
 def longest_sequence_is_sampled(config: PPOConfig) -> Iterator[str]:
     gconfig = config.gconfig
-    if config.allocation.rollout_backend == "sglang":
-        yield from too_short(config, {"sglang.context_length": config.sglang.context_length})
+    if config.allocation.has_servers:
+        options = server_options(config, config.allocation)
+        yield from too_short(config, {options.names["context_length"]: options.context_length})
     if gconfig.min_new_tokens > gconfig.max_new_tokens:
         yield f"gconfig.min_new_tokens is {gconfig.min_new_tokens} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
 
@@ -119,6 +122,16 @@ def too_short(config: PPOConfig, limits: dict[str, int | None]) -> Iterator[str]
     for name, limit in limits.items():
         if limit is not None and limit < longest:
             yield f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit"
+
+
+def servers_report_what_is_trained(config: PPOConfig) -> Iterator[str]:
+    gconfig = config.gconfig
+    every_token = GenerationHyperparameters.top_k
+    if config.allocation.rollout_backend == "vllm" and (gconfig.top_p < 1 or gconfig.top_k < every_token):
+        yield (
+            f"gconfig.top_p is {gconfig.top_p} and gconfig.top_k is {gconfig.top_k}; vLLM's log-probs are normalised over the "
+            f"tokens that remain, the trainer's over all: set them to 1 and {every_token}, or use sglang"
+        )
 
 
 def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
@@ -264,6 +277,7 @@ PPO_COUPLINGS = (
     temperatures_agree,
     kl_penalty_has_a_reference,
     longest_sequence_is_trained,
+    servers_report_what_is_trained,
     overlong_penalty_is_complete,
     lengths_of_the_loss_are_those_sampled,
     rejection_sampling_is_consistent,

@@ -6,4 +6,4 @@
 from typing import Literal
 
 Role = Literal["train", "rollout"]
-ROLLOUT_SECTIONS = ("rollout", "gconfig", "sglang", "cluster")  # that rollouts alone read
+ROLLOUT_SECTIONS = ("rollout", "gconfig", "sglang", "vllm", "cluster")  # that rollouts alone read

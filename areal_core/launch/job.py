@@ -13,7 +13,6 @@ latter two run them on other machines, and show their output by `following` the 
 Servers that run already (`Job.given_servers`) are checked instead of started, and left running.
 """
 
-import json
 import os
 import sys
 import threading
@@ -30,6 +29,7 @@ from areal_core.allocation import Allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig
 from areal_core.config.checks import serves_adapters
 from areal_core.config.not_yet import merged_spec
+from areal_core.config.servers import server_options
 from areal_core.environment import DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
@@ -39,11 +39,11 @@ from areal_core.rollout.fleet.server import (
     ADDRESSES_VARIABLE,
     LOGS_VARIABLE,
     Server,
-    call,
     environment_of,
     servers_from_environment,
 )
-from areal_core.sglang.wire import SGLANG
+from areal_core.rollout.fleet.wire import Wire
+from areal_core.rollout.fleet.wires import wire_of
 
 MISUSE = 2  # exit code of a mistake that the user has to correct
 MAX_THREADS = 32  # that query servers
@@ -79,7 +79,7 @@ class Job:
     def num_servers(self) -> int:
         """Inference servers to start."""
         rollout = self.allocation.rollout
-        if not self.with_servers or self.allocation.rollout_backend != "sglang" or rollout is None:
+        if not self.with_servers or not self.allocation.has_servers or rollout is None:
             return 0
         return 0 if self.uses_given_servers else rollout.data
 
@@ -152,19 +152,21 @@ def problems_of_given_servers(job: Job) -> list[str]:
         servers = servers_from_environment({ADDRESSES_VARIABLE: job.given_servers})
     except WrongServer as error:
         return [f"{ADDRESSES_VARIABLE}: {error}"]
-    check = partial(problem_of, served_model(config), rollout.world_size // rollout.data)
+    check = partial(
+        problem_of, wire_of(job.allocation), served_model(config), rollout.world_size // rollout.data
+    )
     with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers") as threads:
         return [problem for problem in threads.map(check, servers) if problem]
 
 
-def problem_of(model: RunModel, num_devices: int, server: Server) -> str:
+def problem_of(wire: Wire, model: RunModel, num_devices: int, server: Server) -> str:
     """Return why a server cannot serve a model on so many devices; "" if it can."""
     try:
-        SGLANG.check_identity(server, SGLANG.ask_identity(server), model)
-        found = int(json.loads(call(server, "GET", "/server_info"))["tp_size"])
-        if found != num_devices:
+        identity = wire.ask_identity(server)
+        wire.check_identity(server, identity, model)
+        if (found := identity.num_devices) != num_devices:
             return (
-                f"the server at {server.address} has {found} devices (tp_size) and the allocation has {num_devices} for "
+                f"the server at {server.address} has {found} devices and the allocation has {num_devices} for "
                 f"each server, which weight updates rely on: give an allocation with t{found}, as 'sglang:d1t{found}+fsdp:d1'"
             )
     except WrongServer as error:
@@ -179,7 +181,7 @@ def problem_of(model: RunModel, num_devices: int, server: Server) -> str:
 
 def served_model(config: PPOConfig) -> RunModel:
     """Return the model that every server of a run must serve."""
-    path = config.sglang.model_path or config.actor.path
+    path = server_options(config, config.allocation).model
     if Path(path).is_dir():
         path = str(Path(path).resolve())  # a server may have another working directory
     return run_model(path, needs_adapters=serves_adapters(config))

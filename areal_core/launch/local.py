@@ -1,4 +1,4 @@
-"""Run a job on this machine: SGLang servers on the first devices, torchrun on the others."""
+"""Run a job on this machine: servers on the first devices, torchrun on the others."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from areal_core.config import BaseExperimentConfig
 from areal_core.launch.job import Job, run_job
 from areal_core.launch.placement import plan_servers, start_server
+from areal_core.launch.server_process import InferenceServer
 from areal_core.launch.torchrun import run_ranks
-from areal_core.sglang.start import SGLangServer
 
 
 def launch(job: Job) -> int:
@@ -26,10 +26,17 @@ def launch(job: Job) -> int:
     return run_job(job, lambda stack: start_servers(job, stack), run)
 
 
-def start_servers(job: Job, stack: ExitStack) -> list[SGLangServer]:
+def start_servers(job: Job, stack: ExitStack) -> list[InferenceServer]:
     """Start every server, then wait for all; `stack` stops them. Raises `ServerFailed`."""
     servers = []
-    for plan in plan_servers(job, device_of(job.config), share_devices=True):
+    for i, plan in enumerate(plan_servers(job, device_of(job.config), share_devices=True)):
+        if plan.engine == "vllm" and device_of(job.config) == "cuda":
+            # vLLM has no argument for its first device, so each server sees only its own.
+            rollout = job.allocation.rollout
+            assert rollout is not None
+            size = rollout.world_size // rollout.data
+            own = visible_devices()[i * size : (i + 1) * size]
+            plan.env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         servers.append(start_server(plan))
         stack.callback(servers[-1].stop)
     for server in servers:

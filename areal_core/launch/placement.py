@@ -6,11 +6,15 @@ A `ServerPlan` is plain data, so that another machine can start the server.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.allocation import Parallel
 from areal_core.config import PPOConfig
 from areal_core.config.checks import ALL_LINEAR
+from areal_core.config.servers import server_options
 from areal_core.errors import ConfigError
 from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment, scheduled_environment
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.launch.server_process import InferenceServer
+from areal_core.sglang import start as sglang
+from areal_core.vllm import start as vllm
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,15 @@ def place(job: Job) -> Placement:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Arguments of one `SGLangServer`, in JSON types."""
+    """One server, in JSON types. `python` is the interpreter of a vLLM server."""
 
     model_path: str
     log: str
     args: list[str]
     env: dict[str, str]
     ready_timeout_s: float
+    engine: str = "sglang"
+    python: str = ""
 
 
 def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPlan]:
@@ -99,21 +105,48 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
             "section: use an allocation that only trains, such as 'fsdp:d1'"
         )
     scheduled = scheduled_environment(config.rollout.scheduling_spec)
-    env = {**(cpu_environment() if device == "cpu" else NCCL_WITH_SERVERS), **scheduled, **named}
-    devices_per_server = rollout.world_size // rollout.data
+    with_others = NCCL_WITH_SERVERS if device == "cuda" else {}
     plans = []
     for i in range(job.num_servers):
-        options = replace(
-            config.sglang,
-            random_seed=config.sglang.random_seed + i,
-            lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+        first_device = i * (rollout.world_size // rollout.data) if share_devices else 0
+        if job.allocation.rollout_backend == "vllm":
+            args, env = vllm_arguments(config, rollout, device, i)
+        else:
+            args, env = sglang_arguments(config, rollout, device, i, first_device)
+        plans.append(
+            ServerPlan(
+                server_options(config, job.allocation).model,
+                str(job.log_dir / f"llm_server_{i}.log"),
+                args,
+                {**with_others, **env, **scheduled, **named},
+                config.rollout.setup_timeout,
+                str(job.allocation.rollout_backend),
+                config.vllm.python,
+            )
         )
-        first_device = i * devices_per_server if share_devices else 0
-        args = server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
-        model_path = config.sglang.model_path or config.actor.path
-        log = str(job.log_dir / f"llm_server_{i}.log")
-        plans.append(ServerPlan(model_path, log, args, env, config.rollout.setup_timeout))
     return plans
+
+
+def sglang_arguments(
+    config: PPOConfig, rollout: Parallel, device: str, index: int, first_device: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of SGLang server `index`."""
+    options = replace(
+        config.sglang,
+        random_seed=config.sglang.random_seed + index,
+        lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+    )
+    args = sglang.server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
+    return args, sglang.cpu_environment() if device == "cpu" else {}
+
+
+def vllm_arguments(
+    config: PPOConfig, rollout: Parallel, device: str, index: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of vLLM server `index`."""
+    options = replace(config.vllm, seed=config.vllm.seed + index)
+    args = vllm.server_args(options, device, tensor_size=rollout.tensor, pipeline_size=rollout.pipeline)
+    return args, vllm.server_environment(device)
 
 
 def adapted_modules(config: PPOConfig) -> list[str]:
@@ -121,8 +154,10 @@ def adapted_modules(config: PPOConfig) -> list[str]:
     return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
-def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> SGLangServer:
+def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> InferenceServer:
     """Start a server on this machine, on a free port of `host`, without waiting for readiness."""
-    return SGLangServer(
-        plan.model_path, Path(plan.log), plan.args, plan.env, host=host, ready_timeout_s=plan.ready_timeout_s
-    )
+    if plan.engine == "vllm":
+        command = vllm.server_command(plan.model_path, plan.args, plan.python)
+    else:
+        command = sglang.server_command(plan.model_path, plan.args)
+    return InferenceServer(command, Path(plan.log), plan.env, host=host, ready_timeout_s=plan.ready_timeout_s)

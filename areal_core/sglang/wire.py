@@ -267,8 +267,9 @@ def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
             str(started["device"]),
             str(started["dtype"]),
             bool(started["enable_lora"]),
+            int(started.get("tp_size", 1)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MalformedReply(
             f"/model_info or /server_info is not what SGLang 0.5 sends: {error!r}"
         ) from error

@@ -34,13 +34,14 @@ from areal_core.rollout.fleet.pool import ServerPool
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.rollout.fleet.wire import Call
+from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.live import LiveRollouts, SharedRollouts
 from areal_core.rollout.pipeline import Executor, PromptLoader
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
-from areal_core.sglang.wire import SGLANG
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
@@ -64,7 +65,7 @@ def build_live_rollouts(
 ) -> LiveRollouts:
     """Build the rollouts of this rank's prompts, on the engine of the allocation.
 
-    A collective if that engine is SGLang.
+    A collective if that engine has servers.
 
     Args:
         num_steps: the run's total; no prompts are started for later ones.
@@ -79,7 +80,7 @@ def build_live_rollouts(
             f"'embedded|' in front, or replay a record"
         )
     engine, weight_update = (
-        build_sglang(config, ranks) if backend == "sglang" else build_embedded(config, ranks, tokenizer)
+        build_embedded(config, ranks, tokenizer) if backend == "embedded" else build_servers(config, ranks)
     )
     options = config.rollout
     executor = Executor(
@@ -120,8 +121,8 @@ def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -
         assert live is not None
         return live
     weight_update = None
-    if live is None and config.allocation.rollout_backend == "sglang":
-        ranks.barrier()  # the other ranks are at the one in `build_sglang`
+    if live is None and config.allocation.has_servers:
+        ranks.barrier()  # the other ranks are at the one in `build_servers`
         weight_update = build_weight_update(config, ranks, pool=None)
     return SharedRollouts(live, weight_update, ranks.share, serves_adapters(config))
 
@@ -183,7 +184,7 @@ def build_embedded(
     return engine, ReplicaUpdate(replica, engine)
 
 
-def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
+def build_servers(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, WeightUpdate]:
     """Build the client of the run's servers, once they serve the first weights; a collective.
 
     Raises:
@@ -194,7 +195,7 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
     options = config.rollout
     discovery = discover_servers(config)
     if ranks.rank == 0:
-        continue_generation(discovery.configured)
+        continue_generation(discovery.configured, wire_of(config.allocation).resume())
     servers = wait_until_ready(discovery, options.setup_timeout)
     pool = build_pool(config, servers, discovery) if ranks.rank == 0 else None
     if pool is not None:
@@ -205,12 +206,11 @@ def build_sglang(config: PPOConfig, ranks: Ranks) -> tuple[InferenceEngine, Weig
     return client, build_weight_update(config, ranks, pool)
 
 
-def continue_generation(servers: Sequence[Server]) -> None:
+def continue_generation(servers: Sequence[Server], resume: Call) -> None:
     """Resume servers that a run has left paused because it was killed during a weight update.
 
     SGLang's `/health` does not answer while it is paused.
     """
-    resume = SGLANG.resume()
     for server in servers:
         with suppress(OSError, RequestRefused):  # not ready yet: it is not paused either
             call(server, "POST", resume.path, resume.payload, timeout_s=5.0)
@@ -223,7 +223,7 @@ def build_client(
     options = config.rollout
     return FleetClient(
         servers,
-        SGLANG,
+        wire_of(config.allocation),
         timeout_s=options.request_timeout,
         num_retries=options.request_retries,
         discovery=discovery,
@@ -250,7 +250,7 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
     """Build the control connection of rank 0 to the servers."""
     return ServerPool(
         servers,
-        SGLANG,
+        wire_of(config.allocation),
         discovery=discovery,
         model=served_model(config),
         pause_mode=config.rollout.pause_mode,

@@ -11,6 +11,7 @@ from typing import Any
 from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, OptimizerConfig, PPOConfig, RWConfig, TrainEngineConfig
 from areal_core.config.checks import is_base_of
+from areal_core.config.servers import server_options
 from areal_debug.dry_run.step import AnyConfig
 
 FP32 = 4
@@ -264,9 +265,9 @@ def engine_parts(
         return []
     num_engines, tensor = allocation.rollout.data, allocation.rollout.tensor
     is_embedded = allocation.rollout_backend == "embedded"
-    dtype = config.actor.dtype if is_embedded else config.sglang.dtype
+    dtype = config.actor.dtype if is_embedded else server_options(config, allocation).dtype
     size = cached = SIZES[dtype]
-    if not is_embedded and "fp8" in config.sglang.kv_cache_dtype:
+    if allocation.rollout_backend == "sglang" and "fp8" in config.sglang.kv_cache_dtype:
         cached = 1
     weights = shape.num_parameters * size // tensor
     split = f" over {tensor} devices" if tensor > 1 else ""

@@ -190,7 +190,8 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
             if placement is None
             else on_machines(placement.server_nodes, placement)
         )
-        found.append(Processes("SGLang server", job.num_servers, num_taken // job.num_servers, where))
+        name = {"sglang": "SGLang server", "vllm": "vLLM server"}[str(allocation.rollout_backend)]
+        found.append(Processes(name, job.num_servers, num_taken // job.num_servers, where))
     if allocation.train is not None:
         world = allocation.train.world_size
         where = (

@@ -22,7 +22,7 @@ Decode = Callable[[list[int]], str]
 async def identify(client: HttpClient, decode: Decode, vocabulary_size: int) -> Engine:
     """Identify the engine at an address by its routes. Raises EngineError."""
     info = await client.get("/server_info")
-    if info is not None:
+    if info is not None and "vllm_config" not in info:  # vLLM's servers of a run have this route, too
         return sglang.SGLang(
             client, sglang.parse_identity(client.address, info, await client.get("/model_info"))
         )

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,17 +14,7 @@ from areal_core.testing import make_tiny_model
 from areal_debug.consistency.command import command
 
 pytestmark = pytest.mark.long
-INSTALL = Path(__file__).parent.parent / "vllm" / "install_vllm.sh"
 READY_TIMEOUT_S = 300.0
-
-
-@pytest.fixture(scope="module")
-def vllm_python():
-    done = subprocess.run([INSTALL], capture_output=True, text=True, timeout=1200)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")

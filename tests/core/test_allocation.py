@@ -52,7 +52,11 @@ def test_world_size_multiplies_all_but_experts():
     assert allocation.train.world_size == 32
 
 
-@given(st.sampled_from(["sglang:{}+fsdp:{}", "sglang:{}|fsdp:{}"]), st.integers(1, 64), st.integers(1, 64))
+@given(
+    st.sampled_from(["sglang:{}+fsdp:{}", "sglang:{}|fsdp:{}", "vllm:{}+fsdp:{}"]),
+    st.integers(1, 64),
+    st.integers(1, 64),
+)
 def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
     allocation = parse_allocation(shape.format(f"d{servers}", f"d{ranks}"))
     assert parse_allocation(str(allocation)) == allocation
@@ -71,7 +75,7 @@ def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
         ("fsdp:d2p2", "p and e need Megatron"),
         ("fsdp:d2+fsdp:d2", "found '+' at character 8, expected the end"),
         ("embedded", "expected '|'"),
-        ("vllm:d2+fsdp:d2", "there is no vLLM client; use sglang"),
+        ("vllm:d2c2+fsdp:d2", "found 'c2' at character 8, expected servers take d, t and p"),
         ("sglang:d2+megatron:d2", "megatron at character 11: there is no Megatron engine; use fsdp"),
     ],
 )

@@ -71,6 +71,9 @@ def test_sound_config_passes_without_notes():
         ({"actor.kl_ctl": 0.1, "ref": PPOActorConfig(temperature=0.5)}, ["ref.temperature is 0.5", "actor.temperature is 1.0"]),
         ({"actor.mb_spec.max_tokens_per_mb": 95}, ["max_tokens_per_mb is 95", "max_length is 32", "max_new_tokens is 64", "96 tokens"]),
         ({"sglang.context_length": 80}, ["sglang.context_length is 80", "96 tokens"]),
+        ({"allocation_mode": "vllm:d1+fsdp:d2", "vllm.max_model_len": 80}, ["vllm.max_model_len is 80", "96 tokens"]),
+        ({"allocation_mode": "vllm:d1|fsdp:d2"}, ["puts vllm and fsdp on the same devices", "vllm:dN+fsdp:dM"]),
+        ({"allocation_mode": "vllm:d1+fsdp:d2", "gconfig.top_p": 0.9}, ["gconfig.top_p is 0.9", "use sglang"]),
         ({"gconfig.min_new_tokens": 65}, ["gconfig.min_new_tokens is 65", "gconfig.max_new_tokens is 64"]),
         ({"debug.dump_rollout_data": True, "debug.replay_rollout_data": True, "debug.path": "x"},
          ["debug.dump_rollout_data is True", "debug.replay_rollout_data is True"]),
@@ -172,8 +175,10 @@ def test_option_without_its_feature_is_refused_by_name(changes, error_text):
 
 
 def test_option_that_cannot_change_training_is_only_noted():
-    notes = check_config(changed(sound_config(), {"stats_logger.swanlab.mode": "cloud", "vllm": {"seed": 1}}))
-    assert [note.partition(" is ")[0] for note in notes] == ["vllm", "stats_logger.swanlab.mode"]
+    notes = check_config(
+        changed(sound_config(), {"stats_logger.swanlab.mode": "cloud", "vllm.swap_space": 8})
+    )
+    assert [note.partition(" is ")[0] for note in notes] == ["vllm.swap_space", "stats_logger.swanlab.mode"]
 
 
 def test_supervised_run_is_checked_without_a_rollout():

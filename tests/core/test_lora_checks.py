@@ -58,7 +58,7 @@ def test_servers_get_merged_weights_unless_adapters_are_requested():
     [
         ({"actor": {"lora_rank": 0}}, "actor.lora_rank is 0 and actor.lora_alpha is 16; expected 1 or more"),
         ({"actor": {"use_lora": False}}, "rollout.use_lora is True and actor.use_lora is False"),
-        ({"actor": {"weight_update_mode": "xccl"}}, "SGLang loads only from a folder: set it to disk"),
+        ({"actor": {"weight_update_mode": "xccl"}}, "which they load only from a folder: set it to disk"),
         ({"actor": {"lora_rank": 16}}, "sglang.max_lora_rank is 8 and actor.lora_rank is 16"),
         ({"sglang": {"max_lora_rank": None}}, "sglang.max_lora_rank is None and actor.lora_rank is 8"),
         ({"sglang": {"enable_lora": None}}, "the servers would refuse adapters: set it to true"),

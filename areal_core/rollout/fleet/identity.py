@@ -27,6 +27,7 @@ class ServerIdentity:
     device: str  # "cpu" or "cuda"
     dtype: str  # "auto" if the model's config defines it
     serves_adapters: bool
+    num_devices: int = 1  # that one copy of the model is split over
 
 
 @dataclass(frozen=True)

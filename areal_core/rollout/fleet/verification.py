@@ -13,8 +13,8 @@ name, so ours must be computed of the tensors in the server's layout:
     model.embed_tokens.weight           ->    the same name                     padded with zero rows to a multiple of 64
     any                                 ->    the same name                     in the server's dtype
 
-vLLM and SGLang on the CPU hash with SHA-256, SGLang on a GPU with a hash of 32-bit words
-(`words_hash`), as of 0.5.23. Weights that cannot be compared (tensor-parallel shards, fused experts, quantised
+vLLM, and SGLang on the CPU, hash with SHA-256; SGLang 0.5.23 on a GPU with a hash of 32-bit words
+(`words_hash`). Weights that cannot be compared (tensor-parallel shards, fused experts, quantised
 weights) are counted and named, and are no mismatch.
 """
 

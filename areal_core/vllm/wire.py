@@ -1,0 +1,284 @@
+"""vLLM's routes and JSON, as of 0.32. Implements `rollout.fleet.wire.Wire`.
+
+Requests of tokens go to `/inference/v1/generate`. Its replies name the weight version of each
+token. A log-prob that is not a number arrives as -9999, and is one that is not a number here.
+
+vLLM loads weights and sets their version by separate calls, in a pause, so no token is sampled in
+between. A failed load leaves its model without weights: the next request ends the server.
+"""
+
+import json
+import math
+import re
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
+from areal_core.rollout.fleet.reply import Chunk, Scored, parse_version
+from areal_core.rollout.fleet.server import Server, call
+from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
+from areal_core.rollout.types import Sampling
+
+OLDEST, TOO_NEW = (0, 32, 0), (0, 33, 0)  # older ones have no version of their weights
+SHOWN_BYTES = 200  # of a reply in an error message
+NOT_A_NUMBER = -9999.0
+FACTS_S = 60.0
+DIGITS = 16  # of a checksum, as those of SGLang
+REQUEST = "generate-tokens-"  # before the id of a request in its reply
+# vLLM empties its cache in a pause, except if it keeps requests; an aborted one is computed again.
+PAUSES = {"abort": "abort", "retract": "abort", "in_place": "keep"}
+
+
+class VLLMWire:
+    """The routes of a vLLM server that `vllm.start` started, or one with its arguments."""
+
+    generate_path = "/inference/v1/generate"
+    version_path = "/weight_info"
+    alive_path = "/health"
+
+    def generate_payload(
+        self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
+    ) -> dict[str, Any]:
+        """Return the JSON of a request of tokens."""
+        params = {
+            "max_tokens": num_new_tokens,
+            "min_tokens": max(0, sampling.min_new_tokens - num_sampled),
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": sampling.skip_special_tokens,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logprobs": 0,
+        }
+        if sampling.stop:
+            params["stop"] = sampling.stop
+        return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
+
+    def adapter_fields(self, adapter: str) -> dict[str, Any]:
+        """Return the field that names the adapter."""
+        return {"model": adapter}
+
+    def parse_generate(self, body: bytes) -> Chunk:
+        """Parse a reply of tokens.
+
+        Raises:
+            MalformedReply: a field is missing, or the lists differ in length.
+        """
+        try:
+            reply = json.loads(body)
+            rid = str(reply["request_id"]).removeprefix(REQUEST)
+            (choice,) = reply["choices"]
+            tokens = [index(token) for token in choice["token_ids"] or ()]
+            entries = choice["logprobs"]["content"] or ()
+            logprobs = [number(entry["logprob"]) for entry in entries]
+            ids = [index(entry["token_id"]) for entry in entries]
+            versions: list[int | None] = []
+            for span in choice["weight_versions"] or ():
+                versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+            finish = str(choice["finish_reason"])
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(self.generate_path, error, body) from error
+        if ids != tokens or len(versions) != len(tokens):
+            raise MalformedReply(
+                f"a {self.generate_path} reply holds {len(ids)} logprobs and {len(versions)} versions for "
+                f"{len(tokens)} tokens, or logprobs of other tokens",
+                "counts_agree",
+            )
+        return Chunk(tokens, logprobs, versions, finish, rid)
+
+    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
+        """Return the JSON of a prefill; vLLM samples at least one token, which is not used."""
+        params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
+        return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
+
+    def parse_score(self, body: bytes, expected: list[int]) -> Scored:
+        """Parse the reply of a prefill: for each position, the id and its log-prob.
+
+        Raises:
+            MalformedReply: a field is missing, or the log-probs are of other ids.
+        """
+        try:
+            reply = json.loads(body)
+            rows = reply["prompt_logprobs"][-len(expected) :]
+            logprobs = [number(row[str(token)]["logprob"]) for row, token in zip(rows, expected, strict=True)]
+            (choice,) = reply["choices"]
+            version = parse_version(choice["weight_versions"][0]["version"])
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(self.generate_path, error, body) from error
+        return Scored(logprobs, version)
+
+    def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
+        """Query the identity of a server.
+
+        Raises:
+            WrongServer: it lacks the routes, or was started with other options.
+            OSError: it does not answer.
+        """
+        try:
+            version = call(server, "GET", "/version", timeout_s=timeout_s)
+            # Its first reply takes seconds, in which it collects facts of its machine.
+            started = call(
+                server, "GET", "/server_info?config_format=json", timeout_s=max(timeout_s, FACTS_S)
+            )
+            held = self.parse_weight_version(
+                call(server, "GET", "/weight_info", timeout_s=timeout_s).encode()
+            )
+            return parse_identity(version, started, held)
+        except (MalformedReply, RuntimeError) as error:
+            raise WrongServer(
+                f"{server.address} is not a vLLM server that this version can use ({error}); let the run start it, with "
+                "vllm:dN in its allocation (docs/vllm.md)"
+            ) from error
+
+    def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
+        """Raise `WrongServer` if the server is of another vLLM release or serves another model."""
+        release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
+        if release < OLDEST or release >= TOO_NEW:
+            wrong = "too old" if release < OLDEST else "newer than this version knows"
+            raise WrongServer(
+                f"the server at {server.address} is vLLM {identity.version}, which is {wrong}: use 0.32"
+            )
+        check_model(server, identity, model, "--enable-lora")
+
+    def parse_weight_version(self, body: bytes) -> str:
+        """Return the version in a reply of `/weight_info`. Raises `MalformedReply`."""
+        try:
+            return str(json.loads(body)["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed(self.version_path, error, body) from error
+
+    def pause(self, mode: str) -> Call:
+        """Pause generation."""
+        return Call(f"/pause?mode={PAUSES[mode]}", {})
+
+    def resume(self) -> Call:
+        """Continue generation."""
+        return Call("/resume", {})
+
+    def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
+        """Load all weights of a checkpoint folder."""
+        load = {"method": "load_checkpoint", "kwargs": {"folder": str(folder)}}
+        return [Call("/collective_rpc", load), self.set_version(version)]
+
+    def begin_update(self) -> Call:
+        """Open an update session."""
+        return Call("/start_weight_update", {})
+
+    def end_update(self, version: int | None) -> Call:
+        """Close an update session; the new version comes with its end."""
+        return Call("/finish_weight_update", {} if version is None else {"weight_version": str(version)})
+
+    def join_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
+    ) -> Call:
+        """Join a process group, and leave the one before it."""
+        group_info = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "backend": backend,
+            "group_name": group,
+        }
+        return Call("/init_weight_transfer_engine", {"init_info": group_info})
+
+    def receive(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        last: LastBucket | None,
+    ) -> Call:
+        """Receive tensors by broadcast."""
+        return Call("/update_weights", {"update_info": {"names": names, "dtypes": dtypes, "shapes": shapes}})
+
+    def checksums(self) -> Call:
+        """Return checksums of all weights."""
+        return Call("/weight_checker", {"action": "checksum"})
+
+    def hashes_by_sha256(self, device: str) -> bool:
+        """Return True: vLLM hashes on the host, whatever the device."""
+        return True
+
+    def parse_checksums(self, body: str) -> HeldWeights:
+        """Parse a reply of `/weight_checker`: `RANKS:NAME` to a SHA-256, of every rank.
+
+        Raises `MalformedReply`, which names the missing field.
+        """
+        try:
+            checksums: dict[str, list[str]] = {}
+            for key, checksum in json.loads(body)["checksums"].items():
+                # A layer that takes adapters holds its weight in an inner layer.
+                name = key.rpartition(":")[2].replace(".base_layer.", ".")
+                checksums.setdefault(name, []).append(checksum[:DIGITS])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise malformed("/weight_checker", error, body) from error
+        return HeldWeights(checksums, any(len(of_ranks) > 1 for of_ranks in checksums.values()))
+
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        """Load a LoRA adapter."""
+        return Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def parse_loaded(self, body: str) -> set[str]:
+        """Return the name in a reply of success, which names no other adapter."""
+        found = re.search(r"LoRA adapter '([^']*)' added", body)
+        if found is None:
+            raise malformed("/v1/load_lora_adapter", ValueError("no adapter was added"), body)
+        return {found[1]}
+
+    def unload_adapter(self, name: str) -> Call:
+        """Unload a LoRA adapter."""
+        return Call("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def set_version(self, version: int) -> Call:
+        """Set the weight version."""
+        return Call("/update_weight_version", {"new_version": str(version)})
+
+
+VLLM = VLLMWire()
+
+
+def number(logprob: Any) -> float:
+    """Return a log-prob of a reply."""
+    return math.nan if logprob <= NOT_A_NUMBER else logprob + 0.0
+
+
+def malformed(route: str, error: Exception, body: bytes | str) -> MalformedReply:
+    """Return the error of a reply that cannot be parsed."""
+    return MalformedReply(
+        f"a {route} reply is not what vLLM 0.32 sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
+    )
+
+
+def parse_identity(version: str, server_info: str, weight_version: str) -> ServerIdentity:
+    """Parse the two replies. Raises `MalformedReply`: a field is missing, or an option differs."""
+    try:
+        started = json.loads(server_info)["vllm_config"]
+        model = started["model_config"]
+        transfer = (started["weight_transfer_config"] or {}).get("backend")
+        mode = model["logprobs_mode"]
+        identity = ServerIdentity(
+            str(json.loads(version)["version"]),
+            str(model["model"]),
+            (),
+            weight_version,
+            str(started["device_config"]["device"]),
+            str(model["dtype"]).removeprefix("torch."),
+            started["lora_config"] is not None,
+            started["parallel_config"]["tensor_parallel_size"]
+            * started["parallel_config"]["pipeline_parallel_size"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedReply(f"/server_info is not what vLLM 0.32 sends: {error!r}") from error
+    if mode != "processed_logprobs":
+        raise MalformedReply(
+            f"its --logprobs-mode is {mode}; training needs processed_logprobs, those of the distribution that is sampled from"
+        )
+    if transfer != "areal":
+        raise MalformedReply(f"the backend of its --weight-transfer-config is {transfer}, and must be areal")
+    return identity

@@ -1,0 +1,226 @@
+"""A real vLLM server on the CPU: its log-probs, weight updates, and what it refuses."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from areal_core.config import VLLMConfig
+from areal_core.launch.server_process import InferenceServer
+from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.identity import run_model
+from areal_core.rollout.fleet.pool import ServerPool
+from areal_core.rollout.fleet.server import call
+from areal_core.rollout.fleet.verification import WeightCheck
+from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.rollout.fleet.wire import is_alive, weight_version
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.testing import make_tiny_model
+from areal_core.vllm.start import server_args, server_command, server_environment
+from areal_core.vllm.wire import VLLM
+from areal_debug.consistency.command import command as consistency
+
+from ..rollout.sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
+
+pytestmark = pytest.mark.long
+RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} 12\.0$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    # vLLM's CPU attention has no kernel for heads narrower than 32.
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=256, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def model(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def start_vllm(vllm_python, model_path, tmp_path_factory):
+    def start(port: int = 0, **options) -> InferenceServer:
+        args = server_args(VLLMConfig(dtype="float32", max_model_len=1024, **options), "cpu")
+        command = server_command(model_path, args, vllm_python)
+        log = tmp_path_factory.mktemp("vllm") / "llm_server_0.log"
+        return InferenceServer(command, log, server_environment("cpu"), port=port, ready_timeout_s=600.0)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def vllm_server(start_vllm):
+    with start_vllm() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pool(vllm_server, model_path):
+    pool = ServerPool([vllm_server.server], VLLM, timeout_s=60.0, model=run_model(str(model_path)))
+    yield pool
+    pool.close()
+
+
+def test_the_server_is_known_as_the_runs(pool, model_path):
+    pool.check_model()
+    identity = pool.identity()
+    assert (identity.version, identity.device, identity.dtype) == ("0.32.0", "cpu", "float32")
+    assert (identity.model_path, identity.weight_version) == (str(model_path), "default")
+    assert not identity.serves_adapters
+    assert is_alive(pool.servers[0], VLLM)
+
+
+def test_logprobs_are_those_of_transformers(pool, model):
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {0}
+    assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+
+
+def test_a_server_scores_given_tokens_as_transformers_does(pool, model):
+    row, num_prompt = [10, 11, 12, *range(40, 60)], 3
+    body = call(pool.servers[0], "POST", VLLM.generate_path, VLLM.score_payload(row, num_prompt, "score"))
+    scored = VLLM.parse_score(body.encode(), row[num_prompt:])
+    with torch.no_grad():
+        logprobs = model(torch.tensor([row])).logits[0, num_prompt - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(row[num_prompt:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(scored.logprobs), expected, atol=1e-5, rtol=0)
+    assert scored.version is None
+
+
+def test_the_server_is_judged_healthy_at_any_temperature(pool, model_path, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--engine", pool.servers[0].address, "--model", model_path, "--prompts", prompts]
+    done = CliRunner().invoke(consistency, [*map(str, arguments), "--temperature", "0.6", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["causes"][0]["id"]) == ("healthy", "R35")
+    assert found["engines"] == [f"vLLM 0.32.0 with {model_path}"]
+    assert found["metrics"]["mean_abs"] < 1e-5
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
+    (free,) = generate(pool, 1, 12, greedy=True, ignore_eos=True)
+    stop = free.output_tokens[3]
+    (stopped,) = generate(pool, 1, 12, greedy=True, stop_token_ids=[stop])
+    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
+    assert stopped.stop_reason == "stop"
+
+
+def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, model_path, tmp_path):
+    perturb(model, 1)
+    assert_not_sampled_by(model, generate(pool))
+    check = WeightCheck(every=1)
+    DiskUpdate(pool, tmp_path / "update", model_path, check=check).send(model.named_parameters(), 7)
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {7}
+
+
+def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
+    update = BroadcastUpdate(pool, "gloo", bucket_bytes=1_000_000, check=WeightCheck(every=1))
+    for version in (8, 9):
+        perturb(model, version)
+        assert_not_sampled_by(model, generate(pool))
+        update.send(iter(model.named_parameters()), version)
+        responses = generate(pool)
+        assert_sampled_by(model, responses)
+        assert {v for r in responses for v in r.output_versions} == {version}
+    update._leave()
+
+
+@pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
+def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
+    pool, model, model_path, tmp_path, mode, version
+):
+    """The weights are the same, so the distribution must be, too, in each mode of the pause."""
+
+    async def work() -> list[ModelResponse]:
+        client = FleetClient(pool.servers, VLLM)
+        sampling = Sampling(max_new_tokens=1000, temperature=TEMPERATURE, ignore_eos=True)
+        requests = [ModelRequest(input_ids=[10, 11 + i], sampling=sampling) for i in range(12)]
+        tasks = [asyncio.create_task(client.agenerate(request)) for request in requests]
+        while not RUNNING.search(await asyncio.to_thread(call, pool.servers[0], "GET", "/metrics")):
+            await asyncio.sleep(0.01)
+        interrupting = ServerPool(pool.servers, VLLM, 60.0, pause_mode=mode)
+        update = DiskUpdate(interrupting, tmp_path / "update", model_path, check=WeightCheck(every=1))
+        await asyncio.to_thread(update.send, model.named_parameters(), version)
+        responses = await asyncio.gather(*tasks)
+        await client.aclose()
+        interrupting.close()
+        return responses
+
+    responses = asyncio.run(work())
+    for response in responses:
+        assert len(response.output_tokens) == 1000
+        assert set(response.output_versions) <= {version - 1, version}
+        assert response.output_versions == sorted(response.output_versions)
+    assert any(len(set(response.output_versions)) == 2 for response in responses)
+    assert_sampled_by(model, responses)
+
+
+def test_weights_of_a_wrong_shape_are_refused_and_the_next_update_repairs_the_server(pool, model):
+    # q_proj and k_proj arrive before it: they must not count as those of the next update.
+    name = "model.layers.0.self_attn.v_proj.weight"
+    wrong = ((n, p[:-1] if n == name else p) for n, p in model.named_parameters())
+    perturb(model, 13)
+    update = BroadcastUpdate(pool, "gloo", check=WeightCheck(every=1))
+    with pytest.raises(WeightUpdateFailed, match="/update_weights answered 500"):
+        update.send(wrong, 13)
+    assert weight_version(pool.servers[0], VLLM) == "12"
+    perturb(model, 14)
+    update.send(model.named_parameters(), 14)
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {14}
+
+
+def test_a_request_beyond_the_context_is_refused_with_the_servers_message(pool):
+    async def work() -> ModelResponse:
+        client = FleetClient(pool.servers, VLLM)
+        request = ModelRequest(input_ids=[10] * 1100, sampling=Sampling(max_new_tokens=5))
+        try:
+            return await client.agenerate(request)
+        finally:
+            await client.aclose()
+
+    with pytest.raises(RequestRefused, match="longer than the maximum model length of 1024"):
+        asyncio.run(work())
+
+
+def test_a_restarted_server_gets_no_request_until_it_has_the_weights(
+    pool, vllm_server, start_vllm, model, model_path, tmp_path
+):
+    os.killpg(vllm_server.process.pid, signal.SIGKILL)
+    vllm_server.process.wait(10)
+    with pytest.raises(ServerDied):
+        generate(pool, 1)
+    port = int(vllm_server.server.address.rpartition(":")[2])
+    with start_vllm(port) as again:
+        assert again.server.address == vllm_server.server.address
+        with pytest.raises(ServerDied, match="no inference server is left with the weights of version 14"):
+            generate(pool, 1, version=14)
+        perturb(model, 15)
+        BroadcastUpdate(pool, "gloo", check=WeightCheck(every=1)).send(iter(model.named_parameters()), 15)
+        responses = generate(pool, version=15)
+        assert_sampled_by(model, responses)
+        assert {v for r in responses for v in r.output_versions} == {15}
+
+
+def test_a_server_with_raw_logprobs_is_refused_by_name(vllm_python, model_path, tmp_path):
+    args = server_args(VLLMConfig(dtype="float32", max_model_len=256), "cpu")
+    args[args.index("processed_logprobs")] = "raw_logprobs"
+    command = server_command(model_path, args, vllm_python)
+    log, env = tmp_path / "server.log", server_environment("cpu")
+    reason = "its --logprobs-mode is raw_logprobs; training needs processed_logprobs"
+    with InferenceServer(command, log, env) as server, pytest.raises(WrongServer, match=reason):
+        VLLM.ask_identity(server.server)
