@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 GROUP_NAME = "update_weight_group"
+REFUSAL_S = 2.0
 
 
 class UpdateGroup:
@@ -105,6 +106,11 @@ class UpdateGroup:
                 works.pop().wait()
             wait([reply.future for reply in replies])
             self.pool.raise_failures(replies)
+        except RuntimeError:
+            # A server that refuses a tensor may leave the group before its reply gives the reason.
+            wait([reply.future for reply in replies], REFUSAL_S, FIRST_EXCEPTION)
+            self.pool.raise_failures(replies)
+            raise
         finally:
             works.clear()  # otherwise a traceback keeps them, the group and its connections alive
 
