@@ -10,11 +10,12 @@ between. A failed load leaves its model without weights: the next request ends t
 import json
 import math
 import re
+from collections.abc import Mapping
 from operator import index
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
 from areal_core.rollout.fleet.reply import Chunk, Scored, parse_version
 from areal_core.rollout.fleet.server import Server, call
@@ -22,6 +23,8 @@ from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
 from areal_core.rollout.types import Sampling
 
 OLDEST, TOO_NEW = (0, 32, 0), (0, 33, 0)  # older ones have no version of their weights
+SAME_PARAMS = {"presence_penalty", "repetition_penalty", "min_p", "logit_bias"}
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 SHOWN_BYTES = 200  # of a reply in an error message
 NOT_A_NUMBER = -9999.0
 FACTS_S = 60.0
@@ -41,7 +44,7 @@ class VLLMWire:
     def generate_payload(
         self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
     ) -> dict[str, Any]:
-        """Return the JSON of a request of tokens."""
+        """Return the JSON of a request of tokens. Raises `UnsupportedSampling`."""
         params = {
             "max_tokens": num_new_tokens,
             "min_tokens": max(0, sampling.min_new_tokens - num_sampled),
@@ -56,6 +59,7 @@ class VLLMWire:
         }
         if sampling.stop:
             params["stop"] = sampling.stop
+        params |= further_params(sampling.server_only)
         return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
@@ -241,6 +245,18 @@ class VLLMWire:
 
 
 VLLM = VLLMWire()
+
+
+def further_params(server_only: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters that have SGLang's names by vLLM's, which ignores names it does not know.
+
+    Raises UnsupportedSampling.
+    """
+    if unknown := sorted(set(server_only) - SAME_PARAMS - set(GRAMMARS)):
+        raise UnsupportedSampling(f"{', '.join(unknown)} cannot be sampled by vLLM: leave it out")
+    same = {name: value for name, value in server_only.items() if name in SAME_PARAMS}
+    grammar = {GRAMMARS[name]: value for name, value in server_only.items() if name in GRAMMARS}
+    return same | ({"structured_outputs": grammar} if grammar else {})
 
 
 def number(logprob: Any) -> float:

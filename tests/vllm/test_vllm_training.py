@@ -45,7 +45,7 @@ def test_a_run_on_vllm_is_recorded_and_consistent(vllm_python, model_path, tmp_p
         f"cluster.name_resolve.nfs_record_root={tmp_path}/names", f"actor.path={model_path}",
         "allocation_mode=vllm:d1+fsdp:d1", f"vllm.python={vllm_python}", "vllm.dtype=float32",
         "vllm.max_model_len=512", "total_train_steps=4", "gconfig.max_new_tokens=16",
-        "actor.mb_spec.max_tokens_per_mb=512", "rollout.rescore_share=0.5",
+        "actor.mb_spec.max_tokens_per_mb=512",
         "rollout.verify_weights_every=1", "consistency.every_k_steps=1", *UPDATES[mode],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

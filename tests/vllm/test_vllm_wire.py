@@ -9,7 +9,7 @@ import pytest
 from areal_core.config import PPOConfig, VLLMConfig
 from areal_core.launch.job import Job
 from areal_core.launch.placement import plan_servers
-from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
 from areal_core.rollout.fleet.reply import Asked, checked
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.types import Sampling
@@ -77,6 +77,14 @@ def test_a_continued_request_has_less_to_wait_for():
     wanted = {"max_tokens": 10, "min_tokens": 3, "temperature": 0.0, "stop": ["x"], "logprobs": 0}
     assert {name: params[name] for name in wanted} == wanted
     assert VLLM.adapter_fields("lora-v3") == {"model": "lora-v3"}
+
+
+def test_grammars_have_the_names_of_vllm_and_an_unknown_parameter_is_refused():
+    sampling = Sampling(server_only={"min_p": 0.1, "json_schema": "{}"})
+    params = VLLM.generate_payload([1], sampling, 10, 0, "r")["sampling_params"]
+    assert (params["min_p"], params["structured_outputs"]) == (0.1, {"json": "{}"})
+    with pytest.raises(UnsupportedSampling, match="sampling_seed cannot be sampled by vLLM"):
+        VLLM.generate_payload([1], Sampling(server_only={"sampling_seed": 1}), 10, 0, "r")
 
 
 def test_weights_of_several_ranks_are_sharded_and_adapters_hide_no_name():
