@@ -18,6 +18,7 @@ from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.live import LiveRollouts
+from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry import Stats, StatsLogger
@@ -251,6 +252,7 @@ class PPOTrainer:
         with (
             self._start_and_end_observed(),
             build.build_loggers(self.config, self.ranks, steps, self.print_steps) as logger,
+            short_collections(),
         ):
             if evaluation is not None and self.config.evaluator.eval_before_train and not self.first_step:
                 evaluation.run()
