@@ -1,0 +1,1 @@
+"""`areal-debug rollout-sim`: measure the rollout client with hundreds of simulated servers."""

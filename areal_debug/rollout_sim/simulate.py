@@ -1,0 +1,190 @@
+"""Run the executor and the client against simulated servers, and count what was lost or slow.
+
+main thread                              event loop thread
+Executor.prepare_batch  <--------------- Pipeline -> workflow -> client -> router -> SimulatedFleet
+counts rows, checks tokens and versions  a task that ticks every 10 ms: its delay is the lag
+new version: fleet, client, executor --> requests in flight are aborted and sent again
+"""
+
+import asyncio
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from areal_core.batch import Batch
+from areal_core.dataset import PromptLoader
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.pipeline import Executor, PromptFeed
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.rollout.types import Sampling
+from areal_core.sglang.wire import SGLANG
+from areal_core.testing import TokensWorkflow
+from areal_debug.agent.loop_monitor import running_time
+from areal_debug.rollout_sim.fleet import SimulatedFleet, first_token
+
+TICK_S = 0.01
+NUM_VERSIONS = 10  # batches of a simulation, and weight updates between them
+GROUP = 4  # samples of a prompt
+STALENESS = 2  # the bound; three batches are in flight
+NUM_PROMPT_TOKENS = 64
+MAX_NEW_TOKENS = 64
+SAMPLING = Sampling(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """The outcome of a simulation.
+
+    `max_lag_ms` and `max_lag_with_waits_ms` are without and with the time in which the threads
+    waited for a core that other processes had.
+    """
+
+    servers: int
+    requests: int  # samples; one that is aborted or loses its server is several replies
+    seed: int
+    max_lag_ms: float
+    max_lag_with_waits_ms: float
+    cpu_s: float
+    wall_s: float
+    requests_per_s: float  # per second of CPU time
+    lost: int  # samples that are in no batch, or there with other tokens than were sampled
+    doubled: int  # samples that are in more than one batch
+    oldest_version_lag: int  # of all tokens: version that was trained less version that sampled
+    staleness_bound: int
+    deaths: int
+    updates: int
+    replies: int
+    aborted: int
+    peak_memory_mb: float
+
+    def problems(self, max_lag_ms: float) -> list[str]:
+        """Name what is not as it must be."""
+        found = []
+        if self.lost:
+            found.append(f"{self.lost} samples were lost")
+        if self.doubled:
+            found.append(f"{self.doubled} samples were trained on more than once")
+        if self.oldest_version_lag > self.staleness_bound:
+            found.append(
+                f"a token was {self.oldest_version_lag} versions old, the bound is {self.staleness_bound}"
+            )
+        if self.max_lag_ms > max_lag_ms:
+            found.append(f"the event loop was late by {self.max_lag_ms:.0f} ms, the limit is {max_lag_ms:g}")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+
+class SimulatedClient(FleetClient):
+    """The client of a run, whose servers are simulated."""
+
+    def __init__(self, servers: Sequence[Server], fleet: SimulatedFleet) -> None:
+        super().__init__(servers, SGLANG, retry_delay_s=0.05, knows_versions=True, connect=lambda _: fleet)
+        self._fleet = fleet
+
+    def _ask_version(self, server: Server) -> str | None:
+        return self._fleet.version_of(server)
+
+
+class LoopLag:
+    """The delays of a task that ticks on an event loop."""
+
+    def __init__(self) -> None:
+        self.max_s = self.max_with_waits_s = 0.0
+
+    async def tick(self, threads: Sequence[threading.Thread]) -> None:
+        """Tick until cancelled. While one of `threads` waits for a core, the others wait for it."""
+        while True:
+            began, began_waits = time.monotonic(), waits_for_cores(threads)
+            await asyncio.sleep(TICK_S)
+            late_s = time.monotonic() - began - TICK_S
+            self.max_with_waits_s = max(self.max_with_waits_s, late_s)
+            self.max_s = max(self.max_s, late_s - (waits_for_cores(threads) - began_waits))
+
+
+def waits_for_cores(threads: Sequence[threading.Thread]) -> float:
+    """Return the seconds for which these threads were ready and had no core, in total."""
+    return sum(time.monotonic() - running_time(thread) for thread in threads)
+
+
+class Ledger:
+    """Counts the rows of every batch."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[tuple[int, int]] = Counter()
+        self.oldest_version_lag = 0
+
+    def count(self, batch: Batch, version: int) -> None:
+        """Count the rows that are trained on at `version`; one with wrong tokens is none."""
+        tokens, mask = batch["input_ids"], batch["loss_mask"] != 0
+        assert bool(mask.any())
+        lag = version - int(batch["versions"][mask].min())
+        self.oldest_version_lag = max(self.oldest_version_lag, lag)
+        for row in range(len(tokens)):
+            prompt_id = int(batch["prompt_id"][row])
+            first = first_token(prompt_id)
+            wanted = torch.arange(first, first + MAX_NEW_TOKENS, dtype=tokens.dtype)
+            if int(tokens[row, 0]) == prompt_id and torch.equal(tokens[row][mask[row]], wanted):
+                self.rows[prompt_id, int(batch["sample_id"][row])] += 1
+
+
+def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: float) -> SimulationReport:
+    """Run one simulation.
+
+    Args:
+        num_requests: rounded up to a multiple of the samples of all batches.
+    """
+    servers = [Server(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:30000") for i in range(num_servers)]
+    batch_size = -(-num_requests // (NUM_VERSIONS * GROUP))
+    num_requests = batch_size * NUM_VERSIONS * GROUP
+    num_deaths = min(num_servers // 2, 2 * NUM_VERSIONS)
+    deaths = [num_requests * (i + 1) // (num_deaths + 1) for i in range(num_deaths)]
+    fleet = SimulatedFleet(servers, seed, median_latency_s, NUM_PROMPT_TOKENS, deaths)
+    client = SimulatedClient(servers, fleet)
+    control = StalenessControl(batch_size, (STALENESS + 1) * batch_size, STALENESS, num_steps=NUM_VERSIONS)
+    executor = Executor(client, control)
+    lag, ledger = LoopLag(), Ledger()
+    ticking = executor.loop.submit(lag.tick((executor.loop.thread, threading.main_thread())))
+    began, cpu_began = time.monotonic(), time.process_time()
+    try:
+        rows = [{"tokens": [i, *range(NUM_PROMPT_TOKENS - 1)]} for i in range(batch_size * NUM_VERSIONS)]
+        feed = PromptFeed(PromptLoader(rows, batch_size, shuffle=False))
+        workflow = TokensWorkflow(SAMPLING)
+        for version in range(NUM_VERSIONS):
+            ledger.count(executor.prepare_batch(feed, workflow, n_samples=GROUP), version)
+            executor.loop.run(fleet.update(version + 1))
+            client.set_version(version + 1)
+            executor.set_version(version + 1)
+    finally:
+        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        ticking.cancel()
+        executor.close()
+    expected = {(prompt, sample) for prompt in range(batch_size * NUM_VERSIONS) for sample in range(GROUP)}
+    return SimulationReport(
+        servers=num_servers,
+        requests=num_requests,
+        seed=seed,
+        max_lag_ms=1000 * lag.max_s,
+        max_lag_with_waits_ms=1000 * lag.max_with_waits_s,
+        cpu_s=cpu_s,
+        wall_s=wall_s,
+        requests_per_s=num_requests / cpu_s,
+        lost=len(expected - ledger.rows.keys()),
+        doubled=sum(count > 1 for count in ledger.rows.values()) + len(ledger.rows.keys() - expected),
+        oldest_version_lag=ledger.oldest_version_lag,
+        staleness_bound=STALENESS,
+        deaths=fleet.num_deaths,
+        updates=NUM_VERSIONS,
+        replies=fleet.num_replies,
+        aborted=fleet.num_aborted,
+        peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+    )
