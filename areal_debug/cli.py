@@ -39,6 +39,8 @@ SECTIONS = {
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
+        "chaos": "Train behind servers that fail and send wrong replies, and check every row",
+        "rollout-sim": "Measure the rollout client with hundreds of simulated servers",
     },
 }
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
@@ -159,7 +161,8 @@ class VerbGroup(click.Group):
 @click.group(
     cls=VerbGroup,
     example="areal-debug train examples/gsm8k_grpo.py --dump-rollout runs/record\nareal-debug replay runs/record",
-    lazy={name: f"{name}.command:command" for name in VERBS} | {"bisect-step": "diff.bisect_step:command"},
+    lazy={name: f"{name.replace('-', '_')}.command:command" for name in VERBS}
+    | {"bisect-step": "diff.bisect_step:command"},
     sections=SECTIONS,
 )
 @click.version_option(package_name="areal-debug", prog_name="areal-debug")

@@ -1,0 +1,73 @@
+"""Print the report of `areal-debug chaos`."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from areal_debug.chaos.history import EXAMPLES
+from areal_debug.render import escaped
+
+if TYPE_CHECKING:
+    from areal_debug.chaos.chaos_training import ChaosReport
+    from areal_debug.chaos.history import Violations
+    from areal_debug.chaos.trial import Trial
+
+HEADINGS = {
+    "lost": "lost",
+    "doubled": "doubled",
+    "too_old": "too old",
+    "poisoned": "poisoned",
+    "ended": "ended early",
+}
+
+
+def print_chaos(out: Console, report: "ChaosReport") -> None:
+    """Print the verdict, the counts, and examples of what is wrong."""
+    counts = report.violations.counts()
+    what = f"{report.rows} rows of {report.steps} steps, {report.replies} replies, {report.injected.total()} faults"
+    if report.violations:
+        wrong = ", ".join(f"{count} {HEADINGS[kind]}" for kind, count in counts.items() if count)
+        out.print(f"[bold red]Violated:[/bold red] {wrong}; {what}.")
+    else:
+        out.print(f"[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {what}.")
+    out.print("  ".join(f"{HEADINGS[kind]} {count}" for kind, count in counts.items()))
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(report.injected.items()))
+    out.print(f"faults: {faults or 'none'}")
+    print_violations(out, report.violations)
+    if report.rank_output:
+        out.print(f"the end of the ranks' output:\n{escaped(report.rank_output)}")
+    out.print(f"[dim]schedule: --seed {report.seed}; record: {report.record}; output: {report.log}[/dim]")
+
+
+def print_violations(out: Console, violations: "Violations") -> None:
+    """Print examples of each kind."""
+    for kind, messages in vars(violations).items():
+        for message in messages[:EXAMPLES]:
+            out.print(f"[red]{HEADINGS[kind]}[/red]: {escaped(message)}")
+        if len(messages) > EXAMPLES:
+            out.print(f"  ... and {len(messages) - EXAMPLES} more")
+
+
+def print_trial(out: Console, trial: "Trial") -> None:
+    """Print a schedule that violated something, with its faults and the command that repeats it."""
+    if not trial.violations:
+        return
+    out.print(f"[bold red]Seed {trial.seed}[/bold red]; again: {trial.repeat}")
+    print_violations(out, trial.violations)
+    for fault in trial.schedule:
+        out.print(f"[dim]  {escaped(str(fault))}[/dim]")
+
+
+def print_trials(out: Console, trials: "list[Trial]") -> None:
+    """Print the verdict over all schedules."""
+    num_wrong = sum(bool(trial.violations) for trial in trials)
+    counts: Counter[str] = sum((Counter(trial.violations.counts()) for trial in trials), Counter())
+    faults = sum((trial.injected for trial in trials), Counter[str]())
+    what = f"{len(trials)} schedules, {sum(trial.num_rows for trial in trials)} rows, {faults.total()} faults"
+    if num_wrong:
+        wrong = ", ".join(f"{count} {HEADINGS[kind]}" for kind, count in counts.items())
+        out.print(f"[bold red]Violated[/bold red] in {num_wrong} of {what}: {wrong}.")
+    else:
+        out.print(f"[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {what}.")
+    out.print(f"faults: {', '.join(f'{kind} {count}' for kind, count in sorted(faults.items()))}")
