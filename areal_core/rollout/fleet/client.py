@@ -412,7 +412,7 @@ class FleetClient:
             asyncio.get_running_loop().call_later(delay_s + 0.001, self._select)
             self._select()
         elif failed[server] > self._num_retries or error.status < 500:
-            if not set(self.router.servers) - {server}:
+            if not any(may_answer(r) for r in self.health.records() if r.server != server):
                 raise error
             self._reject(server, f"http_{error.status}", str(error))
 
