@@ -3,6 +3,7 @@
 import http.client
 import json
 import math
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -170,12 +171,16 @@ def test_a_reply_to_another_prompt_is_noted_as_one(behind):
 
 def test_a_reply_that_is_sent_twice_is_the_next_one_of_its_connection(behind):
     with proxy_of(behind, Fault(1, 0, "reply_twice")) as proxy:
-        connection = http.client.HTTPConnection(proxy.server.address, timeout=10)
-        with closing(connection):
-            connection.request("POST", "/generate", json.dumps(BODY))
-            first = connection.getresponse().read()
-            connection.request("POST", "/generate", json.dumps({**BODY, "input_ids": [8, 9]}))
-            assert connection.getresponse().read() == first
+        host, _, port = proxy.server.address.rpartition(":")
+        body = json.dumps(BODY).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head.encode() + body)
+            received = b""
+            while received.count(b"HTTP/1.1 200 OK") < 2 or not received.endswith(b"}"):
+                received += connection.recv(65536)
+        _, first, second = (reply.rpartition(b"\r\n\r\n")[2] for reply in received.split(b"HTTP/1.1 200"))
+        assert json.loads(first) == json.loads(second)
 
 
 def test_a_delay_lasts_and_the_reply_is_right(behind):
@@ -199,7 +204,7 @@ def test_a_killed_server_refuses_connections_and_restarts_with_its_first_weights
         server.version = "7"
         with pytest.raises((http.client.HTTPException, ConnectionError)):
             ask(proxy)
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(ConnectionError):
             ask(proxy)
         proxy.end_faults()
         assert json.loads(ask(proxy, "/model_info")[1])["weight_version"] == "default"

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import aiohttp
 
@@ -258,11 +257,13 @@ class FleetClient:
             self.health.keep(known)
             # A hung server is queried by its task: nothing waits for it here.
             asked = [server for server in known if self.health.record(server).state is not State.HUNG]
-            ask = partial(ask_version, wire=self._wire, timeout_s=self._health_timeout_s)
-            versions = self._threads.map(ask, asked)
+            versions = self._threads.map(self._ask_version, asked)
             for server, version in zip(asked, versions, strict=True):
                 self._note(server, version, current)
         self._select()
+
+    def _ask_version(self, server: Server) -> str | None:
+        return ask_version(server, self._wire, self._health_timeout_s)
 
     def _note(self, server: Server, version: str | None, current: int) -> None:
         """Take the answer of a server to a query of its weight version; None is no answer."""

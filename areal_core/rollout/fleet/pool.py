@@ -42,6 +42,7 @@ MAX_THREADS = 64
 CONNECT_S = 3.0
 DYING_S = 1.0
 REFUSING_S = 1.0
+RESUME_RETRIES, RESUME_DELAY_S = 3, 0.2
 WATCH_EVERY_S = 2.0
 logger = logging.getLogger(__name__)
 
@@ -281,7 +282,17 @@ class ServerPool:
         self.post(self.wire.pause(self.pause_mode))
 
     def resume(self) -> None:
-        """Continue generation."""
+        """Continue generation.
+
+        A server that has the new weights and stays paused would hold the requests that it gets, so
+        one that refuses is asked again.
+        """
+        for _ in range(RESUME_RETRIES):
+            try:
+                self.post(self.wire.resume(), needs_all=True)
+                return
+            except RequestRefused:
+                time.sleep(RESUME_DELAY_S)
         self.post(self.wire.resume())
 
     @contextmanager
