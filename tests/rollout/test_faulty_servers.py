@@ -3,10 +3,15 @@
 import asyncio
 import json
 import logging
+import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
 from areal_core.rollout.fleet import health
@@ -150,6 +155,93 @@ def test_a_positive_logprob_by_rounding_becomes_0(start_fake):
     client, [response] = run_requests([fake], 1)
     assert response.output_logprobs == [-0.01, 0.0, -0.03]
     assert client.health.lines() == []
+
+
+def test_a_request_that_is_never_answered_in_time_names_the_option(start_fake, serve_application):
+    async def slowly(request):
+        await asyncio.sleep(0 if request.method == "GET" else 30)
+        return web.json_response({"weight_version": "default"})
+
+    servers = []
+    for _ in range(2):
+        application = web.Application()
+        application.router.add_route("*", "/{route}", slowly)
+        servers.append(serve_application(application))
+
+    async def work():
+        client = FleetClient(servers, SGLANG, timeout_s=0.1, num_retries=2, retry_delay_s=0.01)
+        request = ModelRequest(input_ids=[1], sampling=Sampling(max_new_tokens=3))
+        try:
+            with pytest.raises(
+                ServerDied, match=r"no reply within 0.1 s \(rollout.request_timeout\), 3 times"
+            ):
+                await client.agenerate(request)
+        finally:
+            await client.aclose()
+
+    asyncio.run(work())
+
+
+def test_file_descriptors_that_run_out_are_no_fault_of_a_server(tmp_path):
+    """256 descriptors and 600 requests at once, in a process of its own."""
+    script = tmp_path / "many.py"
+    script.write_text(MANY_REQUESTS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.stdout == "600 answered, 2 serving, 0 errors\n", done.stderr[-2000:]
+
+
+MANY_REQUESTS = """
+import asyncio, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from aiohttp import web
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.sglang.wire import SGLANG
+
+
+async def generate(request):
+    body = await request.json()
+    await asyncio.sleep(0.2)
+    meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "completion_tokens": 1,
+            "weight_version": "0", "output_token_logprobs": [[-0.5, 7, None]]}
+    return web.json_response({"meta_info": meta})
+
+
+async def version(request):
+    return web.json_response({"weight_version": "0"})
+
+
+async def serve():
+    application = web.Application()
+    application.router.add_post("/generate", generate)
+    application.router.add_get("/model_info", version)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return Server(f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"), runner
+
+
+async def main():
+    (one, first), (two, second) = await serve(), await serve()
+    client = FleetClient([one, two], SGLANG)
+    sampling = Sampling(max_new_tokens=1)
+    responses = await asyncio.gather(
+        *(client.agenerate(ModelRequest(input_ids=[i], sampling=sampling)) for i in range(600))
+    )
+    errors = sum(record.errors.total() for record in client.health.records())
+    print(f"{len(responses)} answered, {len(client.health.serving())} serving, {errors} errors")
+    await client.aclose()
+    await first.cleanup()
+    await second.cleanup()
+
+
+asyncio.run(main())
+"""
 
 
 def test_a_request_that_every_server_refuses_is_ours_and_no_server_is_quarantined(start_fake):

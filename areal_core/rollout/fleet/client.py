@@ -133,6 +133,7 @@ class FleetClient:
         self._num_running = 0
         self._attempts = itertools.count()
         self._is_closed = False
+        self._is_at_limit = False  # of file descriptors or ports
         self._watchers: dict[Server, asyncio.Task[None]] = {}
         self._trial: ModelRequest | None = None  # the last request
         self._last_failure = "none was given"
@@ -306,7 +307,7 @@ class FleetClient:
         prompt = req.metadata.get("prompt_id", req.rid)
         failed: Counter[Server] = Counter()
         refused: dict[Server, RequestRefused] = {}
-        avoid, needs_version = None, was_cut
+        avoid, needs_version, num_slow = None, was_cut, 0
         while not self._is_closed:
             server = await self._choose(prompt, avoid, refused)
             if server == avoid:
@@ -314,6 +315,7 @@ class FleetClient:
             version = self.version
             if self._lora_name and needs_version:  # an update reaches servers before this client
                 version = max(version, await self._version_on(server))
+            started = time.monotonic()
             try:
                 chunk = await self._ask(server, req, sampled, budget, version)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -323,6 +325,11 @@ class FleetClient:
                 avoid = server
                 failed[server] += 1
                 await self._note_failure(server, error, failed[server])
+                num_slow += time.monotonic() - started >= self._timeout_s
+                if num_slow > self._num_retries:
+                    raise ServerDied(
+                        f"no reply within {self._timeout_s:g} s (rollout.request_timeout), {num_slow} times"
+                    ) from error
             except RequestRefused as error:
                 avoid, needs_version = server, True
                 failed[server] += 1
@@ -428,9 +435,10 @@ class FleetClient:
 
     async def _wait_for_descriptor(self, error: BaseException) -> None:
         """Wait after an error that is this process's own; it is logged once."""
-        if "own" not in self._last_failure:
+        if not self._is_at_limit:
             logger.warning("this process, not a server, is at a limit: %s; requests wait", error)
-        self._last_failure = f"own limit: {error}"
+        self._is_at_limit = True
+        self._last_failure = f"this process is at a limit: {error}"
         await asyncio.sleep(self._retry_delay_s)
 
     def _is_current(self, chunk: Chunk, version: int) -> bool:
