@@ -6,21 +6,27 @@ the server was started.
 """
 
 import json
-import re
 from operator import index
 from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.errors import MalformedReply, WrongServer
-from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
-from areal_core.rollout.fleet.reply import Chunk, Scored, parse_version
+from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model, check_release
+from areal_core.rollout.fleet.reply import (
+    Chunk,
+    Scored,
+    malformed,
+    parse_version,
+    parse_weight_version,
+    versions_of,
+)
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
 from areal_core.rollout.types import Sampling
 
 OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
 TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
-SHOWN_BYTES = 200  # of a reply in an error message
+ENGINE = "SGLang 0.5"
 
 
 class SGLangWire:
@@ -76,15 +82,14 @@ class SGLangWire:
             spans = meta.get("weight_versions") or [
                 {"version": meta.get("weight_version", ""), "start": 0, "end": count}
             ]
-            versions: list[int | None] = []
-            for span in spans:
-                versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+            versions = versions_of(spans, count)
+        except MalformedReply:
+            raise
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(self.generate_path, error, body) from error
-        if len(tokens) != count or len(versions) != count:
+            raise malformed(ENGINE, self.generate_path, error, body) from error
+        if len(tokens) != count:
             raise MalformedReply(
-                f"a /generate reply holds {len(tokens)} logprobs and {len(versions)} versions for {count} tokens",
-                "counts_agree",
+                f"a /generate reply holds {len(tokens)} logprobs for {count} tokens", "counts_agree"
             )
         return Chunk(tokens, logprobs, versions, str(finish["type"]), rid)
 
@@ -111,7 +116,7 @@ class SGLangWire:
             logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
             version = parse_version(str(meta.get("weight_version", "")))
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(self.generate_path, error, body) from error
+            raise malformed(ENGINE, self.generate_path, error, body) from error
         # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right log-prob.
         if len(ids) != len(expected) or any(x not in (y, 0) for x, y in zip(ids, expected, strict=True)):
             raise MalformedReply(f"{len(ids)} scored tokens are not the {len(expected)} that were sent")
@@ -136,20 +141,12 @@ class SGLangWire:
 
     def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
         """Raise `WrongServer` if it is of another SGLang release or serves another model."""
-        release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
-        if release < OLDEST or release >= TOO_NEW:
-            wrong = "too old" if release < OLDEST else "newer than this version knows"
-            raise WrongServer(
-                f"the server at {server.address} is SGLang {identity.version}, which is {wrong}: use 0.5 (0.5.23 is tested)"
-            )
+        check_release(server, "SGLang", identity.version, OLDEST, TOO_NEW, "0.5 (0.5.23 is tested)")
         check_model(server, identity, model, "--enable-lora")
 
     def parse_weight_version(self, body: bytes) -> str:
         """Return the version in a reply of `/model_info`. Raises `MalformedReply`."""
-        try:
-            return str(json.loads(body)["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise malformed(self.version_path, error, body) from error
+        return parse_weight_version(ENGINE, self.version_path, body)
 
     def pause(self, mode: str) -> Call:
         """Pause generation; `mode` is "abort", "retract" or "in_place"."""
@@ -222,7 +219,7 @@ class SGLangWire:
                     checksums.setdefault(name, []).append(checksum)
             is_sharded = any(info["tp_size"] > 1 for rank in ranks for info in rank["parallelism_info"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise malformed("/weights_checker", error, body) from error
+            raise malformed(ENGINE, "/weights_checker", error, body) from error
         return HeldWeights(checksums, is_sharded)
 
     def load_adapter(self, name: str, folder: Path) -> Call:
@@ -234,7 +231,7 @@ class SGLangWire:
         try:
             return set(json.loads(body)["loaded_adapters"])
         except (KeyError, TypeError, ValueError) as error:
-            raise malformed("/load_lora_adapter", error, body) from error
+            raise malformed(ENGINE, "/load_lora_adapter", error, body) from error
 
     def unload_adapter(self, name: str) -> Call:
         """Unload a LoRA adapter."""
@@ -246,13 +243,6 @@ class SGLangWire:
 
 
 SGLANG = SGLangWire()
-
-
-def malformed(route: str, error: Exception, body: bytes | str) -> MalformedReply:
-    """Return the error of a reply that cannot be parsed."""
-    return MalformedReply(
-        f"a {route} reply is not what SGLang 0.5 sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
-    )
 
 
 def parse_identity(model_info: str, server_info: str) -> ServerIdentity:

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
-from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model
-from areal_core.rollout.fleet.reply import Chunk, Scored, parse_version
+from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model, check_release
+from areal_core.rollout.fleet.reply import (
+    Chunk,
+    Scored,
+    malformed,
+    parse_version,
+    parse_weight_version,
+    versions_of,
+)
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
 from areal_core.rollout.types import Sampling
@@ -25,7 +32,7 @@ from areal_core.rollout.types import Sampling
 OLDEST, TOO_NEW = (0, 32, 0), (0, 33, 0)  # older ones have no version of their weights
 SAME_PARAMS = {"presence_penalty", "repetition_penalty", "min_p", "logit_bias"}
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-SHOWN_BYTES = 200  # of a reply in an error message
+ENGINE = "vLLM 0.32"
 NOT_A_NUMBER = -9999.0
 FACTS_S = 60.0
 DIGITS = 16  # of a checksum, as those of SGLang
@@ -80,16 +87,15 @@ class VLLMWire:
             entries = choice["logprobs"]["content"] or ()
             logprobs = [number(entry["logprob"]) for entry in entries]
             ids = [index(entry["token_id"]) for entry in entries]
-            versions: list[int | None] = []
-            for span in choice["weight_versions"] or ():
-                versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+            versions = versions_of(choice["weight_versions"] or (), len(tokens))
             finish = str(choice["finish_reason"])
+        except MalformedReply:
+            raise
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(self.generate_path, error, body) from error
-        if ids != tokens or len(versions) != len(tokens):
+            raise malformed(ENGINE, self.generate_path, error, body) from error
+        if ids != tokens:
             raise MalformedReply(
-                f"a {self.generate_path} reply holds {len(ids)} logprobs and {len(versions)} versions for "
-                f"{len(tokens)} tokens, or logprobs of other tokens",
+                f"a {self.generate_path} reply holds {len(ids)} logprobs for {len(tokens)} tokens, or of other tokens",
                 "counts_agree",
             )
         return Chunk(tokens, logprobs, versions, finish, rid)
@@ -112,7 +118,7 @@ class VLLMWire:
             (choice,) = reply["choices"]
             version = parse_version(choice["weight_versions"][0]["version"])
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(self.generate_path, error, body) from error
+            raise malformed(ENGINE, self.generate_path, error, body) from error
         return Scored(logprobs, version)
 
     def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
@@ -140,20 +146,12 @@ class VLLMWire:
 
     def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
         """Raise `WrongServer` if the server is of another vLLM release or serves another model."""
-        release = tuple(int(number) for number in re.findall(r"\d+", identity.version)[:3])
-        if release < OLDEST or release >= TOO_NEW:
-            wrong = "too old" if release < OLDEST else "newer than this version knows"
-            raise WrongServer(
-                f"the server at {server.address} is vLLM {identity.version}, which is {wrong}: use 0.32"
-            )
+        check_release(server, "vLLM", identity.version, OLDEST, TOO_NEW, "0.32")
         check_model(server, identity, model, "--enable-lora")
 
     def parse_weight_version(self, body: bytes) -> str:
         """Return the version in a reply of `/weight_info`. Raises `MalformedReply`."""
-        try:
-            return str(json.loads(body)["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise malformed(self.version_path, error, body) from error
+        return parse_weight_version(ENGINE, self.version_path, body)
 
     def pause(self, mode: str) -> Call:
         """Pause generation."""
@@ -221,7 +219,7 @@ class VLLMWire:
                 name = key.rpartition(":")[2].replace(".base_layer.", ".")
                 checksums.setdefault(name, []).append(checksum[:DIGITS])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise malformed("/weight_checker", error, body) from error
+            raise malformed(ENGINE, "/weight_checker", error, body) from error
         return HeldWeights(checksums, any(len(of_ranks) > 1 for of_ranks in checksums.values()))
 
     def load_adapter(self, name: str, folder: Path) -> Call:
@@ -232,7 +230,7 @@ class VLLMWire:
         """Return the name in a reply of success, which names no other adapter."""
         found = re.search(r"LoRA adapter '([^']*)' added", body)
         if found is None:
-            raise malformed("/v1/load_lora_adapter", ValueError("no adapter was added"), body)
+            raise malformed(ENGINE, "/v1/load_lora_adapter", ValueError("no adapter was added"), body)
         return {found[1]}
 
     def unload_adapter(self, name: str) -> Call:
@@ -262,13 +260,6 @@ def further_params(server_only: Mapping[str, Any]) -> dict[str, Any]:
 def number(logprob: Any) -> float:
     """Return a log-prob of a reply."""
     return math.nan if logprob <= NOT_A_NUMBER else logprob + 0.0
-
-
-def malformed(route: str, error: Exception, body: bytes | str) -> MalformedReply:
-    """Return the error of a reply that cannot be parsed."""
-    return MalformedReply(
-        f"a {route} reply is not what vLLM 0.32 sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
-    )
 
 
 def parse_identity(version: str, server_info: str, weight_version: str) -> ServerIdentity:

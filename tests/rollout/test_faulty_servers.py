@@ -113,7 +113,12 @@ FAULTS = {
         "weight_version",
         "version 7, and the newest is 1",
     ),
-    "count": (meta_of(completion_tokens=4), "counts_agree", "3 logprobs and 4 versions for 4 tokens"),
+    "count": (meta_of(completion_tokens=4), "counts_agree", "3 logprobs for 4 tokens"),
+    "versions of other tokens": (
+        meta_of(weight_versions=[{"version": "0", "start": 0, "end": 10**12}]),
+        "counts_agree",
+        "versions of 1000000000000 tokens for 3",
+    ),
     "truncated": (lambda reply: (200, json.dumps(reply)[:40], {}), "malformed", "JSONDecodeError"),
     "html": (lambda reply: (200, "<html>Bad gateway</html>", {}), "malformed", "Bad gateway"),
     "null": (lambda reply: (200, "null", {}), "malformed", "null"),

@@ -125,7 +125,7 @@ def test_a_request_aborted_before_prefill_brings_no_tokens():
         (b'{"meta_info": {}}', "finish_reason"),
         (
             b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 2, "output_token_logprobs": []}}',
-            "0 logprobs and 2 versions for 2 tokens",
+            "0 logprobs for 2 tokens",
         ),
     ],
 )

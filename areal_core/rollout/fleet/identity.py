@@ -5,6 +5,7 @@ be read here.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from areal_core.rollout.errors import WrongServer
 from areal_core.rollout.fleet.server import Server
 
+Release = tuple[int, ...]
 # Fields of config.json that must agree between the server's model and the run's.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
@@ -48,6 +50,18 @@ def run_model(path: str, *, needs_adapters: bool = False) -> RunModel:
     """Read `config.json` of a checkpoint folder."""
     file = Path(path) / "config.json"
     return RunModel(path, json.loads(file.read_text()) if file.is_file() else {}, needs_adapters)
+
+
+def check_release(
+    server: Server, engine: str, version: str, oldest: Release, too_new: Release, tested: str
+) -> None:
+    """Raise `WrongServer` if the server's release is older or newer than the known ones."""
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if not oldest <= release < too_new:
+        wrong = "too old" if release < oldest else "newer than this version knows"
+        raise WrongServer(
+            f"the server at {server.address} is {engine} {version}, which is {wrong}: use {tested}"
+        )
 
 
 def check_model(server: Server, identity: ServerIdentity, model: RunModel, adapters_flag: str) -> None:

@@ -5,15 +5,18 @@ among the behaviour log-probs makes every later loss NaN, and an id outside the 
 training step with an error that names neither the server nor the reply.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from areal_core.rollout.errors import MalformedReply
 
 FINISH = ("stop", "length", "abort")
 # A log-softmax in float32 may exceed 0 by rounding; such a log-prob becomes 0.
 ROUNDING = 1e-5
+SHOWN_BYTES = 200  # of a reply in an error message
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,36 @@ class Scored:
 def parse_version(text: str) -> int | None:
     """Return the number of a weight version; None before the first weight update ("default")."""
     return int(text) if text.isdecimal() else None
+
+
+def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> MalformedReply:
+    """Return the error of a reply that cannot be parsed."""
+    return MalformedReply(
+        f"a {route} reply is not what {engine} sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
+    )
+
+
+def parse_weight_version(engine: str, route: str, body: bytes) -> str:
+    """Return the field `weight_version` of a reply. Raises `MalformedReply`."""
+    try:
+        return str(json.loads(body)["weight_version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise malformed(engine, route, error, body) from error
+
+
+def versions_of(spans: Sequence[dict[str, Any]], count: int) -> list[int | None]:
+    """Return the version of each of `count` tokens from spans `{version, start, end}`.
+
+    Raises `MalformedReply` if they are of another number of tokens.
+    """
+    lengths = [span["end"] - span["start"] for span in spans]
+    if sum(lengths) != count or min(lengths, default=0) < 0:
+        raise MalformedReply(f"a reply holds versions of {sum(lengths)} tokens for {count}", "counts_agree")
+    return [
+        version
+        for span, length in zip(spans, lengths, strict=True)
+        for version in [parse_version(span["version"])] * length
+    ]
 
 
 @dataclass(frozen=True)
