@@ -105,8 +105,10 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
     Inverse of `config_to_dict`. Raises ConfigError.
     """
     refuse_unknown_keys(tree, cls, source)
+    # Records of earlier versions have `vllm: null`, for a section that was not read.
+    given = {name: value for name, value in tree.items() if name != "vllm" or value is not None}
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), tree)
+        merged = OmegaConf.merge(OmegaConf.structured(cls), given)
         missing = next(missing_options(container_of(merged)), None)
         if missing is None:
             built: Any = OmegaConf.to_object(merged)

@@ -180,7 +180,7 @@ def make_plans(config: GRPOConfig, output: Path, engine: str) -> tuple[list[Serv
     plans = plan_servers(job, device_of(config), share_devices=True)
     if engine == "sglang":
         if importlib.util.find_spec("sglang") is None:
-            raise ConfigError("--engine sglang needs SGLang: pip install 'areal-debug[sglang]'")
+            raise ConfigError("--backend sglang needs SGLang: pip install 'areal-debug[sglang]'")
         return plans, "sglang.launch_server"
     args = ["--dtype", config.actor.dtype]
     return [replace(plan, args=[*args, "--random-seed", str(i)]) for i, plan in enumerate(plans)], EMBEDDED

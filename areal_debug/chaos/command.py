@@ -34,7 +34,7 @@ def known_kinds(names: str | None) -> tuple[str, ...]:
     cls=Verb,
     context_settings={"ignore_unknown_options": True},
     example="areal-debug chaos examples/chaos.yaml --minutes 2\n"
-    "areal-debug chaos my.yaml --engine sglang --seed 7 rollout.max_head_offpolicyness=1\n"
+    "areal-debug chaos my.yaml --backend sglang --seed 7 rollout.max_head_offpolicyness=1\n"
     "areal-debug chaos --schedules 200",
 )
 @click.argument("config", required=False, type=click.Path())
@@ -54,7 +54,8 @@ def known_kinds(names: str | None) -> tuple[str, ...]:
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the schedule of faults.")
 @click.option("--servers", type=click.IntRange(min=2), default=3, show_default=True, help="Servers.")
 @click.option(
-    "--engine",
+    "--backend",
+    "engine",
     type=click.Choice(ENGINES),
     default="embedded",
     show_default=True,

@@ -4,7 +4,6 @@
 """
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ EVERYDAY, ALL = range(5), range(200)
 
 
 def assert_clean(seed: int, folder: Path) -> None:
-    logging.getLogger("areal_core").setLevel(logging.ERROR)  # it warns of each fault
     trial = run_trial(seed, folder)
     assert not trial.violations, f"{trial.repeat}\n{json.dumps(trial.as_dict(), indent=1)}"
     assert trial.num_rows == NUM_STEPS * BATCH_SIZE * N_SAMPLES

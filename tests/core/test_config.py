@@ -13,6 +13,7 @@ from areal_core.config import (
     PPOActorConfig,
     PPOConfig,
     SFTConfig,
+    VLLMConfig,
     config_from_dict,
     config_to_dict,
     load_expr_config,
@@ -128,6 +129,11 @@ def test_both_upstream_spellings_of_a_grpo_run_load(write, text):
     assert config.valid_dataset.split == "test"
     assert config.valid_dataset.shuffle is False
     assert config.actor.should_compute_prox_logp()
+
+
+def test_a_vllm_section_that_is_null_has_its_defaults(write):
+    config, _ = load_expr_config(["--config", write(GRPO_HEAD), "vllm=null"], GRPOConfig)
+    assert config.vllm == VLLMConfig()
 
 
 def test_options_without_effect_are_named(write, caplog):

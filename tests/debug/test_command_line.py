@@ -175,7 +175,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
         assert ("overrides" in arguments) == (name in OVERRIDES)
 
 
-OVERRIDES = {"train", "replay", "record import", "agent run", "agent stress", "agent rollout"}
+OVERRIDES = {"train", "replay", "record import", "agent run", "agent stress", "agent rollout", "chaos"}
 
 
 def test_quiet_prints_the_verdict_alone(record):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.sglang.start import free_port
+from areal_core.launch.server_process import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
 FILES = {"digits.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}

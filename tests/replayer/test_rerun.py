@@ -18,7 +18,7 @@ from replayer.run import replay_and_compare
 def deterministic_run(tmp_path_factory, tiny_model, record_run):
     """A record whose config is deterministic, as the run is on one thread of a CPU."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("areal_core.trainer.build.enforce_determinism", lambda: None)
+    patch.setattr("areal_core.trainer.build.enforce_determinism", lambda device: None)
     yield record_run(
         tmp_path_factory.mktemp("deterministic"),
         tiny_model,

@@ -50,13 +50,13 @@ def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_o
     pool = pool_of(fake)
     post = pool.post
 
-    def look_then_post(call):
+    def look_then_post(call, **options):
         if call.path == "/update_weights_from_disk":
             folder = Path(call.payload["model_path"])
             for file in sorted(folder.glob("*.safetensors")):
                 written.update(load_file(file))
             assert (folder / "config.json").exists()
-        post(call)
+        return post(call, **options)
 
     pool.post = look_then_post
     DiskUpdate(pool, tmp_path / "update", model_path, bucket_bytes=24).send(iter(WEIGHTS.items()), 3)

@@ -132,8 +132,12 @@ class ServerPool:
                     self._hung.add(started.server)
                     started.abort(f"hung: {MAX_MISSES} queries without an answer")
 
-    def raise_failures(self, calls: list[PendingCall]) -> None:
-        """Raise the failure of the first server whose reply has arrived and is one."""
+    def raise_failures(self, calls: list[PendingCall], *, leaves_out: bool = True) -> None:
+        """Raise the failure of the first server whose reply has arrived and is one.
+
+        Args:
+            leaves_out: drop a server that alone refuses; then `ServerDied` is raised.
+        """
         for started in calls:
             error = started.future.exception() if started.future.done() else None
             if isinstance(error, OSError):
@@ -142,7 +146,7 @@ class ServerPool:
                 ) from error
             if error is not None:
                 wait([other.future for other in calls], REFUSING_S)  # do the others refuse it, too?
-                if self.drop_refusing(calls):
+                if leaves_out and self.drop_refusing(calls):
                     raise ServerDied(f"left out of the weight update: {error}") from error
                 raise error
 

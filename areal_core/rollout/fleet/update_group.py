@@ -1,9 +1,11 @@
 """The process group over which rank 0 of the trainer sends weights to the servers."""
 
+import os
 import socket
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -31,6 +33,7 @@ class UpdateGroup:
     def __init__(self, pool: ServerPool, backend: str, ranks_per_server: int, timeout_s: float) -> None:
         self.pool = pool
         self.servers = list(pool.servers)
+        self.is_new = True  # no update yet: a server that refuses has not lost it by a restart
         self.name = f"{GROUP_NAME}_{time.monotonic_ns()}"  # servers refuse a known name
         host = own_address(self.servers[0].address)
         world_size = 1 + len(self.servers) * ranks_per_server
@@ -41,8 +44,10 @@ class UpdateGroup:
                 host, store.port, 1 + i * ranks_per_server, world_size, backend, self.name
             )
         )
+        before = open_sockets()
         self._group: dist.ProcessGroup | None = self._form(world_size, backend, store, timeout, joining)
         wait([call.future for call in joining])
+        self._sockets = open_sockets() - before
         try:
             pool.raise_failures(joining)
         except RuntimeError:
@@ -100,24 +105,49 @@ class UpdateGroup:
             # A server that has refused or died never enters the broadcast, so waiting only for the
             # broadcast would not end.
             while not all(work.is_completed() for work in works):
-                self.pool.raise_failures(replies)
+                self.pool.raise_failures(replies, leaves_out=self.is_new)
                 time.sleep(0.001)
             while works:
                 works.pop().wait()
             wait([reply.future for reply in replies])
-            self.pool.raise_failures(replies)
+            self.pool.raise_failures(replies, leaves_out=self.is_new)
         except RuntimeError:
             # A server that refuses a tensor may leave the group before its reply gives the reason.
             wait([reply.future for reply in replies], REFUSAL_S, FIRST_EXCEPTION)
-            self.pool.raise_failures(replies)
+            self.pool.raise_failures(replies, leaves_out=self.is_new)
             raise
         finally:
             works.clear()  # otherwise a traceback keeps them, the group and its connections alive
+
+    def break_off(self) -> None:
+        """Leave a group in which a broadcast may be pending, perhaps for a hung server.
+
+        gloo cannot be aborted: destroying a group waits for its pending work until the time-out,
+        and so do the servers that wait in it. With its connections shut down both fail at once.
+        """
+        servers = {server.address for server in self.servers}
+        for descriptor, _ in self._sockets & open_sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                host, port, *_ = connection.getpeername()
+                if f"{host.removeprefix('::ffff:')}:{port}" not in servers:  # no HTTP connection
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def close(self) -> None:
         """Leave the group: servers that wait in it get an error once nothing refers to it here."""
         dist.destroy_process_group(self._group)
         self._group = None
+
+
+def open_sockets() -> set[tuple[int, str]]:
+    """Return the descriptors of all sockets of this process, each with its inode."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since
+            inode = os.readlink(f"/proc/self/fd/{name}")
+            if inode.startswith("socket:"):
+                found.add((int(name), inode))
+    return found
 
 
 def form_group(

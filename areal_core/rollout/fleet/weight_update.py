@@ -204,7 +204,9 @@ class BroadcastUpdate:
             self._broadcast(pool, self.check.watch(weights, pool), version)
             self.check.compare(pool, version)
         except BaseException as error:
-            self._leave()  # so that servers that wait in it get an error
+            if self._group is not None:
+                self._group.break_off()  # so that servers that wait in it get an error
+            self._group = None
             if self._may_retry(pool, error, was_formed):
                 pool.refresh(is_again=True)
                 raise SendAgain from error
@@ -233,6 +235,7 @@ class BroadcastUpdate:
         for bucket, is_last in bucketed(weights, self.bucket_bytes):
             # The version and the flush come with the last bucket: until then the weights are mixed.
             self._group.broadcast(bucket, LastBucket(version, pool.flushes) if is_last else None)
+        self._group.is_new = False
         if has_sessions:
             pool.post(pool.wire.end_update(version))
 
