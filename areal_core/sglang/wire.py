@@ -21,7 +21,7 @@ from areal_core.rollout.fleet.reply import (
     versions_of,
 )
 from areal_core.rollout.fleet.server import Server, call
-from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
+from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket, shared_params
 from areal_core.rollout.types import Sampling
 
 OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
@@ -42,17 +42,9 @@ class SGLangWire:
         params = {
             "max_new_tokens": num_new_tokens,
             "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": sampling.ignore_eos,
-            "skip_special_tokens": sampling.skip_special_tokens,
-            "frequency_penalty": sampling.frequency_penalty,
+            **shared_params(sampling),
             **sampling.server_only,
         }
-        if sampling.stop:
-            params["stop"] = sampling.stop
         return {
             "rid": rid,
             "input_ids": input_ids,

@@ -26,7 +26,7 @@ from areal_core.rollout.fleet.reply import (
     versions_of,
 )
 from areal_core.rollout.fleet.server import Server, call
-from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket
+from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket, shared_params
 from areal_core.rollout.types import Sampling
 
 OLDEST, TOO_NEW = (0, 32, 0), (0, 33, 0)  # older ones have no version of their weights
@@ -55,17 +55,9 @@ class VLLMWire:
         params = {
             "max_tokens": num_new_tokens,
             "min_tokens": max(0, sampling.min_new_tokens - num_sampled),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": sampling.ignore_eos,
-            "skip_special_tokens": sampling.skip_special_tokens,
-            "frequency_penalty": sampling.frequency_penalty,
+            **shared_params(sampling),
             "logprobs": 0,
         }
-        if sampling.stop:
-            params["stop"] = sampling.stop
         params |= further_params(sampling.server_only)
         return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
 

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -69,6 +69,7 @@ class ServerRecord:
 
     def document(self) -> dict[str, Any]:
         """Return the record as JSON types; latencies in milliseconds."""
+        latencies = sorted(self.latencies_s)
         return {
             "address": self.server.address,
             "state": str(self.state),
@@ -80,7 +81,7 @@ class ServerRecord:
             "rejected": self.rejected.total(),
             "rejected_rules": dict(self.rejected),
             "example": self.example,
-            **{f"p{p}_ms": round(1000 * percentile(self.latencies_s, p), 1) for p in (50, 95, 99)},
+            **{f"p{p}_ms": round(1000 * percentile(latencies, p), 1) for p in (50, 95, 99)},
         }
 
 
@@ -223,6 +224,7 @@ class Health:
         """Return statistics over all servers, for the log of a step."""
         records = self.records()
         states = Counter(record.state for record in records)
+        latencies = sorted(self._latencies_s)
         return {
             "servers_serving": states[State.SERVING],
             "servers_quarantined": states[State.QUARANTINED],
@@ -231,7 +233,7 @@ class Health:
             "replies_rescored": self.rescored,
             "rescores_disagreed": self.disagreed,
             "requests_failed": sum(record.errors.total() for record in records),
-            **{f"latency_p{p}_s": percentile(self._latencies_s, p) for p in (50, 95, 99)},
+            **{f"latency_p{p}_s": percentile(latencies, p) for p in (50, 95, 99)},
         }
 
     def document(self) -> dict[str, Any]:
@@ -256,7 +258,6 @@ class Health:
         ]
 
 
-def percentile(values: Iterable[float], percent: int) -> float:
-    """Return a percentile by the nearest rank; 0 of no values."""
-    ordered = sorted(values)
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return a percentile of sorted values by the nearest rank; 0 of no values."""
     return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)] if ordered else 0.0

@@ -160,6 +160,20 @@ class LastBucket:
     flush_cache: bool
 
 
+def shared_params(sampling: Sampling) -> dict[str, Any]:
+    """Return the sampling parameters to which SGLang and vLLM give the same names."""
+    params = {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    return params | ({"stop": sampling.stop} if sampling.stop else {})
+
+
 def weight_version(server: Server, wire: Wire, timeout_s: float = ASK_TIMEOUT_S) -> str:
     """Query the version of the weights that a server holds.
 
