@@ -45,12 +45,13 @@ def test_requests_are_rounded_up_to_whole_batches():
     assert simulate(2, 1, seed=1, median_latency_s=0.01).requests == NUM_VERSIONS * GROUP
 
 
-def test_a_prompt_that_is_left_out_is_lost(monkeypatch):
-    class Skips(PromptFeed):
-        def take(self):
-            prompt_id, row = super().take()
-            return (prompt_id, row) if prompt_id != 5 else self.take()
+class Skips(PromptFeed):
+    def take(self):
+        prompt_id, row = super().take()
+        return (prompt_id, row) if prompt_id != 5 else self.take()
 
+
+def test_a_prompt_that_is_left_out_is_lost(monkeypatch):
     monkeypatch.setattr(simulation, "PromptFeed", Skips)
     report = simulate(4, 400, seed=1, median_latency_s=0.01)
     assert report.lost == GROUP
@@ -100,7 +101,7 @@ def test_a_callback_that_blocks_the_event_loop_is_lag(monkeypatch):
     assert "the event loop was late by" in report.problems(max_lag_ms=200)[0]
 
 
-def test_the_command_prints_the_numbers_and_their_json():
+def test_the_command_prints_the_numbers_and_their_json(monkeypatch):
     options = ["--servers", "4", "--requests", "200", "--latency", "0.02", "--max-lag", "5000"]
     done = CliRunner().invoke(main, ["rollout-sim", *options])
     assert done.exit_code == 0, done.output
@@ -109,5 +110,7 @@ def test_the_command_prints_the_numbers_and_their_json():
     facts = json.loads(done.stdout)
     assert (facts["lost"], facts["doubled"], facts["problems"]) == (0, 0, [])
     assert {"max_lag_ms", "cpu_s", "requests_per_s", "oldest_version_lag"} <= facts.keys()
-    done = CliRunner().invoke(main, ["rollout-sim", *options[:-1], "0"])
+    monkeypatch.setattr(simulation, "PromptFeed", Skips)
+    done = CliRunner().invoke(main, ["rollout-sim", *options])
     assert done.exit_code == 1
+    assert f"{GROUP} samples were lost" in done.stdout
