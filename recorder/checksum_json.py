@@ -6,10 +6,8 @@ to the same number.
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from crc32c import crc32c
@@ -82,30 +80,3 @@ def parse_checksummed(data: bytes, file: str) -> dict[str, Json]:
     if checksum(body) != match[1].decode():
         raise DamagedRecord(file, f"bytes do not match their crc32c {match[1].decode()}")
     return restored(json.loads(body + b"\n}"))
-
-
-def write_durably(path: Path, *parts: Any) -> None:
-    """Write the buffers of bytes one after another, then fsync."""
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Fsync a file or a folder's entries; without it a rename may be lost on power failure."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def commit_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(path.name + ".tmp")
-    write_durably(temporary, data)
-    temporary.rename(path)
-    sync(path.parent)

@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from recorder.checksum_json import checksummed_bytes, commit_file
+from areal_core.safety.durable import commit_file
+from recorder.checksum_json import checksummed_bytes
 from recorder.environment import environment, folder_identity
 from recorder.errors import RecordExists
 from recorder.format import (

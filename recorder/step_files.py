@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.durable import commit_file, sync, write_durably
 from recorder.checksum_json import (
     checksum,
     checksummed_bytes,
-    commit_file,
     json_bytes,
     json_text,
     parse_checksummed,
-    sync,
-    write_durably,
 )
 from recorder.environment import file_identity
 from recorder.errors import RecordError

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from areal_core.safety.file_names import UnsafeName, open_below
+
 STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
 # A URL that passed through pathlib has lost one of its slashes.
 URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
@@ -54,13 +56,17 @@ class FolderStorage:
 
     def size(self, file: str) -> int | None:
         """See Storage."""
-        path = self.path / file
-        return path.stat().st_size if path.is_file() else None
+        try:
+            descriptor = open_below(self.path, file)
+        except (OSError, UnsafeName):
+            return None
+        with open(descriptor, "rb") as handle:
+            return os.fstat(handle.fileno()).st_size
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
         """See Storage."""
         try:
-            with (self.path / file).open("rb") as handle:
+            with open(open_below(self.path, file), "rb") as handle:
                 handle.seek(offset)
                 if size_bytes is None:
                     return handle.read()

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from recorder.checksum_json import checksum, write_durably
+from areal_core.safety.durable import write_durably
+from recorder.checksum_json import checksum
 from recorder.errors import DamagedRecord, RecordError
 from recorder.format import NUMPY_TYPES, BatchEntry, TensorEntry
 from recorder.storage import Storage

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "consistency": {"areal_core", "recorder"},
     "areal_debug": {"areal_core", "recorder", "replayer", "consistency", "hangdoctor"},
 }
+SHARED = "areal_core.safety"  # every package may import it; it imports the standard library only
 VERBS = sorted(path.parent.name for path in (ROOT / "areal_debug").glob("*/command.py"))
 HEAVY = ("torch", "transformers", "sglang")
 MOST_MODULES_IN_A_FOLDER = 20
@@ -76,14 +77,14 @@ def module_name(file: Path) -> str:
 
 
 def imported_packages(file: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, functions included."""
+    """Top-level packages that a file imports anywhere, functions included; `SHARED` by its name."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.split(".")[0])
-    return found
+            found.add(node.module)
+    return {SHARED if name.startswith(f"{SHARED}.") else name.split(".")[0] for name in found}
 
 
 @cache
@@ -126,6 +127,13 @@ def test_package_imports_only_what_lies_below_it(package):
         for name in imported_packages(file) & forbidden
     }
     assert wrong == set()
+
+
+def test_what_all_packages_share_imports_the_standard_library_only():
+    allowed = sys.stdlib_module_names | {SHARED}
+    assert {file.name: imported_packages(file) - allowed for file in modules("areal_core/safety")} == {
+        file.name: set() for file in modules("areal_core/safety")
+    }
 
 
 def test_hangdoctor_never_imports_torch():

@@ -8,10 +8,11 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from areal_core.safety.printable import printable
 from areal_debug.render import console
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, Snapshot
-from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, merged_tree, printable, tree_lines
+from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, merged_tree, tree_lines
 
 STYLES = {
     "culprit": "bold red",

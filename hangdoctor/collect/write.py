@@ -6,7 +6,9 @@ import re
 import tarfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from areal_core.safety.file_names import checked_name
 
 FORMAT = "hangdoctor-collection"
 VERSION = 1
@@ -132,13 +134,8 @@ def unpack(packed: bytes, folder: Path) -> None:
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as tar:
             for member in tar:
-                name = PurePosixPath(member.name)
-                if (
-                    not member.isfile()
-                    or name.is_absolute()
-                    or ".." in name.parts
-                    or member.size > MAX_MEMBER_BYTES
-                ):
+                name = checked_name(member.name, "the response")
+                if not member.isfile() or member.size > MAX_MEMBER_BYTES:
                     raise ValueError(f"member {member.name!r} of the response is not a plain file inside it")
                 content = tar.extractfile(member)
                 assert content is not None

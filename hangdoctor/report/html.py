@@ -12,9 +12,10 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
+from areal_core.safety.printable import printable
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
-from hangdoctor.report.text import PART_NAMES, Node, exit_status, merged_tree, printable
+from hangdoctor.report.text import PART_NAMES, Node, exit_status, merged_tree
 
 MAX_CELLS = 20_000
 MAX_NODES = 4000

@@ -4,9 +4,10 @@ refutation.
 
 import re
 
+from areal_core.safety.printable import printable
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis
-from hangdoctor.report.text import merged_tree, printable, tree_lines
+from hangdoctor.report.text import merged_tree, tree_lines
 
 
 def markdown(diagnosis: Diagnosis) -> str:

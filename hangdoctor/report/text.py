@@ -1,11 +1,5 @@
-"""Text that is safe to print, and the merged tree of a diagnosis as lines.
+"""The exit code and the merged tree of a diagnosis, as lines."""
 
-Stacks, log lines and thread names come from outside: a terminal would obey escape sequences in
-them, and a right-to-left mark would reorder the displayed text. Everything that is not printable is
-shown as its code.
-"""
-
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +7,6 @@ from dataclasses import dataclass
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, Group, Rank
 
-UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-MAX_TEXT = 2000
 SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "other": "."}
 PART_NAMES = {
     "culprit": "culprit",
@@ -25,12 +15,6 @@ PART_NAMES = {
     "missing": "missing",
     "other": "other",
 }
-
-
-def printable(text: str) -> str:
-    """Return `text` without anything that a terminal, a browser or a reader could misinterpret."""
-    cut = text[:MAX_TEXT] + ("..." if len(text) > MAX_TEXT else "")
-    return UNPRINTABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", cut.replace("\t", " ").replace("\n", " "))
 
 
 def exit_status(diagnosis: Diagnosis) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zarr
 
+from areal_core.safety.durable import sync
 from recorder.archive.columns import ArrayStream
 from recorder.archive.pack import (
     DOCUMENTS,
@@ -30,7 +31,6 @@ from recorder.archive.store import (
     layout_bytes,
     open_store,
 )
-from recorder.checksum_json import sync
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
 from recorder.reader import open_record

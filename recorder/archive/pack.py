@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zarr
 
+from areal_core.safety.durable import commit_file, sync, write_durably
 from recorder.archive.columns import ArrayStream
 from recorder.archive.store import (
     ARCHIVE_VERSION,
@@ -26,7 +27,6 @@ from recorder.archive.store import (
     layout_bytes,
     open_store,
 )
-from recorder.checksum_json import commit_file, sync, write_durably
 from recorder.errors import RecordExists
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
 from recorder.reader import Record, open_record

@@ -30,7 +30,7 @@ import zarr
 from zarr.core.sync import sync as run_in_zarr
 from zarr.storage import FsspecStore, LocalStore, StorePath, ZipStore
 
-from recorder.checksum_json import write_durably
+from areal_core.safety.durable import write_durably
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER
 from recorder.storage import file_blocks, is_url, walk

@@ -42,9 +42,7 @@ from areal_core.engine.checkpoint.files import (
     SavedEngine,
     check_files,
     read_checkpoint_file,
-    sync_folder,
     write_checkpoint_file,
-    write_durably,
 )
 from areal_core.engine.checkpoint.shards import Piece, local_pieces, write_pieces
 from areal_core.engine.determinism import rng_state, set_rng_state
@@ -53,6 +51,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.sharding import fsdp_module
+from areal_core.safety.durable import commit_file, sync
 
 POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -139,8 +138,8 @@ def write_snapshot(snapshot: Snapshot, cancelled: threading.Event) -> None:
         for name, pieces in snapshot.pieces.items():
             file = f"{name}/rank-{rank:05d}-of-{snapshot.world_size:05d}.safetensors"
             files[file] = write_pieces(partial / file, pieces)
-            sync_folder(partial / name)
-        write_durably(_rank_file(partial, rank), json.dumps(files))
+            sync(partial / name)
+        commit_file(_rank_file(partial, rank), json.dumps(files).encode())
         if rank == 0:
             _commit(snapshot, cancelled)
     except OSError as error:
@@ -158,10 +157,10 @@ def _commit(snapshot: Snapshot, cancelled: threading.Event) -> None:
         _rank_file(partial, rank).unlink()
     snapshot.checkpoint.files.update(files)
     write_checkpoint_file(partial, snapshot.checkpoint)
-    sync_folder(partial)
+    sync(partial)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def _rank_file(partial: Path, rank: int) -> Path:

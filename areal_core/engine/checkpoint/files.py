@@ -7,7 +7,6 @@ had no checksum of its own.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from crc32c import crc32c
 
 from areal_core.engine.errors import CheckpointError
+from areal_core.safety.durable import commit_file
 
 CHECKPOINT_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 2
@@ -121,27 +121,8 @@ def write_checkpoint_file(folder: Path, checkpoint: Checkpoint) -> None:
     """Write checkpoint.json, with fsync."""
     content = json.loads(json.dumps(asdict(checkpoint)))  # keys as they will be read
     document = {"format": CHECKPOINT_FORMAT, "crc32c": _checksum(content), "content": content}
-    write_durably(folder / CHECKPOINT_FILE, json.dumps(document, indent=1))
+    commit_file(folder / CHECKPOINT_FILE, json.dumps(document, indent=1).encode())
 
 
 def _checksum(content: dict[str, Any]) -> str:
     return f"{crc32c(json.dumps(content).encode()):08x}"
-
-
-def write_durably(file: Path, text: str) -> None:
-    """Write a file with fsync; it gets its name only once it is complete."""
-    partial = file.with_name(file.name + ".partial")
-    with open(partial, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.rename(partial, file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the entries of a folder to the disk with fsync."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,9 +7,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from areal_core.safety.printable import printable
 from areal_debug.hang.command import command
 from hangdoctor.model import Group
-from hangdoctor.report.text import joined_ranges, merged_tree, printable, tree_lines
+from hangdoctor.report.text import joined_ranges, merged_tree, tree_lines
 from hangdoctor.rules.order import explain, labels
 
 WAITING = """Process {pid}: python train.py
