@@ -23,8 +23,8 @@ def checked_name(name: object, source: str) -> str:
     """Return the name, which is safe below any folder; `source` is where it was read.
 
     Raises:
-        UnsafeName: not text, empty, absolute, with an empty part, `.` or `..`, a backslash, a NUL or
-            control character, or too long or deep.
+        UnsafeName: not text, empty, absolute, with an empty part, `.` or `..`, a backslash, a NUL
+            or control character, or too long or deep.
     """
     if reason := problem_of(name):
         raise UnsafeName(f"{source} has the file name {printable(repr(name), 120)}, which {reason}")

@@ -1,7 +1,8 @@
 """Text from outside, made safe to print.
 
-A terminal would obey escape sequences in a text that comes from a record, a stack or a log line, and
-a right-to-left mark would reorder the displayed text. What is not printable is shown as its code.
+A terminal would obey escape sequences in a text that comes from a record, a stack or a log line,
+and a right-to-left mark would reorder the displayed text. What is not printable is shown as its
+code.
 """
 
 import re
