@@ -12,10 +12,13 @@ from typing import Any
 
 from crc32c import crc32c
 
+from areal_core.safety.printable import printable
 from recorder.errors import DamagedRecord
 
 Json = Any
 NON_FINITE = ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
+MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_DEPTH = 1 << 28, 4_000_000, 64
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 CHECKSUM_MEMBER_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
 CHECKSUM_MEMBER = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
 
@@ -36,13 +39,52 @@ def plain(value: Json) -> Json:
     return value
 
 
-def restored(value: Json) -> Json:
-    """Invert `plain`; tuples have become lists."""
-    if isinstance(value, dict):
-        if value in NON_FINITE:
-            return float(value["float"])
-        return {key: restored(item) for key, item in value.items()}
-    return [restored(item) for item in value] if isinstance(value, list) else value
+def parse_json(data: bytes | bytearray, file: str) -> Json:
+    """Parse JSON from outside within limits, and invert `plain`; `file` is the name for errors.
+
+    Tuples have become lists. A lone surrogate, which no text file can hold, becomes U+FFFD. Raises
+    DamagedRecord for other text than JSON, a member that is there twice, and beyond the limits.
+    """
+    num_values = sum(map(data.count, (b",", b"[", b"{")))
+    if len(data) > MAX_JSON_BYTES or num_values > MAX_JSON_VALUES:
+        raise DamagedRecord(
+            file,
+            f"has {len(data)} bytes and {num_values} values, more than {MAX_JSON_BYTES} or {MAX_JSON_VALUES}",
+        )
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=restored, parse_constant=refuse_constant)
+        if SURROGATE.search(data):
+            text = json.dumps(value, ensure_ascii=False)
+            value = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecord(file, f"is not JSON ({printable(str(error), 120)})") from None
+    if is_deep(value):
+        raise DamagedRecord(file, f"is nested more than {MAX_JSON_DEPTH} deep")
+    return value
+
+
+def restored(pairs: list[tuple[str, Json]]) -> Json:
+    """Return the object of these members, or the float that it stands for."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a member is there twice")
+    return float(value["float"]) if value in NON_FINITE else value
+
+
+def refuse_constant(name: str) -> Json:
+    """Refuse NaN and Infinity, which are not JSON."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+def is_deep(value: Json) -> bool:
+    """Return whether lists and objects are nested beyond the limit."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_JSON_DEPTH + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def json_bytes(document: dict[str, Json]) -> bytes:
@@ -79,4 +121,12 @@ def parse_checksummed(data: bytes, file: str) -> dict[str, Json]:
     body = data[:-CHECKSUM_MEMBER_BYTES]
     if checksum(body) != match[1].decode():
         raise DamagedRecord(file, f"bytes do not match their crc32c {match[1].decode()}")
-    return restored(json.loads(body + b"\n}"))
+    return parse_document(body + b"\n}", file)
+
+
+def parse_document(data: bytes | bytearray, file: str) -> dict[str, Json]:
+    """Parse JSON that is an object. Raises DamagedRecord."""
+    document = parse_json(data, file)
+    if not isinstance(document, dict):
+        raise DamagedRecord(file, f"is {printable(repr(document), 60)}, expected an object")
+    return document

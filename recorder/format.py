@@ -1,24 +1,43 @@
 """Names, dataclasses and parsers of the record format, which FORMAT.md specifies."""
 
-import dataclasses
-import re
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
+from areal_core.safety.printable import printable
 from recorder.errors import DamagedRecord, UnknownFormat
+from recorder.typed_json import (
+    Checksum,
+    Count,
+    Digest,
+    FileName,
+    HexFloat,
+    Positive,
+    Step,
+    integer,
+    mismatch,
+    one_of,
+    parse_as,
+    parser_of,
+)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 RECORD_FILE = "record.json"
 STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
 GAPS_FILE = "gaps.json"
+END_FILE = "end.json"
+SIGNED_FILE, SIGNATURE_FILE = "signed.json", "signed.json.sig"
+# record.json is last: what removes a record removes these in order, and without it none is left
+TOP_FILES = (SIGNATURE_FILE, SIGNED_FILE, END_FILE, GAPS_FILE, RECORD_FILE)
 # temporary files of a killed process; they can be ignored
-UNFINISHED_FILES = frozenset({f"{RECORD_FILE}.tmp", f"{GAPS_FILE}.tmp"})
+UNFINISHED_FILES = frozenset(f"{name}.tmp" for name in TOP_FILES)
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
-STEP_NAME = re.compile(r"\d{6,}")
 # safetensors dtype -> NumPy dtype of the stored bytes, little-endian. NumPy has no bfloat16 and no
 # 8-bit floats: their bits are kept in unsigned integers.
 NUMPY_TYPES = {
@@ -38,13 +57,62 @@ NUMPY_TYPES = {
     "I64": np.dtype("<i8"),
     "F64": np.dtype("<f8"),
 }
+FLOATS = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
 
-T = TypeVar("T")
+# what every batch has, "float" or "int", and the axis; readers rely on both
+BATCH_KEYS = {
+    "cu_seqlens": ("int", "offset"),
+    "input_ids": ("int", "token"),
+    "loss_mask": ("int", "token"),
+    "logprobs": ("float", "token"),
+    "versions": ("int", "token"),
+    "rewards": ("float", "row"),
+    "prompt_id": ("int", "row"),
+    "sample_id": ("int", "row"),
+    "finish_reason": ("int", "row"),
+}
+# what batches of agents have besides, all or none
+AGENT_KEYS = dict.fromkeys(("episode", "branch", "parent_turn", "failure"), ("int", "row")) | {
+    "turns": ("int", "token")
+}
+FILE_KINDS = {
+    "batch": "safetensors",
+    "learning": "safetensors",
+    "plan": "json",
+    "outcome": "json",
+    "text": "jsonl",
+}
+LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+LARGEST_ROW = 1 << 24  # tokens
+LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
+
+
+def dtype_name(value: Any) -> str:
+    """Accept safetensors names of dtypes."""
+    if type(value) is not str or value not in NUMPY_TYPES:
+        raise mismatch(f"one of {', '.join(NUMPY_TYPES)}", value)
+    return value
+
+
+def fingerprint(value: Any) -> dict[str, Any]:
+    """Accept environments: objects with a build of torch and a commit, which may be null."""
+    for group, member in (("torch", "build"), ("code", "commit")):
+        found = value.get(group) if isinstance(value, dict) else None
+        if not isinstance(found, dict) or not isinstance(found.get(member, 0), str | None):
+            raise mismatch(f"an object in which {group}.{member} is text or null", value)
+    return value
 
 
 def step_name(step: int) -> str:
     """`000042`; more digits where they are needed."""
     return f"{step:06d}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the step whose folder has the name; None if no folder of a record has it."""
+    # the pattern would take twice as long, which matters with 10,000 steps
+    six = len(name) == 6 or (6 < len(name) <= 9 and name[0] != "0")
+    return int(name) if six and name.isdecimal() and name.isascii() else None
 
 
 def rank_file(kind: str, rank: int, num_ranks: int, suffix: str) -> str:
@@ -56,8 +124,30 @@ def rank_file(kind: str, rank: int, num_ranks: int, suffix: str) -> str:
 class FileEntry:
     """Size and checksum of a file that has one checksum for all of its bytes."""
 
-    size_bytes: int
-    crc32c: str
+    size_bytes: Count
+    crc32c: Checksum
+
+
+class FileIdentity(TypedDict):
+    """Size and checksum of a file outside the record."""
+
+    size_bytes: Count
+    crc32c: Checksum
+
+
+class FolderIdentity(TypedDict):
+    """A model or tokenizer: a path, and its files if it is a local folder."""
+
+    path: str
+    files: dict[FileName, FileIdentity]
+
+
+@dataclass(frozen=True)
+class StepLink:
+    """A committed step by number and sha256 of its step.json."""
+
+    step: Step
+    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -69,25 +159,25 @@ class TensorEntry:
     or `offset` for `cu_seqlens`.
     """
 
-    dtype: str
-    stored: str
-    shape: tuple[int, ...]
-    axis: str
-    offset: int
-    size_bytes: int
-    crc32c: str
+    dtype: Annotated[str, dtype_name]
+    stored: Annotated[str, dtype_name]
+    shape: tuple[Count, ...]
+    axis: Annotated[str, one_of("token", "row", "offset")]
+    offset: Count
+    size_bytes: Count
+    crc32c: Checksum
 
 
 @dataclass(frozen=True)
 class BatchEntry:
     """One batch file: header and tensors together cover every byte."""
 
-    size_bytes: int
-    header_bytes: int
-    header_crc32c: str
-    num_rows: int
-    num_tokens: int
-    padded_length: int
+    size_bytes: Count
+    header_bytes: Annotated[int, integer(8, LARGEST_HEADER)]
+    header_crc32c: Checksum
+    num_rows: Count
+    num_tokens: Count
+    padded_length: Annotated[int, integer(0, LARGEST_ROW)]
     tensors: dict[str, TensorEntry]
 
 
@@ -100,9 +190,9 @@ class Recording:
     those of `steps`.
     """
 
-    scope: str = "plan"
-    every: int = 1
-    steps: tuple[int, ...] | None = None
+    scope: Annotated[str, one_of("rollout", "plan", "full")] = "plan"
+    every: Positive = 1
+    steps: tuple[Step, ...] | None = None
 
     def wants(self, step: int) -> bool:
         """Return whether the step is to be recorded."""
@@ -113,23 +203,25 @@ class Recording:
 class RankFiles:
     """The files that one rank wrote in a step: its entries of step.json."""
 
-    batches: dict[str, BatchEntry]
-    files: dict[str, FileEntry]
+    batches: dict[FileName, BatchEntry]
+    files: dict[FileName, FileEntry]
 
 
 @dataclass(frozen=True)
 class StepManifest:
     """step.json.
 
-    `version` is the weight version after the step; `batches` describes every safetensors file.
+    `version` is the weight version after the step; `previous` the step that was committed before
+    it, None for the first; `batches` describes every safetensors file. Format 1 has no `previous`.
     """
 
     format_version: int
-    step: int
-    version: int
-    num_ranks: int
-    batches: dict[str, BatchEntry]
-    files: dict[str, FileEntry]
+    step: Step
+    version: Count
+    num_ranks: Positive
+    previous: StepLink | None
+    batches: dict[FileName, BatchEntry]
+    files: dict[FileName, FileEntry]
 
     @property
     def size_bytes(self) -> int:
@@ -144,12 +236,12 @@ class RecordHeader:
 
     format_version: int
     created: str
-    world_size: int
-    num_ranks: int
+    world_size: Positive
+    num_ranks: Positive
     allocation: str | None
-    model: dict[str, Any]
-    tokenizer: dict[str, Any] | None
-    environment: dict[str, Any]
+    model: Annotated[dict[str, Any], parser_of(FolderIdentity)]
+    tokenizer: Annotated[dict[str, Any], parser_of(FolderIdentity)] | None
+    environment: Annotated[dict[str, Any], fingerprint]
     config: dict[str, Any]
     recording: Recording = field(default_factory=Recording)
 
@@ -159,16 +251,25 @@ class AnchorManifest:
     """anchor.json: the files of a checkpoint taken before `step`."""
 
     format_version: int
-    step: int
-    files: dict[str, FileEntry]
+    step: Step
+    files: dict[FileName, FileEntry]
+
+
+@dataclass(frozen=True)
+class EndMark:
+    """end.json: the run has ended, with an error unless `finished`, and `last` is its last step."""
+
+    format_version: int
+    finished: bool
+    last: StepLink | None
 
 
 @dataclass(frozen=True)
 class Plan:
     """A rank's inputs to a step: weight version and RNG states at its start, the trainer's plan."""
 
-    step: int
-    version: int
+    step: Step
+    version: Count
     rng: dict[str, str]
     details: dict[str, Any]
 
@@ -180,20 +281,20 @@ class MicroBatch:
     `rows` are positions in the rank's batch, `weight` is the loss denominator.
     """
 
-    minibatch: int
-    micro_batch: int
-    rows: tuple[int, ...]
-    num_tokens: int
-    loss: float
-    weight: float
+    minibatch: Count
+    micro_batch: Count
+    rows: tuple[Count, ...]
+    num_tokens: Count
+    loss: HexFloat
+    weight: HexFloat
 
 
 @dataclass(frozen=True)
 class Minibatch:
     """Checksums of an optimizer step by parameter: gradients before clipping, weights after."""
 
-    gradients: dict[str, str]
-    weights: dict[str, str]
+    gradients: dict[str, Checksum]
+    weights: dict[str, Checksum]
 
 
 @dataclass(frozen=True)
@@ -205,97 +306,139 @@ class Outcome:
     `minibatches` is empty unless the scope of the record is "full".
     """
 
-    step: int
-    version: int
+    step: Step
+    version: Count
     micro_batches: tuple[MicroBatch, ...]
-    stats: dict[str, float]
-    checksums: dict[str, str]
+    stats: dict[str, HexFloat]
+    checksums: dict[str, Checksum]
     minibatches: tuple[Minibatch, ...] = ()
 
 
-def fields_of(cls: type[T], document: Any, file: str) -> dict[str, Any]:
-    """Return the document's members, which must be exactly the fields of `cls`.
+class TextLine(TypedDict):
+    """A row of text-*.jsonl."""
 
-    Raises DamagedRecord for a missing one and UnknownFormat for one that this version does not
-    know.
-    """
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if not isinstance(document, dict) or names - set(document):
-        raise DamagedRecord(file, f"lacks {sorted(names - set(document or ()))}")
-    if unknown := sorted(set(document) - names):
-        raise UnknownFormat(
-            f"{file} has unknown keys {unknown}: install the version of areal-debug that wrote it"
-        )
-    return document
+    row: Count
+    prompt: str
+    completion: str
+    reward: float
 
 
-def check_version(document: dict[str, Any], file: str) -> None:
-    """Raise UnknownFormat unless the document has the version that this code reads."""
+def check_version(document: dict[str, Any], file: str) -> int:
+    """Return the format version. Raises UnknownFormat unless this code reads it."""
     found = document.get("format_version")
-    if found != FORMAT_VERSION:
+    if type(found) is not int or found not in READABLE_VERSIONS:
         raise UnknownFormat(
-            f"{file} has format version {found}, this version of areal-debug reads {FORMAT_VERSION}: "
-            "install the version that wrote it"
+            f"{file} has format version {printable(repr(found), 20)}, this version of areal-debug reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}: install the version that wrote it"
         )
+    return found
 
 
 def parse_header(document: dict[str, Any]) -> RecordHeader:
     """Parse record.json, whose checksum has been checked and removed."""
     check_version(document, RECORD_FILE)
-    members = fields_of(RecordHeader, document, RECORD_FILE)
-    recording = fields_of(Recording, members["recording"], RECORD_FILE)
-    steps = None if recording["steps"] is None else tuple(recording["steps"])
-    return RecordHeader(**members | {"recording": Recording(**recording | {"steps": steps})})
+    return parse_as(RecordHeader, document, RECORD_FILE)
 
 
-def parse_files(document: dict[str, Any], file: str) -> dict[str, FileEntry]:
-    """Parse the `files` member of step.json or anchor.json."""
-    return {name: FileEntry(**fields_of(FileEntry, entry, file)) for name, entry in document.items()}
-
-
-def parse_tensor(document: dict[str, Any], file: str) -> TensorEntry:
-    """Parse one member of `tensors` in step.json."""
-    members = fields_of(TensorEntry, document, file)
-    return TensorEntry(**{**members, "shape": tuple(members["shape"])})
-
-
-def parse_batches(document: dict[str, Any], file: str) -> dict[str, BatchEntry]:
-    """Parse the `batches` member of step.json."""
-    batches = {}
-    for name, entry in document.items():
-        members = fields_of(BatchEntry, entry, file)
-        tensors = {key: parse_tensor(item, file) for key, item in members["tensors"].items()}
-        batches[name] = BatchEntry(**{**members, "tensors": tensors})
-    return batches
+def parse_end(document: dict[str, Any]) -> EndMark:
+    """Parse end.json, whose checksum has been checked and removed."""
+    check_version(document, END_FILE)
+    return parse_as(EndMark, document, END_FILE)
 
 
 def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
     """Parse manifest-*.json, which exists until the step is committed."""
-    members = fields_of(RankFiles, document, file)
-    return RankFiles(parse_batches(members["batches"], file), parse_files(members["files"], file))
+    return parse_as(RankFiles, document, file)
 
 
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
     """Parse step.json; `file` is its name in errors."""
-    check_version(document, file)
-    members = fields_of(StepManifest, document, file)
-    parsed = {
-        "batches": parse_batches(members["batches"], file),
-        "files": parse_files(members["files"], file),
+    if check_version(document, file) == 1:
+        document = {"previous": None} | document
+    manifest = parse_as(StepManifest, document, file)
+    check_ranks(manifest, file)
+    for name, batch in manifest.batches.items():
+        if reason := problem_of_batch(batch, BATCH_KEYS if name.startswith("batch-") else {}):
+            raise DamagedRecord(file, f"describes {name} with {reason}")
+    return manifest
+
+
+def check_ranks(manifest: StepManifest, file: str) -> None:
+    """Raise DamagedRecord unless the files are those of the ranks, each with a batch."""
+    names = [*manifest.batches, *manifest.files]
+    batches = [name for name in manifest.batches if name.startswith("batch-")]
+    if len(batches) != manifest.num_ranks:
+        raise DamagedRecord(file, f"lists {len(batches)} batches of {manifest.num_ranks} ranks")
+    kinds = {  # of the files that it lists: their number is bounded, that of the ranks is not
+        rank_file(kind, rank, manifest.num_ranks, suffix): suffix
+        for rank in range(len(batches))
+        for kind, suffix in FILE_KINDS.items()
     }
-    return StepManifest(**{**members, **parsed})
+    for name in names:
+        if (kinds.get(name) == "safetensors") != (name in manifest.batches) or name not in kinds:
+            raise DamagedRecord(file, f"lists {printable(name, 60)}, which no rank writes")
+
+
+def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> str | None:
+    """Return why the entry of a batch file contradicts itself, or None.
+
+    Header and tensors cover the file without overlap or hole, and a tensor has as many bytes as its
+    shape needs: what a reader allocates is bounded by the size of the file.
+    """
+    end = batch.header_bytes
+    for name, tensor in sorted(batch.tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if reason := problem_of_tensor(batch, tensor) or problem_of_key(tensor, keys.get(name)):
+            return f"tensor {printable(name, 60)}, which {reason}"
+        if tensor.offset != end:
+            return f"tensor {printable(name, 60)} at byte {tensor.offset}, {end} expected"
+        end += tensor.size_bytes
+    if missing := sorted({*keys, "cu_seqlens"} - set(batch.tensors)):
+        return f"no tensor {missing[0]}"
+    if agents := AGENT_KEYS.keys() & batch.tensors.keys():
+        if absent := sorted(AGENT_KEYS.keys() - agents):
+            return f"tensor {min(agents)}, but no {absent[0]}"
+        wrong = (problem_of_key(batch.tensors[name], AGENT_KEYS[name]) for name in sorted(agents))
+        if reason := next(filter(None, wrong), None):
+            return f"a tensor of agents that {reason}"
+    if end != batch.size_bytes:
+        return f"{end} bytes of header and tensors in {batch.size_bytes} bytes"
+    if batch.num_tokens > batch.num_rows * batch.padded_length:
+        return f"{batch.num_tokens} tokens in {batch.num_rows} rows of at most {batch.padded_length}"
+    return None
+
+
+def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
+    """Return why a tensor's entry contradicts itself or its batch, or None."""
+    length = {"token": batch.num_tokens, "row": batch.num_rows, "offset": batch.num_rows + 1}[tensor.axis]
+    if tensor.shape[:1] != (length,):
+        return f"has shape {list(tensor.shape)[:8]} along axis {tensor.axis}, {length} expected"
+    if math.prod(size or 1 for size in tensor.shape) > LARGEST_SHAPE or len(tensor.shape) > 8:
+        return "has a shape beyond every limit"
+    if math.prod(tensor.shape) * NUMPY_TYPES[tensor.stored].itemsize != tensor.size_bytes:
+        return f"has {tensor.size_bytes} bytes, which is not its shape in {tensor.stored}"
+    integers = all(NUMPY_TYPES[name].kind in "iu" for name in (tensor.stored, tensor.dtype))
+    if tensor.stored != tensor.dtype and not integers:
+        return f"is stored as {tensor.stored} and read as {tensor.dtype}"
+    return None
+
+
+def problem_of_key(tensor: TensorEntry, expected: tuple[str, str] | None) -> str | None:
+    """Return why a tensor is not what every batch has under its key, or None."""
+    found = ("float" if tensor.dtype in FLOATS else "int", tensor.axis)
+    if expected is not None and (found != expected or len(tensor.shape) != 1):
+        return f"is {tensor.dtype} {list(tensor.shape)} along axis {tensor.axis}"
+    return None
 
 
 def parse_anchor(document: dict[str, Any], file: str) -> AnchorManifest:
     """Parse anchor.json; `file` is its name in errors."""
     check_version(document, file)
-    members = fields_of(AnchorManifest, document, file)
-    return AnchorManifest(**{**members, "files": parse_files(members["files"], file)})
+    return parse_as(AnchorManifest, document, file)
 
 
 def parse_plan(document: dict[str, Any], file: str) -> Plan:
     """Parse plan-*.json."""
-    return Plan(**fields_of(Plan, document, file))
+    return parse_as(Plan, document, file)
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
@@ -309,22 +452,9 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
 
 def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
     """Parse outcome-*.json; the inverse of `outcome_document`."""
-    members = fields_of(Outcome, document, file)
-    micro_batches = [fields_of(MicroBatch, item, file) for item in members["micro_batches"]]
-    numbers = [
-        {
-            **item,
-            "rows": tuple(item["rows"]),
-            "loss": float.fromhex(item["loss"]),
-            "weight": float.fromhex(item["weight"]),
-        }
-        for item in micro_batches
-    ]
-    return Outcome(
-        step=members["step"],
-        version=members["version"],
-        micro_batches=tuple(MicroBatch(**item) for item in numbers),
-        stats={name: float.fromhex(value) for name, value in members["stats"].items()},
-        checksums=members["checksums"],
-        minibatches=tuple(Minibatch(**fields_of(Minibatch, item, file)) for item in members["minibatches"]),
-    )
+    return parse_as(Outcome, document, file)
+
+
+def parse_text_line(document: dict[str, Any], file: str) -> dict[str, Any]:
+    """Parse a line of text-*.jsonl."""
+    return dict(parse_as(TextLine, document, file))

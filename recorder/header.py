@@ -16,21 +16,22 @@ from typing import Any
 from areal_core.safety.durable import commit_file
 from recorder.checksum_json import checksummed_bytes
 from recorder.environment import environment, folder_identity
-from recorder.errors import RecordExists
+from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
     ANCHORS_FOLDER,
     FORMAT_VERSION,
     GAPS_FILE,
     RECORD_FILE,
     STEPS_FOLDER,
+    TOP_FILES,
     UNFINISHED_FILES,
     RecordHeader,
     Recording,
     check_version,
-    fields_of,
 )
+from recorder.typed_json import Step, parse_as
 
-Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[Step, Step], ...]
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -47,7 +48,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise RecordExists(
             f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
         )
-    allowed = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
+    allowed = {*TOP_FILES, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
     if foreign := sorted(names - allowed - UNFINISHED_FILES):
         raise RecordExists(
             f"{folder} contains {foreign}, which is not part of a record: choose another folder"
@@ -63,7 +64,7 @@ def clear_record(folder: Path) -> None:
     for name in (STEPS_FOLDER, ANCHORS_FOLDER):
         if (folder / name).exists():
             shutil.rmtree(folder / name)
-    for name in (*UNFINISHED_FILES, GAPS_FILE, RECORD_FILE):
+    for name in (*UNFINISHED_FILES, *TOP_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -94,8 +95,8 @@ class Gaps:
     """`removed` are ascending ranges, both ends included; `dropped` and `lost` are single steps."""
 
     removed: Ranges = ()
-    dropped: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
+    dropped: tuple[Step, ...] = ()
+    lost: tuple[Step, ...] = ()
 
     def reason(self, step: int) -> str | None:
         """Return the reason why the step is missing, or None if it is unknown."""
@@ -135,9 +136,11 @@ def parse_gaps(document: dict[str, Any]) -> Gaps:
     """Parse gaps.json, whose checksum has been checked and removed."""
     check_version(document, GAPS_FILE)
     members = {name: value for name, value in document.items() if name != "format_version"}
-    members = fields_of(Gaps, members, GAPS_FILE)
-    removed = tuple((first, last) for first, last in members["removed"])
-    return Gaps(removed, tuple(members["dropped"]), tuple(members["lost"]))
+    gaps = parse_as(Gaps, members, GAPS_FILE)
+    ends = [step for ends in gaps.removed for step in ends]
+    if ends != sorted(ends):
+        raise DamagedRecord(GAPS_FILE, "lists ranges of removed steps that do not ascend")
+    return gaps
 
 
 def write_gaps(record: Path, gaps: Gaps) -> None:

@@ -4,7 +4,6 @@
 numbers, for which it reads step.json and the rewards.
 """
 
-import json
 import os
 import zipfile
 from collections.abc import Callable, Iterable
@@ -14,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from recorder.checksum_json import checksum, parse_checksummed, restored
+from recorder.checksum_json import (
+    MAX_JSON_BYTES,
+    checksum,
+    parse_checksummed,
+    parse_document,
+)
 from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRecorded
 from recorder.format import (
     ANCHOR_FILE,
@@ -22,7 +26,6 @@ from recorder.format import (
     GAPS_FILE,
     RECORD_FILE,
     STEP_FILE,
-    STEP_NAME,
     STEPS_FOLDER,
     BatchEntry,
     FileEntry,
@@ -35,12 +38,14 @@ from recorder.format import (
     parse_outcome,
     parse_plan,
     parse_step,
+    parse_text_line,
     rank_file,
     step_name,
+    step_number,
 )
 from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.storage import FolderStorage, Storage, is_url, location_of
-from recorder.tensors import check_header, read_tensor
+from recorder.tensors import check_header, check_offsets, read_tensor
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,10 @@ class RecordedStep:
         if missing := [key for key in wanted if key not in entry.tensors]:
             raise StepNotRecorded(f"{file} has no {missing}: it has {sorted(entry.tensors)}")
         check_header(self.storage, file, entry)
-        return {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
+        arrays = {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
+        if "cu_seqlens" in arrays:
+            check_offsets(file, arrays["cu_seqlens"], entry)
+        return arrays
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
         """Read one row of a rank: per token [length, ...], per row [...]."""
@@ -95,21 +103,27 @@ class RecordedStep:
         name = self.rank_name("plan", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
-        return parse_plan(restored(json.loads(self.file(name))), self.name_of(name))
+        return parse_plan(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
 
     def outcome(self, rank: int) -> Outcome:
         """Read the rank's outcome. Raises StepNotRecorded for scope "rollout"."""
         name = self.rank_name("outcome", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
-        return parse_outcome(json.loads(self.file(name)), self.name_of(name))
+        return parse_outcome(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
 
     def text(self, rank: int) -> list[dict[str, Any]] | None:
-        """Read rows (`row`, `prompt`, `completion`, `reward`); None if text was not recorded."""
+        """Read the text of each row, in order; None if text was not recorded."""
         name = self.rank_name("text", rank, "jsonl")
         if name not in self.manifest.files:
             return None
-        return [restored(json.loads(line)) for line in self.file(name).splitlines()]
+        file, lines = self.name_of(name), self.file(name).splitlines()
+        if len(lines) != self.num_rows(rank):
+            raise DamagedRecord(file, f"has {len(lines)} lines, {self.num_rows(rank)} expected")
+        rows = [parse_text_line(parse_document(line, file), file) for line in lines]
+        if wrong := [row["row"] for index, row in enumerate(rows) if row["row"] != index]:
+            raise DamagedRecord(file, f"has row {wrong[0]} in the place of another")
+        return rows
 
     def batch_entry(self, rank: int) -> tuple[str, BatchEntry]:
         """Name and entry of the rank's batch file."""
@@ -211,12 +225,13 @@ class Record:
 
 def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
     """Read a file that has one checksum. Raises DamagedRecord unless its bytes match."""
-    data = bytes(storage.read(file))
+    data = bytes(storage.read(file, 0, entry.size_bytes + 1))
     if len(data) != entry.size_bytes:
-        if storage.size(file) is None:
+        size_bytes = storage.size(file)
+        if size_bytes is None:
             raise DamagedRecord(file, "is missing")
         raise DamagedRecord(
-            file, f"has {len(data)} bytes, {entry.size_bytes} expected: it is cut off or changed"
+            file, f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
         )
     if checksum(data) != entry.crc32c:
         raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}")
@@ -225,16 +240,33 @@ def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
 
 def read_checksummed(storage: Storage, file: str) -> dict[str, Any]:
     """Read a checksummed JSON file. Raises DamagedRecord if it is absent or any byte differs."""
-    data = bytes(storage.read(file))
+    return parse_checksummed(read_small(storage, file), file)
+
+
+def read_small(storage: Storage, file: str) -> bytes:
+    """Read a file that JSON fits into. Raises DamagedRecord if it is absent or larger."""
+    data = bytes(storage.read(file, 0, MAX_JSON_BYTES + 1))
     if not data and storage.size(file) is None:
         raise DamagedRecord(file, "is missing")
-    return parse_checksummed(data, file)
+    if len(data) > MAX_JSON_BYTES:
+        raise DamagedRecord(file, f"has more than {MAX_JSON_BYTES} bytes")
+    return data
 
 
 def read_manifest(storage: Storage, step: int) -> StepManifest:
     """Read the step.json of a step. Raises DamagedRecord if absent, changed, or of another step."""
-    file = f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
-    manifest = parse_step(read_checksummed(storage, file), file)
+    return parse_manifest(read_small(storage, step_file(step)), step)
+
+
+def step_file(step: int) -> str:
+    """The file that commits a step."""
+    return f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
+
+
+def parse_manifest(data: bytes, step: int) -> StepManifest:
+    """Parse the bytes of the step.json of a step. Raises DamagedRecord."""
+    file = step_file(step)
+    manifest = parse_step(parse_checksummed(data, file), file)
     if manifest.step != step:
         raise DamagedRecord(file, f"belongs to step {manifest.step}: a folder was renamed")
     return manifest
@@ -256,16 +288,15 @@ def describe_steps(steps: tuple[int, ...]) -> str:
 
 def step_folders(storage: Storage, gaps: Gaps = Gaps()) -> list[int]:
     """List the step folders' numbers, ascending, without those removed according to gaps.json."""
-    # equivalent to STEP_NAME and twice as fast, which matters with 10,000 steps
-    steps = sorted([int(name) for name in storage.names(STEPS_FOLDER) if len(name) >= 6 and name.isdecimal()])
+    steps = sorted([step for step in map(step_number, storage.names(STEPS_FOLDER)) if step is not None])
     return [step for step in steps if not in_ranges(step, gaps.removed)] if gaps.removed else steps
 
 
 def anchor_steps(storage: Storage) -> tuple[int, ...]:
     """List the steps of all finished anchors, ascending."""
-    names = [name for name in storage.names(ANCHORS_FOLDER) if STEP_NAME.fullmatch(name)]
-    finished = [n for n in names if storage.size(f"{ANCHORS_FOLDER}/{n}/{ANCHOR_FILE}") is not None]
-    return tuple(sorted(map(int, finished)))
+    steps = sorted([step for step in map(step_number, storage.names(ANCHORS_FOLDER)) if step is not None])
+    files = {step: f"{ANCHORS_FOLDER}/{step_name(step)}/{ANCHOR_FILE}" for step in steps}
+    return tuple(step for step, file in files.items() if storage.size(file) is not None)
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -302,7 +333,7 @@ def open_record(path: str | os.PathLike[str]) -> Record:
     gaps = read_gaps(storage)
     steps = step_folders(storage, gaps)
     committed = len(steps)
-    while committed and storage.size(f"{STEPS_FOLDER}/{step_name(steps[committed - 1])}/{STEP_FILE}") is None:
+    while committed and storage.size(step_file(steps[committed - 1])) is None:
         committed -= 1
     return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]), gaps)
 

@@ -14,6 +14,7 @@ from recorder.errors import RecordExists
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    END_FILE,
     STEP_FILE,
     STEPS_FOLDER,
     RecordHeader,
@@ -35,6 +36,7 @@ def resume_record(folder: Path, first_step: int, header: RecordHeader) -> tuple[
     """
     record = open_record(folder)
     check_same_run(record, header)
+    (folder / END_FILE).unlink(missing_ok=True)  # first: it names a last step
     for step in sorted((*record.steps, *record.uncommitted), reverse=True):
         if step >= first_step:
             remove_committed(folder / STEPS_FOLDER / step_name(step), STEP_FILE)

@@ -7,6 +7,7 @@ Ranks share nothing but the folder. A rank that failed leaves no manifest: rank 
 to be ended (`wait_or_stop`).
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from recorder.format import (
     Outcome,
     Plan,
     RankFiles,
+    StepLink,
     StepManifest,
     outcome_document,
     parse_rank_files,
@@ -53,6 +55,14 @@ class RankStep:
     outcome: Outcome | None = None
     learning: FlatBatch | None = None
     text: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A step that was committed: bytes of its files, and the link for the next one."""
+
+    size_bytes: int
+    link: StepLink
 
 
 def learning_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
@@ -129,14 +139,20 @@ def collect_rank_manifest(
     return written
 
 
-def commit_step(folder: Path, step: int, version: int, ranks: Sequence[RankFiles]) -> StepManifest:
-    """Commit a step by renaming its step.json into place; `ranks` has the files by rank."""
+def commit_step(
+    folder: Path, step: int, version: int, ranks: Sequence[RankFiles], previous: StepLink | None
+) -> Committed:
+    """Commit a step by renaming its step.json into place; `ranks` has the files by rank.
+
+    `previous` is the step that was committed before it, None for the first of a record.
+    """
     batches = {name: entry for written in ranks for name, entry in written.batches.items()}
     files = {name: entry for written in ranks for name, entry in written.files.items()}
-    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), batches, files)
+    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), previous, batches, files)
+    data = checksummed_bytes(vars(manifest))
     sync(folder.parent)
-    commit_file(folder / STEP_FILE, checksummed_bytes(vars(manifest)))
-    return manifest
+    commit_file(folder / STEP_FILE, data)
+    return Committed(manifest.size_bytes, StepLink(step, hashlib.sha256(data).hexdigest()))
 
 
 def commit_anchor(folder: Path, step: int) -> None:

@@ -9,12 +9,14 @@ Paths are relative to the record's top, with slashes: `steps/000042/step.json`.
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from areal_core.safety.file_names import UnsafeName, open_below
+from recorder.errors import DamagedRecord
 
 STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
 # A URL that passed through pathlib has lost one of its slashes.
@@ -25,11 +27,17 @@ class Storage(Protocol):
     """A place that contains a record."""
 
     def names(self, folder: str) -> list[str]:
-        """Names of files and folders in a folder ("" is the top), unordered; [] if absent."""
+        """Names of files and folders in a folder ("" is the top), unordered; [] if absent.
+
+        Raises DamagedRecord for a link.
+        """
         ...
 
     def size(self, file: str) -> int | None:
-        """Size of a file in bytes, None if there is no such file."""
+        """Size of a file in bytes, None if there is no such file, or a folder.
+
+        Raises DamagedRecord for a link and for anything but a regular file.
+        """
         ...
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
@@ -49,32 +57,62 @@ class FolderStorage:
 
     def names(self, folder: str) -> list[str]:
         """See Storage."""
+        place = self.path / folder
+        if folder and place.is_symlink():
+            raise DamagedRecord(folder, "is a link: links are not followed")
         try:
-            return os.listdir(self.path / folder)
+            return os.listdir(place)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise DamagedRecord(folder, f"cannot be listed ({error.strerror})") from None
 
     def size(self, file: str) -> int | None:
         """See Storage."""
-        try:
-            descriptor = open_below(self.path, file)
-        except (OSError, UnsafeName):
+        descriptor = self.open(file)
+        if descriptor is None:
             return None
         with open(descriptor, "rb") as handle:
             return os.fstat(handle.fileno()).st_size
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
         """See Storage."""
-        try:
-            with open(open_below(self.path, file), "rb") as handle:
-                handle.seek(offset)
-                if size_bytes is None:
-                    return handle.read()
-                buffer = bytearray(size_bytes)
-                found = handle.readinto(buffer)
-        except FileNotFoundError:
+        descriptor = self.open(file)
+        if descriptor is None:
             return b""
-        return buffer if found == size_bytes else buffer[:found]
+        with open(descriptor, "rb") as handle:
+            left = max(0, os.fstat(descriptor).st_size - offset)  # nothing is allocated beyond it
+            wanted = left if size_bytes is None else min(left, size_bytes)
+            try:
+                handle.seek(offset)
+                buffer = bytearray(wanted)
+                found = handle.readinto(buffer)
+            except OSError as error:
+                raise DamagedRecord(file, f"cannot be read ({error.strerror})") from None
+        return buffer if found == wanted else buffer[:found]
+
+    def open(self, file: str) -> int | None:
+        """Open a regular file without following links; None if it is absent or a folder.
+
+        Raises DamagedRecord for a link, a device or a FIFO, and where the system refuses.
+        """
+        try:
+            return open_below(self.path, file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except UnsafeName as error:
+            if stat.S_ISDIR(self.kind(file)):
+                return None
+            raise DamagedRecord(file, str(error)) from None
+        except OSError as error:
+            raise DamagedRecord(file, f"cannot be opened ({error.strerror})") from None
+
+    def kind(self, file: str) -> int:
+        """Return the mode of what the name is, 0 if there is nothing; a link is not followed."""
+        try:
+            return os.lstat(self.path / file).st_mode
+        except (OSError, ValueError):
+            return 0
 
     def local_folder(self, folder: str) -> Path:
         """See Storage."""

@@ -208,6 +208,14 @@ def checked_bytes(storage: Storage, file: str, name: str, entry: TensorEntry) ->
     return buffer
 
 
+def check_offsets(file: str, cu_seqlens: np.ndarray, entry: BatchEntry) -> None:
+    """Raise DamagedRecord unless int64 [rows + 1] offsets ascend from 0 to the number of tokens."""
+    lengths = np.diff(cu_seqlens)
+    ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
+    if ends != (0, entry.num_tokens) or (lengths < 0).any() or (lengths > entry.padded_length).any():
+        raise DamagedRecord(file, f"does not divide {entry.num_tokens} tokens into rows", "cu_seqlens")
+
+
 def read_tensor(storage: Storage, file: str, name: str, entry: TensorEntry) -> np.ndarray:
     """Read one tensor in the trainer's dtype (bits for bfloat16). Raises DamagedRecord."""
     buffer = checked_bytes(storage, file, name, entry)

@@ -30,7 +30,7 @@ SCRIPTED_RNG = {"torch": "c2VlZA=="}
 def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2) -> dict[str, np.ndarray]:
     """Return a padded batch with the keys and dtypes of ARCHITECTURE.md, one row per length.
 
-    The same seed gives the same bits.
+    The same seed gives the same bits, another one other prompts, too.
     """
     rng = np.random.default_rng(seed)
     num_rows, width = len(lengths), max(lengths, default=0)
@@ -45,10 +45,15 @@ def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2
         "logprobs": np.where(trained, -rng.exponential(1.0, shape), 0).astype(np.float32),
         "versions": np.where(trained, seed, np.where(mask, -1, 0)).astype(np.int32),
         "rewards": rng.integers(0, 2, num_rows).astype(np.float32),
-        "prompt_id": np.arange(num_rows, dtype=np.int64) // 2,
+        "prompt_id": 1000 * seed + np.arange(num_rows, dtype=np.int64) // 2,
         "sample_id": np.arange(num_rows, dtype=np.int32) % 2,
         "finish_reason": np.zeros(num_rows, np.int32),
     }
+
+
+def in_step(batch: dict[str, np.ndarray], step: int, rank: int = 0) -> dict[str, np.ndarray]:
+    """Return the batch with prompts of its own in each step and rank."""
+    return batch | {"prompt_id": batch["prompt_id"] % 1000 + 1000 * (100 * step + rank)}
 
 
 def literal_batch() -> dict[str, np.ndarray]:
@@ -155,3 +160,4 @@ def write_worked_example(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, SCRIPTED_HEADER)
     send_step(writer, 0, literal_batch())
+    writer("end", steps=1, error=None)

@@ -1,35 +1,45 @@
-"""Read every byte of a record and report each damaged file and tensor."""
+"""Read every byte of a record; report each damaged file and tensor, and files that contradict."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from recorder.errors import DamagedRecord, NotARecord
+from recorder.errors import DamagedRecord, NotARecord, UnknownFormat
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
-    GAPS_FILE,
+    END_FILE,
     RECORD_FILE,
     STEP_FILE,
-    STEP_NAME,
     STEPS_FOLDER,
+    TOP_FILES,
     UNFINISHED_FILES,
     BatchEntry,
+    EndMark,
     FileEntry,
+    RecordHeader,
     Recording,
+    StepManifest,
     parse_anchor,
     parse_header,
     step_name,
+    step_number,
 )
 from recorder.header import Gaps
+from recorder.integrity.chain import Chain, missing_steps, read_end
+from recorder.integrity.contents import Prompts, contradictions
 from recorder.reader import (
+    RecordedStep,
     anchor_steps,
     open_storage,
+    parse_manifest,
     read_checksummed,
     read_gaps,
-    read_manifest,
+    read_small,
+    step_file,
     step_folders,
 )
 from recorder.storage import Storage, file_blocks, walk
@@ -42,7 +52,7 @@ class Problem:
 
     `kind` is "damaged" (bytes are missing or differ), "foreign" (not part of the record) or
     "unfinished" (a last step that was being written when the run ended; committed steps are not
-    affected).
+    affected), or "contradiction" (bytes are as sealed, and files do not agree).
     """
 
     file: str
@@ -57,11 +67,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """`steps_missing` are unfinished, or absent between recorded steps for no known reason."""
+    """`steps_missing` are unfinished, or absent for no known reason, at most 1,000 of these.
+
+    `end` is None without an end mark: last steps may be missing then.
+    """
 
     problems: tuple[Problem, ...]
     steps_ok: tuple[int, ...]
     steps_missing: tuple[int, ...]
+    end: EndMark | None = None
 
     @property
     def intact(self) -> bool:
@@ -70,33 +84,46 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda step: None) -> VerifyReport:
-    """Check a complete record; calls `on_step` after each step.
+    """Check a complete record: every byte, then what its files say about each other.
 
-    Damage is reported and never raised.
+    Damage is reported and never raised; calls `on_step` after each step.
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
     storage = open_storage(path)
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
-    recording, gaps, problems = read_top(storage)
+    header, gaps, end, problems = read_top(storage)
     problems += layout_problems(storage)
     steps = step_folders(storage, gaps)
-    last_committed = max((s for s in steps if storage.size(step_file(s)) is not None), default=-1)
-    missing = unexplained(steps, recording, gaps)
-    problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
-    steps_ok = []
+    last_committed = max((s for s in steps if has_step_file(storage, s)), default=-1)
+    checks = StepChecks(storage, header, Chain(gaps), Prompts())
+    of_steps: list[Problem] = []
+    steps_ok, unfinished_steps = [], []
     for step in steps:
-        found = list(step_problems(storage, step)) if step <= last_committed else [unfinished(step)]
-        problems += found
+        found = list(checks.problems(step) if step <= last_committed else checks.unfinished(step))
+        of_steps += found
         if not found:
             steps_ok.append(step)
-        elif storage.size(step_file(step)) is None:
-            missing.append(step)
+        elif not has_step_file(storage, step):
+            unfinished_steps.append(step)
         on_step(step)
+    of_steps += checks.problems_between()
+    if end is not None:
+        problems += [contradiction(END_FILE, what) for what in checks.chain.check_end(end)]
+    recording = Recording() if header is None else header.recording
+    missing = missing_steps(steps, checks.chain.absent, recording, gaps)
+    problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
+    problems += of_steps
     for step in anchor_steps(storage):
         problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
-    return VerifyReport(tuple(problems), tuple(steps_ok), tuple(sorted(missing)))
+    damaged = {int(problem.file.split("/")[1]) for problem in of_steps}
+    return VerifyReport(
+        tuple(problems),
+        tuple(step for step in steps_ok if step not in damaged),
+        tuple(sorted([*missing, *unfinished_steps])),
+        end,
+    )
 
 
 def damage(error: DamagedRecord) -> Problem:
@@ -104,43 +131,45 @@ def damage(error: DamagedRecord) -> Problem:
     return Problem(error.file, error.tensor, error.what)
 
 
-def read_top(storage: Storage) -> tuple[Recording, Gaps, list[Problem]]:
-    """Read recorded steps, gaps and problems from record.json and gaps.json."""
-    recording, gaps, problems = Recording(), Gaps(), []
+def contradiction(file: str, what: str) -> Problem:
+    """A file whose bytes are as sealed, and which contradicts another."""
+    return Problem(file, None, what, kind="contradiction")
+
+
+def read_top(storage: Storage) -> tuple[RecordHeader | None, Gaps, EndMark | None, list[Problem]]:
+    """Read record.json, gaps.json and end.json, and the problems in them."""
+    header, gaps, end = None, Gaps(), None
+    problems = []
     try:
-        recording = parse_header(read_checksummed(storage, RECORD_FILE)).recording
+        header = parse_header(read_checksummed(storage, RECORD_FILE))
     except DamagedRecord as error:
         problems.append(damage(error))
     try:
         gaps = read_gaps(storage)
     except DamagedRecord as error:
         problems.append(damage(error))
-    return recording, gaps, problems
+    try:
+        end = read_end(storage)
+    except DamagedRecord as error:
+        problems.append(damage(error))
+    return header, gaps, end, problems
 
 
-def unexplained(steps: list[int], recording: Recording, gaps: Gaps) -> list[int]:
-    """Steps that should have been recorded between the first and the last, and are in no gap."""
-    absent = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
-    return [step for step in absent if recording.wants(step) and gaps.reason(step) is None]
-
-
-def step_file(step: int) -> str:
-    """The file that commits a step."""
-    return f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
+def has_step_file(storage: Storage, step: int) -> bool:
+    """Return whether the step is committed; what is there and no regular file counts, too."""
+    try:
+        return storage.size(step_file(step)) is not None
+    except DamagedRecord:
+        return True
 
 
 def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Yield entries that are not part of a record, at the top and among the steps and anchors."""
-    known = {RECORD_FILE, GAPS_FILE, STEPS_FOLDER, ANCHORS_FOLDER, *UNFINISHED_FILES}
+    known = {STEPS_FOLDER, ANCHORS_FOLDER, *TOP_FILES, *UNFINISHED_FILES}
     yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
         names = sorted(storage.names(folder))
-        yield from (unexpected(f"{folder}/{name}") for name in names if not STEP_NAME.fullmatch(name))
-
-
-def unfinished(step: int) -> Problem:
-    """A step that was being written when the run ended."""
-    return Problem(step_file(step), None, "is missing: the step was not finished", kind="unfinished")
+        yield from (unexpected(f"{folder}/{name}") for name in names if step_number(name) is None)
 
 
 def unexpected(file: str) -> Problem:
@@ -148,20 +177,63 @@ def unexpected(file: str) -> Problem:
     return Problem(file, None, "is not part of the record", kind="foreign")
 
 
-def step_problems(storage: Storage, step: int) -> Iterator[Problem]:
-    """Yield the problems of a committed step; without step.json no others can be found."""
-    folder = f"{STEPS_FOLDER}/{step_name(step)}"
-    try:
-        manifest = read_manifest(storage, step)
-    except DamagedRecord as error:
-        yield damage(error)
-        return
-    for name, batch in manifest.batches.items():
-        yield from batch_problems(storage, f"{folder}/{name}", batch)
-    for name, entry in manifest.files.items():
-        yield from file_problems(storage, f"{folder}/{name}", entry)
-    known = {STEP_FILE, *manifest.batches, *manifest.files}
-    yield from (unexpected(f"{folder}/{n}") for n in sorted(storage.names(folder)) if n not in known)
+@dataclass(frozen=True)
+class StepChecks:
+    """The checks of committed steps, in ascending order; `header` is None if it is damaged."""
+
+    storage: Storage
+    header: RecordHeader | None
+    chain: Chain
+    prompts: Prompts
+
+    def problems(self, step: int) -> Iterator[Problem]:
+        """Yield the problems of a step; without step.json no others can be found."""
+        folder, file = f"{STEPS_FOLDER}/{step_name(step)}", step_file(step)
+        try:
+            data = read_small(self.storage, file)
+            manifest = parse_manifest(data, step)
+        except DamagedRecord as error:
+            self.chain.skip()
+            yield damage(error)
+            return
+        except UnknownFormat as error:
+            self.chain.skip()
+            yield Problem(file, None, str(error))
+            return
+        found = list(self.problems_of_bytes(folder, manifest))
+        yield from found
+        sha256 = hashlib.sha256(data).hexdigest()
+        yield from (contradiction(file, what) for what in self.chain.follow(manifest, sha256))
+        if not found and self.header is not None:
+            yield from self.contradictions(RecordedStep(self.storage, manifest), self.header)
+
+    def unfinished(self, step: int) -> Iterator[Problem]:
+        """Yield the problem of a step that was being written when the run ended."""
+        self.chain.skip()
+        yield Problem(step_file(step), None, "is missing: the step was not finished", kind="unfinished")
+
+    def problems_of_bytes(self, folder: str, manifest: StepManifest) -> Iterator[Problem]:
+        """Yield files that are damaged or not listed."""
+        for name, batch in manifest.batches.items():
+            yield from batch_problems(self.storage, f"{folder}/{name}", batch)
+        for name, entry in manifest.files.items():
+            yield from file_problems(self.storage, f"{folder}/{name}", entry)
+        known = {STEP_FILE, *manifest.batches, *manifest.files}
+        yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
+
+    def contradictions(self, step: RecordedStep, header: RecordHeader) -> Iterator[Problem]:
+        """Yield what the files of a step say about each other and cannot both be true."""
+        try:
+            yield from (contradiction(file, what) for file, what in contradictions(step, header))
+            # imports number the prompts of each step from 0 in format 1
+            if step.manifest.format_version > 1 or "imported" not in header.environment:
+                yield from (contradiction(file, what) for file, what in self.prompts.add(step))
+        except DamagedRecord as error:
+            yield damage(error)
+
+    def problems_between(self) -> list[Problem]:
+        """Return what steps have in common and should not."""
+        return [contradiction(step_file(step), what) for step, what in self.prompts.repeated()]
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:

@@ -26,8 +26,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from recorder.errors import RecordError, RecordExists, RecordingFailed
-from recorder.format import RECORD_FILE, STEPS_FOLDER, Outcome, Plan, Recording, step_name
+from recorder.format import (
+    END_FILE,
+    RECORD_FILE,
+    STEPS_FOLDER,
+    Outcome,
+    Plan,
+    Recording,
+    StepLink,
+    step_name,
+)
 from recorder.header import check_folder, clear_record, describe_run, write_header
+from recorder.integrity.chain import link_to, write_end
 from recorder.outcome import OutcomeObserver
 from recorder.resume import resume_record
 from recorder.retention import KeptSteps, Retention
@@ -208,6 +218,7 @@ class RecordWriter:
         self.background = Background(self.record, options.queue_steps) if options.queue_steps else None
         self.stop_waiting = threading.Event()  # ends rank 0's wait for the others
         self.failure: str | None = None  # of this rank, in the training thread
+        self.last: StepLink | None = None  # on rank 0, the step that was committed last
         self.dropped: list[int] = []
         self.ended: str | None = None  # why recording has ended
         check_folder(self.folder, options.overwrite or options.first_step > 0)
@@ -259,7 +270,9 @@ class RecordWriter:
         header = describe_run(facts, self.options.recording)
         if self.options.first_step and (self.folder / RECORD_FILE).exists():
             try:
-                self.kept.resume(*resume_record(self.folder, self.options.first_step, header))
+                sizes, gaps = resume_record(self.folder, self.options.first_step, header)
+                self.kept.resume(sizes, gaps)
+                self.last = link_to(self.folder, max(sizes)) if sizes else None
                 return
             except RecordExists:  # of another run
                 if not self.options.overwrite:
@@ -329,9 +342,10 @@ class RecordWriter:
             for rank in range(self.num_ranks)
         ]
         self.kept.add_dropped(self.dropped)
-        manifest = commit_step(folder, step.step, step.version, ranks)
+        committed = commit_step(folder, step.step, step.version, ranks, self.last)
+        self.last = committed.link
         if self.archive is None:
-            self.kept.add(step.step, manifest.size_bytes)
+            self.kept.add(step.step, committed.size_bytes)
         else:
             self.archive.move_step(step.step)
 
@@ -404,6 +418,11 @@ class RecordWriter:
             if self.ended is None:
                 self.attempt(lambda: self.kept.add_dropped(self.dropped))
             self.notify(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
+        # a writer thread that did not end may still commit a step
+        if self.ended is None and (self.background is None or not self.background.thread.is_alive()):
+            self.attempt(lambda: write_end(self.folder, error is None, self.last))
+            if self.failure is not None:
+                self.notify(f"{END_FILE} could not be written: {self.failure}")
         if self.archive is not None and self.ended is None:
             self.archive.end()
         if self.ended is not None and error is None:

@@ -11,7 +11,14 @@ import numpy as np
 from recorder.checksum_json import json_text
 from recorder.environment import folder_identity
 from recorder.errors import ForeignFormat, RecordNotFound
-from recorder.format import FORMAT_VERSION, STEPS_FOLDER, RecordHeader, Recording, step_name
+from recorder.format import (
+    FORMAT_VERSION,
+    STEPS_FOLDER,
+    RecordHeader,
+    Recording,
+    StepLink,
+    step_name,
+)
 from recorder.header import check_folder, clear_record, write_header
 from recorder.importers import (
     areal,
@@ -26,6 +33,7 @@ from recorder.importers import (
     xtuner,
 )
 from recorder.importers.foreign import Foreign, ImportedSample, Step, count_without
+from recorder.integrity.chain import write_end
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten
 
@@ -114,8 +122,12 @@ def import_record(
     notes = [*foreign.notes, *missing_notes(foreign)]
     clear_record(destination)
     write_header(destination, header_of(foreign, source, notes, config or {}, model))
+    link, first_prompt = None, 0
     for number, step in enumerate(foreign.steps):
-        write_step(destination, number, step)
+        batch, text = batch_of(step, number, first_prompt)
+        first_prompt = int(batch["prompt_id"].max(initial=first_prompt - 1)) + 1
+        link = write_step(destination, number, batch, text, link)
+    write_end(destination, True, link)
     samples = [sample for step in foreign.steps for sample in step.samples]
     return Imported(
         format=foreign.format,
@@ -169,15 +181,24 @@ def header_of(
     )
 
 
-def write_step(destination: Path, number: int, step: Step) -> None:
-    """Write one committed step."""
+def batch_of(step: Step, number: int, first_prompt: int) -> tuple[dict[str, np.ndarray], bytes | None]:
+    """Return the padded batch of a step, whose prompts count from `first_prompt`, and its text."""
+    rows, prompt_ids, sample_ids = canonical(step.samples)
+    return pad(rows, [first_prompt + prompt for prompt in prompt_ids], sample_ids, number), text_lines(rows)
+
+
+def write_step(
+    destination: Path,
+    number: int,
+    batch: dict[str, np.ndarray],
+    text: bytes | None,
+    previous: StepLink | None,
+) -> StepLink:
+    """Write one committed step, and return the link for the next one."""
     folder = destination / STEPS_FOLDER / step_name(number)
     folder.mkdir(parents=True)
-    rows, prompt_ids, sample_ids = canonical(step.samples)
-    batch = flatten(pad(rows, prompt_ids, sample_ids, number))
-    recorded = RankStep(number, number, batch, text=text_lines(rows))
-    written = write_rank(folder, 0, 1, recorded)
-    commit_step(folder, number, number + 1, [written])
+    written = write_rank(folder, 0, 1, RankStep(number, number, flatten(batch), text=text))
+    return commit_step(folder, number, number + 1, [written], previous).link
 
 
 def canonical(samples: Sequence[ImportedSample]) -> tuple[list[ImportedSample], list[int], list[int]]:

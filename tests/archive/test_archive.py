@@ -259,7 +259,7 @@ def test_the_verbs_archive_list_and_extract(source, tmp_path):
     assert "3 steps" in run("ls", tmp_path / "a.zip")
     assert "3 steps" in run("ls", facts["location"])
     assert "intact" in run("verify", facts["location"])
-    assert "prompt 0, sample 0" in run("show", facts["location"], "--step", "1")
+    assert "prompt 100000, sample 0" in run("show", facts["location"], "--step", "1")
     run("extract", tmp_path / "a.zip", "--to", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
     assert "exists already" in run("extract", tmp_path / "a.zip", "--to", tmp_path / "back", code=2)

@@ -13,12 +13,13 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import recorder.writer
 from recorder import Recording, RecordingOptions, RecordWriter, Retention
 from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
+from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
 from recorder.writer import alone
 
 fork = multiprocessing.get_context("fork")
@@ -30,10 +31,10 @@ def record_steps(folder, rank, num_ranks, gather, options, num_steps):
     writer.agree()
     if rank == 0:
         folder.mkdir()
-        write_header(folder, SCRIPTED_HEADER)
+        write_header(folder, replace(SCRIPTED_HEADER, num_ranks=num_ranks))
     writer.agree()
     for step in range(num_steps):
-        send_step(writer, step, BATCHES[(2 * step + rank) % 200])
+        send_step(writer, step, in_step(BATCHES[(2 * step + rank) % 200], step, rank))
     writer("end", steps=num_steps, error=None)
 
 
@@ -88,10 +89,10 @@ def record_and_print(committed, rank, *arguments):
     """Record indefinitely, and print each commit when it is done."""
     commit = recorder.writer.commit_step
 
-    def commit_and_print(folder, step, version, ranks):
-        manifest = commit(folder, step, version, ranks)
+    def commit_and_print(folder, step, *arguments):
+        committed_step = commit(folder, step, *arguments)
         os.write(committed, f"{step} ".encode())
-        return manifest
+        return committed_step
 
     recorder.writer.commit_step = commit_and_print
     record_steps(*arguments[:1], rank, *arguments[1:], num_steps=10**6)

@@ -49,7 +49,7 @@ def test_one_changed_bit_in_any_region_is_found_and_named(record_of_one_rank):
                 file.write_bytes(changed)
                 assert [(p.file, p.tensor) for p in verify(record).problems] == [(name, tensor)], position
         file.write_bytes(original)
-    assert num_regions == 4 + 2 + 9  # JSON files, length and text of the safetensors header, tensors
+    assert num_regions == 5 + 2 + 9  # JSON files, length and text of the safetensors header, tensors
     assert verify(record).intact
 
 
@@ -92,6 +92,8 @@ def test_bytes_after_the_end_of_a_file_are_found(record_of_one_rank):
 
 def test_each_deleted_file_is_named(record_of_one_rank):
     for file in files_of(record_of_one_rank):
+        if file.name == "end.json":  # also absent while a run records
+            continue
         original, name = file.read_bytes(), str(file.relative_to(record_of_one_rank))
         file.unlink()
         problems = verify(record_of_one_rank).problems

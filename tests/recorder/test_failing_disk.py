@@ -17,7 +17,7 @@ from recorder import (
     verify,
 )
 from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step
+from recorder.testing import SCRIPTED_HEADER, gatherers, in_step, scripted_batch, send_step
 
 FULL_IN_STEP = 3
 
@@ -29,7 +29,7 @@ def start_writers(folder, num_ranks, messages, **options):
         for rank, gather in enumerate(gatherers(num_ranks))
     ]
     folder.mkdir(exist_ok=True)
-    write_header(folder, replace(SCRIPTED_HEADER, recording=options.recording))
+    write_header(folder, replace(SCRIPTED_HEADER, num_ranks=num_ranks, recording=options.recording))
     return writers
 
 
@@ -40,7 +40,7 @@ def run_on_ranks(writers, num_steps, batch):
     def run(rank):
         try:
             for step in range(num_steps):
-                send_step(writers[rank], step, batch)
+                send_step(writers[rank], step, in_step(batch, step, rank))
                 taken[rank] += 1
         except Exception as error:
             errors[rank] = error
@@ -154,7 +154,7 @@ def test_a_disk_that_becomes_read_only_leaves_a_readable_record(small_disk):
     for step in range(4):
         if step == 2:
             subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-        send_step(writer, step, scripted_batch([3, 4]))
+        send_step(writer, step, scripted_batch([3, 4], seed=step))
     assert "OSError: [Errno 30] Read-only file system" in messages[0]
     assert open_record(small_disk / "record").steps == (0, 1)
     assert verify(small_disk / "record").intact
@@ -181,7 +181,7 @@ def test_a_slow_disk_drops_steps_on_all_ranks_alike_and_the_record_counts_them(t
 
     def run(writer):
         for step in range(6):
-            send_step(writer, step, batch)
+            send_step(writer, step, in_step(batch, step, writer.rank))
         reached.wait()
         reached.wait()
         writer("end", steps=6, error=None)
@@ -215,7 +215,7 @@ def test_a_slow_disk_makes_the_run_wait_when_nothing_may_be_dropped(tmp_path, mo
     def run():
         for step in range(5):
             started.append(step)
-            send_step(writer, step, scripted_batch([3, 4]))
+            send_step(writer, step, scripted_batch([3, 4], seed=step))
         writer("end", steps=5, error=None)
 
     thread = threading.Thread(target=run)
@@ -247,7 +247,7 @@ def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(t
     (writer,) = start_writers(tmp_path, 1, messages, queue_steps=2)
     fill_disk_of(tmp_path, 0, 1)
     for step in range(FULL_IN_STEP + 1):
-        send_step(writer, step, scripted_batch([3, 4]))
+        send_step(writer, step, scripted_batch([3, 4], seed=step))
     writer("end", steps=FULL_IN_STEP + 1, error="KeyboardInterrupt")
     assert messages == ["rank 0 could not write the last steps: OSError: [Errno 28] No space left on device"]
 
@@ -258,7 +258,7 @@ def test_sampled_steps_leave_gaps_that_are_no_damage(tmp_path):
         tmp_path, SCRIPTED_HEADER.__class__(**vars(SCRIPTED_HEADER) | {"recording": Recording("plan", 3)})
     )
     for step in range(8):
-        send_step(writer, step, scripted_batch([3]))
+        send_step(writer, step, scripted_batch([3], seed=step))
     record = open_record(tmp_path)
     assert record.steps == (0, 3, 6)
     assert verify(tmp_path).intact

@@ -11,11 +11,12 @@ from recorder.testing import write_worked_example
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
 CHECKSUMS = {
-    "record.json": "90398def",
+    "end.json": "7a875b7e",
+    "record.json": "a985d436",
     "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
     "steps/000000/outcome-00000-of-00001.json": "eec03254",
     "steps/000000/plan-00000-of-00001.json": "893bd5f3",
-    "steps/000000/step.json": "0925406f",
+    "steps/000000/step.json": "e0debf65",
 }
 
 

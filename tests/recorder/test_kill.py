@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recorder import NotARecord, open_record, verify
-from recorder.testing import scripted_batch
+from recorder.testing import in_step, scripted_batch
 
 PROGRAM = Path(__file__).parent / "killed_writers.py"
 
@@ -27,7 +27,7 @@ def check_complete(folder):
     for number in record.steps:
         step = record.step(number)
         for rank in range(step.manifest.num_ranks):
-            batch = scripted_batch([3, 8, 6], seed=(2 * number + rank) % 200)
+            batch = in_step(scripted_batch([3, 8, 6], seed=(2 * number + rank) % 200), number, rank)
             arrays = step.batch(rank)
             assert arrays["logprobs"].tobytes() == batch["logprobs"][batch["attention_mask"]].tobytes()
             assert step.outcome(rank).version == number + 1

@@ -44,7 +44,11 @@ def test_the_observer_gathers_the_micro_batches_of_one_step_only():
         observer(
             "micro_batch", step=step, minibatch=0, micro_batch=0, rows=[1], num_tokens=5, loss=0.5, weight=2
         )
-        observer("step", step=step, version=step + 1, plan={}, stats={"a": math.inf}, checksums={"w": "1"})
+        observer(
+            "step", step=step, version=step + 1, plan={}, stats={"a": math.inf}, checksums={"w": "00000001"}
+        )
     observer("end", steps=2, error=None)
     assert [outcome.step for outcome in seen] == [0, 1]
-    assert seen[1] == Outcome(1, 2, (MicroBatch(0, 0, (1,), 5, 0.5, 2.0),), {"a": math.inf}, {"w": "1"})
+    assert seen[1] == Outcome(
+        1, 2, (MicroBatch(0, 0, (1,), 5, 0.5, 2.0),), {"a": math.inf}, {"w": "00000001"}
+    )

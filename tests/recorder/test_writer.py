@@ -158,9 +158,9 @@ def test_two_ranks_commit_once_both_have_written(tmp_path, queue_steps, monkeypa
         written.append(rank)
         return files
 
-    def commit(folder, step, version, ranks):
+    def commit(*arguments):
         assert sorted(written) == [0, 1]
-        return commit_step(folder, step, version, ranks)
+        return commit_step(*arguments)
 
     commit_step = writer_module.commit_step
     monkeypatch.setattr(writer_module, "write_rank", spied)
