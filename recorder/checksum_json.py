@@ -58,7 +58,7 @@ def parse_json(data: bytes | bytearray, file: str) -> Json:
             value = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, RecursionError) as error:
         raise DamagedRecord(file, f"is not JSON ({printable(str(error), 120)})") from None
-    if is_deep(value):
+    if data.count(b"[") + data.count(b"{") > MAX_JSON_DEPTH and is_deep(value):
         raise DamagedRecord(file, f"is nested more than {MAX_JSON_DEPTH} deep")
     return value
 
@@ -68,7 +68,7 @@ def restored(pairs: list[tuple[str, Json]]) -> Json:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a member is there twice")
-    return float(value["float"]) if value in NON_FINITE else value
+    return float(value["float"]) if len(value) == 1 and value in NON_FINITE else value
 
 
 def refuse_constant(name: str) -> Json:

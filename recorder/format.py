@@ -58,6 +58,7 @@ NUMPY_TYPES = {
     "F64": np.dtype("<f8"),
 }
 FLOATS = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
+INTEGERS = NUMPY_TYPES.keys() - FLOATS - {"BOOL"}
 
 # what every batch has, "float" or "int", and the axis; readers rely on both
 BATCH_KEYS = {
@@ -75,6 +76,8 @@ BATCH_KEYS = {
 AGENT_KEYS = dict.fromkeys(("episode", "branch", "parent_turn", "failure"), ("int", "row")) | {
     "turns": ("int", "token")
 }
+# largest values of what readers look up or decode; the smallest is 0
+LARGEST_VALUES = {"input_ids": 2**31 - 1, "finish_reason": 2, "branch": 11, "failure": 5}
 FILE_KINDS = {
     "batch": "safetensors",
     "learning": "safetensors",
@@ -265,6 +268,22 @@ class EndMark:
 
 
 @dataclass(frozen=True)
+class SignedFile:
+    """Size and sha256 of a file when the record was signed."""
+
+    size_bytes: Count
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class SignedList:
+    """signed.json: every file of the record by path."""
+
+    format_version: int
+    files: dict[FileName, SignedFile]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A rank's inputs to a step: weight version and RNG states at its start, the trainer's plan."""
 
@@ -346,6 +365,12 @@ def parse_end(document: dict[str, Any]) -> EndMark:
     return parse_as(EndMark, document, END_FILE)
 
 
+def parse_signed(document: dict[str, Any]) -> dict[str, SignedFile]:
+    """Parse signed.json, whose checksum has been checked and removed."""
+    check_version(document, SIGNED_FILE)
+    return parse_as(SignedList, document, SIGNED_FILE).files
+
+
 def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
     """Parse manifest-*.json, which exists until the step is committed."""
     return parse_as(RankFiles, document, file)
@@ -409,15 +434,14 @@ def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> 
 
 def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
     """Return why a tensor's entry contradicts itself or its batch, or None."""
-    length = {"token": batch.num_tokens, "row": batch.num_rows, "offset": batch.num_rows + 1}[tensor.axis]
+    length = batch.num_tokens if tensor.axis == "token" else batch.num_rows + (tensor.axis == "offset")
     if tensor.shape[:1] != (length,):
         return f"has shape {list(tensor.shape)[:8]} along axis {tensor.axis}, {length} expected"
-    if math.prod(size or 1 for size in tensor.shape) > LARGEST_SHAPE or len(tensor.shape) > 8:
+    if len(tensor.shape) > 8 or math.prod([size or 1 for size in tensor.shape]) > LARGEST_SHAPE:
         return "has a shape beyond every limit"
     if math.prod(tensor.shape) * NUMPY_TYPES[tensor.stored].itemsize != tensor.size_bytes:
         return f"has {tensor.size_bytes} bytes, which is not its shape in {tensor.stored}"
-    integers = all(NUMPY_TYPES[name].kind in "iu" for name in (tensor.stored, tensor.dtype))
-    if tensor.stored != tensor.dtype and not integers:
+    if tensor.stored != tensor.dtype and not {tensor.stored, tensor.dtype} <= INTEGERS:
         return f"is stored as {tensor.stored} and read as {tensor.dtype}"
     return None
 

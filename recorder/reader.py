@@ -24,6 +24,7 @@ from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
     GAPS_FILE,
+    LARGEST_VALUES,
     RECORD_FILE,
     STEP_FILE,
     STEPS_FOLDER,
@@ -85,6 +86,9 @@ class RecordedStep:
         arrays = {key: read_tensor(self.storage, file, key, entry.tensors[key]) for key in wanted}
         if "cu_seqlens" in arrays:
             check_offsets(file, arrays["cu_seqlens"], entry)
+        for key in LARGEST_VALUES.keys() & arrays.keys():
+            if ((arrays[key] < 0) | (arrays[key] > LARGEST_VALUES[key])).any():
+                raise DamagedRecord(file, f"has values that are not from 0 to {LARGEST_VALUES[key]}", key)
         return arrays
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:

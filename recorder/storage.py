@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal_core.safety.file_names import UnsafeName, open_below
+from areal_core.safety.file_names import MAX_DEPTH, UnsafeName, open_below
 from recorder.errors import DamagedRecord
 
 STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
@@ -101,7 +101,7 @@ class FolderStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except UnsafeName as error:
-            if stat.S_ISDIR(self.kind(file)):
+            if stat.S_ISDIR(self.kind(file)) and file.count("/") < MAX_DEPTH:
                 return None
             raise DamagedRecord(file, str(error)) from None
         except OSError as error:

@@ -94,12 +94,18 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header, gaps, end, problems = read_top(storage)
-    problems += layout_problems(storage)
-    steps = step_folders(storage, gaps)
+    steps: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
+    try:
+        problems += layout_problems(storage)
+        steps, anchors = tuple(step_folders(storage, gaps)), anchor_steps(storage)
+    except DamagedRecord as error:
+        problems.append(damage(error))
     last_committed = max((s for s in steps if has_step_file(storage, s)), default=-1)
     checks = StepChecks(storage, header, Chain(gaps), Prompts())
     of_steps: list[Problem] = []
-    steps_ok, unfinished_steps = [], []
+    steps_ok: list[int] = []
+    unfinished_steps: list[int] = []
     for step in steps:
         found = list(checks.problems(step) if step <= last_committed else checks.unfinished(step))
         of_steps += found
@@ -115,7 +121,7 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     missing = missing_steps(steps, checks.chain.absent, recording, gaps)
     problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
     problems += of_steps
-    for step in anchor_steps(storage):
+    for step in anchors:
         problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
     damaged = {int(problem.file.split("/")[1]) for problem in of_steps}
     return VerifyReport(
@@ -242,7 +248,7 @@ def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[P
         check_header(storage, file, entry)
     except DamagedRecord as error:
         yield damage(error)
-        if storage.size(file) is None:
+        if error.tensor is None:  # absent, or of another size
             return
     for name, tensor in entry.tensors.items():
         try:
@@ -253,21 +259,21 @@ def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[P
 
 def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Problem]:
     """Yield the problem of a file that has one checksum for all of its bytes."""
-    size_bytes = storage.size(file)
-    if size_bytes is None:
-        yield Problem(file, None, "is missing")
-    elif size_bytes != entry.size_bytes:
-        what = f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
-        yield Problem(file, None, what)
-    else:
-        try:
+    try:
+        size_bytes = storage.size(file)
+        if size_bytes is None:
+            yield Problem(file, None, "is missing")
+        elif size_bytes != entry.size_bytes:
+            what = f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
+            yield Problem(file, None, what)
+        else:
             crc = 0
             for block in file_blocks(storage, file):
                 crc = crc32c(block, crc)
             if f"{crc:08x}" != entry.crc32c:
                 yield Problem(file, None, f"bytes do not match their crc32c {entry.crc32c}")
-        except DamagedRecord as error:
-            yield damage(error)
+    except DamagedRecord as error:
+        yield damage(error)
 
 
 def anchor_problems(storage: Storage, folder: str) -> Iterator[Problem]:
@@ -275,10 +281,12 @@ def anchor_problems(storage: Storage, folder: str) -> Iterator[Problem]:
     file = f"{folder}/{ANCHOR_FILE}"
     try:
         manifest = parse_anchor(read_checksummed(storage, file), file)
+        if step_name(manifest.step) != folder.split("/")[1]:
+            yield Problem(file, None, f"belongs to step {manifest.step}: a folder was renamed")
+        foreign = set(walk(storage, folder)) - {ANCHOR_FILE, *manifest.files}
     except DamagedRecord as error:
         yield damage(error)
         return
     for name, entry in manifest.files.items():
         yield from file_problems(storage, f"{folder}/{name}", entry)
-    foreign = set(walk(storage, folder)) - {ANCHOR_FILE, *manifest.files}
     yield from (unexpected(f"{folder}/{name}") for name in sorted(foreign))

@@ -14,7 +14,9 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json, w
 
 if TYPE_CHECKING:
     from recorder import RecordedStep
+    from recorder.integrity.signature import Signed
     from recorder.samples import Sample
+    from recorder.storage import Storage
 
 
 @click.group(
@@ -114,24 +116,70 @@ def show(
 
 @command.command(
     cls=Verb,
-    short_help="Check every byte of a record against its checksum",
-    example="areal-debug record verify runs/record",
+    short_help="Check every byte of a record, and who signed it",
+    example="areal-debug record verify runs/record --signed-by ~/.ssh/id_ed25519.pub",
 )
 @record_argument
+@click.option(
+    "--signed-by",
+    metavar="KEY",
+    help="Public ssh key, its file, or an allowed_signers file: also check the signature, and each file against it.",
+)
 @json_option
 @errors_as_sentences
-def verify(record: Path, as_json: bool) -> None:
-    """Check every byte. Exit code 1: a file or tensor is damaged, missing or foreign."""
+def verify(record: Path, signed_by: str | None, as_json: bool) -> None:
+    """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
+    damaged, missing, foreign or contradicts another, or is not as it was signed.
+    """
     from recorder import verify as verify_record
-    from recorder.reader import open_storage, step_folders
+    from recorder.reader import open_storage
 
-    num_steps = len(step_folders(open_storage(record)))
+    storage = open_storage(record)
+    num_steps = len(storage.names("steps"))
     report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick))
+    signed = None if signed_by is None else signature_of(storage, signed_by)
     if as_json:
-        print_json({"record": str(record), "intact": report.intact, **asdict(report)})
+        facts = {"record": str(record), "intact": report.intact, **asdict(report)}
+        print_json(facts | ({} if signed is None else {"signed": asdict(signed)}))
     else:
         render.print_verification(report)
-    raise SystemExit(0 if report.intact else 1)
+        if signed is not None:
+            render.print_signed(signed)
+    raise SystemExit(0 if report.intact and (signed is None or signed.unchanged) else 1)
+
+
+def signature_of(storage: "Storage", signed_by: str) -> "Signed":
+    """Verify the signature of a record; one that is absent or not good ends the verb, code 1."""
+    from recorder.errors import BadSignature
+    from recorder.integrity.signature import check_signature
+
+    try:
+        return check_signature(storage, signed_by)
+    except BadSignature as error:
+        fail(str(error), code=1)
+
+
+@command.command(
+    cls=Verb,
+    short_help="Sign a record with an ssh key",
+    example="areal-debug record sign runs/record --key ~/.ssh/id_ed25519",
+)
+@record_argument
+@click.option("--key", type=click.Path(path_type=Path), required=True, help="Private ssh key.")
+@json_option
+@errors_as_sentences
+def sign(record: Path, key: Path, as_json: bool) -> None:
+    """Sign the sha256 of every file of RECORD, with ssh-keygen, into signed.json and signed.json.sig.
+
+    The record must be intact. Signing again replaces the signature.
+    """
+    from recorder.integrity.signature import sign_record
+
+    num_files = sign_record(record, key)
+    if as_json:
+        print_json({"record": str(record), "num_files": num_files})
+    else:
+        console().print(f"{num_files} files signed: `areal-debug record verify --signed-by KEY` checks them")
 
 
 def select_samples(

@@ -1,5 +1,6 @@
 """Decode recorded token ids with the tokenizer that the record names."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
     """Load the decoder of the recorded tokenizer; None if its file is missing or has changed."""
     identity = record.header.tokenizer or record.header.model
     file = Path(identity["path"]) / "tokenizer.json"
-    if not file.is_file() or "tokenizer.json" not in identity["files"]:
+    # isfile: no error for a path that no file can have
+    if not os.path.isfile(file) or "tokenizer.json" not in identity["files"]:
         return None
     from tokenizers import Tokenizer
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from areal_core.safety.printable import printable
 from areal_debug.render import console, format_bytes, format_number, sparkline
 
 if TYPE_CHECKING:
     from recorder import Record, Recording, VerifyReport
     from recorder.header import Gaps
+    from recorder.integrity.signature import Signed
     from recorder.reader import StepSummary
     from recorder.samples import Branch, Sample, Token
 
@@ -149,7 +151,9 @@ def style_of(token: "Token") -> str:
     """Return dim for a token outside the loss mask, else the colour of its probability's band."""
     if not token.trained:
         return "dim"
-    return next((colour for lowest, colour, _ in BANDS if math.exp(token.logprob) >= lowest), "reverse red")
+    return next(
+        (colour for lowest, colour, _ in BANDS if math.exp(min(token.logprob, 0)) >= lowest), "reverse red"
+    )
 
 
 def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
@@ -187,6 +191,10 @@ def print_verification(report: "VerifyReport") -> None:
     out = console()
     if report.intact:
         out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as written")
+        if report.end is None:
+            out.print(
+                "it has no end mark: steps that are missing after the last one are not noticed", style="dim"
+            )
         return
     plural = "" if len(report.problems) == 1 else "s"
     out.print(f"[red]{len(report.problems)} problem{plural}[/red], {len(report.steps_ok)} steps are intact")
@@ -197,3 +205,12 @@ def print_verification(report: "VerifyReport") -> None:
     out.print(
         "intact steps can still be read and replayed; copy the others again from where they were recorded"
     )
+
+
+def print_signed(signed: "Signed") -> None:
+    """Print who signed a record, and each file that is not as it was signed."""
+    out = console()
+    out.print(Text(f"signed by {signed.signer}: {signed.num_files} files"))
+    for words, names in (("changed", signed.changed), ("added", signed.added), ("removed", signed.removed)):
+        for name in names:
+            out.print(Text(f"  {printable(name)}: {words} since it was signed", style="red"))

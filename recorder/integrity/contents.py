@@ -28,7 +28,7 @@ def contradictions(step: RecordedStep, header: RecordHeader) -> Iterator[Contrad
         if not describes(step.storage, step.name_of(name), entry):
             yield step.name_of(name), "has a safetensors header with other tensors than step.json"
     for rank in range(manifest.num_ranks):
-        arrays = step.batch(rank, ["cu_seqlens", "rewards"])
+        arrays = step.batch(rank)
         yield from results_problems(step, rank, header.recording.scope, np.diff(arrays["cu_seqlens"]))
         yield from text_problems(step, rank, arrays["rewards"].astype(np.float64))
         yield from learning_problems(step, rank, arrays["cu_seqlens"])

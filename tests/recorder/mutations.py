@@ -122,8 +122,26 @@ def sealed(text: str) -> bytes:
     return body + f',\n "crc32c": "{checksum(body)}"\n}}\n'.encode()
 
 
+def overwrite_tensor(record: Path, rng: random.Random) -> Mutation:
+    """Overwrite bytes of one tensor, and update its checksum in step.json."""
+    file = rng.choice(sorted(record.rglob("*.safetensors")))
+    step = json.loads(file.with_name("step.json").read_bytes())
+    tensors = step["batches"][file.name]["tensors"]
+    name = rng.choice(sorted(tensors))
+    begin, size = tensors[name]["offset"], tensors[name]["size_bytes"]
+    data, count = bytearray(file.read_bytes()), min(size, rng.choice((1, 4, 8, size)))
+    first = begin + rng.randrange(size - count + 1)
+    data[first : first + count] = rng.choice((b"\0", b"\xff", b"\x7f", b"\x80")) * count
+    tensors[name]["crc32c"] = checksum(bytes(data[begin : begin + size]))
+    file.write_bytes(data)
+    file.with_name("step.json").write_bytes(sealed(json.dumps(step)))
+    return Mutation(str(file.relative_to(record)), name, f"{count} bytes from {first}")
+
+
 def apply_mutation(record: Path, rng: random.Random) -> Mutation:
-    """Change one JSON file of the record, seal it, and update its entry in step.json."""
+    """Change one JSON file or tensor of the record, seal it, and update its entry in step.json."""
+    if rng.random() < 0.2:
+        return overwrite_tensor(record, rng)
     files = sorted(p for p in record.rglob("*") if p.suffix in (".json", ".jsonl"))
     file = rng.choice(files)
     name = str(file.relative_to(record))

@@ -1,4 +1,4 @@
-"""A record that somebody changed and sealed again gives findings and sentences, never a traceback."""
+"""A record that somebody changed and sealed again gives findings and sentences, no traceback."""
 
 import random
 import shutil
