@@ -10,6 +10,7 @@ from the page cache.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -22,11 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record
+from areal_core.safety.durable import sync, write_durably
+from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record, verify
 from recorder.archive.pack import archive_record
-from recorder.checksum_json import checksummed_bytes, parse_checksummed, sync, write_durably
+from recorder.checksum_json import checksummed_bytes, parse_checksummed
 from recorder.format import STEP_FILE, rank_file, step_name
 from recorder.header import write_header
+from recorder.integrity.chain import link_to, write_end
+from recorder.reader import parse_manifest
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER
@@ -78,7 +82,7 @@ def write_step(folder: Path, batch: FlatBatch, outcome: Outcome | None = None) -
     folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(0, 0, {"torch_cpu": "00" * 5056}, {})
     step = RankStep(0, 1, batch, plan, outcome or scripted_outcome())
-    commit_step(folder, 0, 1, [write_rank(folder, 0, 1, step)])
+    commit_step(folder, 0, 1, [write_rank(folder, 0, 1, step)], None)
 
 
 def write_raw(folder: Path, sizes: dict[str, int]) -> None:
@@ -251,6 +255,31 @@ def measure_background(folder: Path, batch: dict[str, np.ndarray], step_s: float
     )
 
 
+def measure_chain(folder: Path, batch: dict[str, np.ndarray], step_s: float) -> None:
+    """Print what the chain costs a recorded step, and what a reader's checks cost."""
+    write_step(folder / "steps" / step_name(0), flatten(batch))
+    write_header(folder, SCRIPTED_HEADER)
+    data = (folder / "steps" / step_name(0) / STEP_FILE).read_bytes()
+    link = link_to(folder, 0)
+    of_64_ranks = data * 64
+    works: dict[str, tuple[str, Callable[[], Any]]] = {
+        f"sha256 of step.json, {len(data):,} bytes": ("writer", lambda: hashlib.sha256(data).hexdigest()),
+        f"the same of 64 ranks, {len(of_64_ranks):,} bytes": (
+            "writer",
+            lambda: hashlib.sha256(of_64_ranks).hexdigest(),
+        ),
+        "end.json, once a run, with fsync": ("writer", lambda: write_end(folder, True, link)),
+        "parse step.json and check it": ("reader", lambda: parse_manifest(data, 0)),
+        "read the step and check it": ("reader", lambda: open_record(folder).step(0).batch(0)),
+        "verify the record of this step": ("reader", lambda: verify(folder)),
+    }
+    print(
+        f"\nthe chain and the checks, as a share of a step of {step_s:g} s (goal of the writer: under 0.5 %)"
+    )
+    for name, seconds in best_seconds({name: work for name, (_, work) in works.items()}, 9).items():
+        print(f"  {works[name][0]}: {name:<44}{seconds * 1000:>9.3f} ms{seconds / step_s:>10.4%}")
+
+
 def diverge_from(record: Path, other: Path, num_steps: int, first: int) -> None:
     """Link a second record to the files of the first; weights differ from step `first` on."""
     long_record(other, num_steps, long_tailed_batch(64, 500))
@@ -315,6 +344,7 @@ def main() -> None:
         measure_latency(folder, options.steps, options.repeats)  # first: garbage of others would slow it down
         batch = long_tailed_batch(options.rows, options.mean_tokens)
         compare_writers(folder / "writers", batch, options.repeats)
+        measure_chain(folder / "chain", batch, options.step_seconds)
         measure_background(folder / "background", batch, options.step_seconds, options.rounds)
     finally:
         shutil.rmtree(folder)

@@ -169,7 +169,7 @@ def signature_of(storage: "Storage", signed_by: str) -> "Signed":
 @json_option
 @errors_as_sentences
 def sign(record: Path, key: Path, as_json: bool) -> None:
-    """Sign the sha256 of every file of RECORD, with ssh-keygen, into signed.json and signed.json.sig.
+    """Sign the sha256 of every file of RECORD with ssh-keygen: signed.json and signed.json.sig.
 
     The record must be intact. Signing again replaces the signature.
     """
