@@ -17,7 +17,7 @@ from recorder.errors import DamagedRecord
 
 Json = Any
 NON_FINITE = ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
-MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_DEPTH = 1 << 28, 4_000_000, 64
+MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_DEPTH = 1 << 26, 2_000_000, 64
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 CHECKSUM_MEMBER_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
 CHECKSUM_MEMBER = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
@@ -79,7 +79,7 @@ def refuse_constant(name: str) -> Json:
 def is_deep(value: Json) -> bool:
     """Return whether lists and objects are nested beyond the limit."""
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_JSON_DEPTH + 1):
+    for _ in range(MAX_JSON_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level]
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
         if not level:

@@ -292,13 +292,18 @@ def describe_steps(steps: tuple[int, ...]) -> str:
 
 def step_folders(storage: Storage, gaps: Gaps = Gaps()) -> list[int]:
     """List the step folders' numbers, ascending, without those removed according to gaps.json."""
-    steps = sorted([step for step in map(step_number, storage.names(STEPS_FOLDER)) if step is not None])
+    steps = numbered_folders(storage, STEPS_FOLDER)
     return [step for step in steps if not in_ranges(step, gaps.removed)] if gaps.removed else steps
+
+
+def numbered_folders(storage: Storage, folder: str) -> list[int]:
+    """List the numbers of the steps that folders below a folder are named after, ascending."""
+    return sorted([step for step in map(step_number, storage.names(folder)) if step is not None])
 
 
 def anchor_steps(storage: Storage) -> tuple[int, ...]:
     """List the steps of all finished anchors, ascending."""
-    steps = sorted([step for step in map(step_number, storage.names(ANCHORS_FOLDER)) if step is not None])
+    steps = numbered_folders(storage, ANCHORS_FOLDER)
     files = {step: f"{ANCHORS_FOLDER}/{step_name(step)}/{ANCHOR_FILE}" for step in steps}
     return tuple(step for step, file in files.items() if storage.size(file) is not None)
 

@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from areal_core.safety.file_names import MAX_DEPTH, UnsafeName, open_below
@@ -57,9 +57,11 @@ class FolderStorage:
 
     def names(self, folder: str) -> list[str]:
         """See Storage."""
-        place = self.path / folder
-        if folder and place.is_symlink():
-            raise DamagedRecord(folder, "is a link: links are not followed")
+        place = self.path
+        for part in PurePosixPath(folder).parts:
+            place /= part
+            if place.is_symlink():
+                raise DamagedRecord(folder, f"goes through the link {part}: links are not followed")
         try:
             return os.listdir(place)
         except (FileNotFoundError, NotADirectoryError):

@@ -4,8 +4,8 @@
         -> DamagedRecord: step.json: offset is -5, expected an integer from 0 to 4611686018427387904
 
 Members are exactly the fields of the dataclass. An annotation is `int` (never a bool), `float`
-(also an int), `str`, `bool`, `Any`, a dataclass, a TypedDict, a dict, a tuple, a union with None, or
-`Annotated[T, parse]`, where `parse` returns the value or raises `Mismatch`.
+(also an int), `str`, `bool`, `Any`, a dataclass, a TypedDict, a dict, a tuple, a union with None,
+or `Annotated[T, parse]`, where `parse` returns the value or raises `Mismatch`.
 """
 
 import dataclasses

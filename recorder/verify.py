@@ -33,7 +33,7 @@ from recorder.integrity.chain import Chain, missing_steps, read_end
 from recorder.integrity.contents import Prompts, contradictions
 from recorder.reader import (
     RecordedStep,
-    anchor_steps,
+    numbered_folders,
     open_storage,
     parse_manifest,
     read_checksummed,
@@ -94,11 +94,11 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header, gaps, end, problems = read_top(storage)
-    steps: tuple[int, ...] = ()
-    anchors: tuple[int, ...] = ()
+    steps, anchors = [], []
     try:
         problems += layout_problems(storage)
-        steps, anchors = tuple(step_folders(storage, gaps)), anchor_steps(storage)
+        steps = step_folders(storage, gaps)
+        anchors = numbered_folders(storage, ANCHORS_FOLDER)
     except DamagedRecord as error:
         problems.append(damage(error))
     last_committed = max((s for s in steps if has_step_file(storage, s)), default=-1)
@@ -280,6 +280,8 @@ def anchor_problems(storage: Storage, folder: str) -> Iterator[Problem]:
     """Yield the problems of a finished anchor; an unfinished one is not part of the record yet."""
     file = f"{folder}/{ANCHOR_FILE}"
     try:
+        if storage.size(file) is None:
+            return
         manifest = parse_anchor(read_checksummed(storage, file), file)
         if step_name(manifest.step) != folder.split("/")[1]:
             yield Problem(file, None, f"belongs to step {manifest.step}: a folder was renamed")
