@@ -418,8 +418,9 @@ class RecordWriter:
             if self.ended is None:
                 self.attempt(lambda: self.kept.add_dropped(self.dropped))
             self.notify(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
-        # a writer thread that did not end may still commit a step
-        if self.ended is None and (self.background is None or not self.background.thread.is_alive()):
+        # without a step the folder may be another run's; a thread that did not end may commit one
+        is_idle = self.background is None or not self.background.thread.is_alive()
+        if self.ended is None and self.last is not None and is_idle:
             self.attempt(lambda: write_end(self.folder, error is None, self.last))
             if self.failure is not None:
                 self.notify(f"{END_FILE} could not be written: {self.failure}")

@@ -131,6 +131,13 @@ def test_a_resumed_run_continues_the_chain_and_moves_the_end_mark(tmp_path):
     assert (report.end.finished, report.end.last.step) == (True, 4)
 
 
+def test_a_run_that_never_started_leaves_the_end_mark_of_the_record_alone(record):
+    before = verify(record)
+    writer = RecordWriter(record, options=RecordingOptions(overwrite=True))
+    writer("end", steps=0, error="ConfigError: x")
+    assert verify(record) == before
+
+
 def test_retention_and_dropped_steps_keep_a_chain_that_verifies(tmp_path):
     options = RecordingOptions(retention=Retention(keep_last=2, keep_every=3))
     writer = RecordWriter(tmp_path / "record", options=options)
