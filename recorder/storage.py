@@ -103,9 +103,15 @@ class FolderStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except UnsafeName as error:
-            if stat.S_ISDIR(self.kind(file)) and file.count("/") < MAX_DEPTH:
+            mode = self.kind(file)
+            if stat.S_ISDIR(mode) and file.count("/") < MAX_DEPTH:
                 return None
-            raise DamagedRecord(file, str(error)) from None
+            what = str(error)
+            if stat.S_ISLNK(mode):
+                what = "is a link: links are not followed"
+            elif mode and not stat.S_ISREG(mode):
+                what = "is no regular file: nothing else is read or written"
+            raise DamagedRecord(file, what) from None
         except OSError as error:
             raise DamagedRecord(file, f"cannot be opened ({error.strerror})") from None
 
