@@ -36,6 +36,8 @@ SIGNED_FILE, SIGNATURE_FILE = "signed.json", "signed.json.sig"
 TOP_FILES = (SIGNATURE_FILE, SIGNED_FILE, END_FILE, GAPS_FILE, RECORD_FILE)
 # temporary files of a killed process; they can be ignored
 UNFINISHED_FILES = frozenset(f"{name}.tmp" for name in TOP_FILES)
+# held by the writer; of a dead one it means nothing. Files LOCK_FILE.* are of writers that take it.
+LOCK_FILE = "writer.lock"
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
 # safetensors dtype -> NumPy dtype of the stored bytes, little-endian. NumPy has no bfloat16 and no
@@ -116,6 +118,11 @@ def step_number(name: str) -> int | None:
     # the pattern would take twice as long, which matters with 10,000 steps
     six = len(name) == 6 or (6 < len(name) <= 9 and name[0] != "0")
     return int(name) if six and name.isdecimal() and name.isascii() else None
+
+
+def is_lock_file(name: str) -> bool:
+    """Return whether a file at the top belongs to the writers' lock."""
+    return name == LOCK_FILE or name.startswith(f"{LOCK_FILE}.")
 
 
 def rank_file(kind: str, rank: int, num_ranks: int, suffix: str) -> str:

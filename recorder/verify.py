@@ -23,6 +23,7 @@ from recorder.format import (
     RecordHeader,
     Recording,
     StepManifest,
+    is_lock_file,
     parse_anchor,
     parse_header,
     step_name,
@@ -31,6 +32,7 @@ from recorder.format import (
 from recorder.header import Gaps
 from recorder.integrity.chain import Chain, missing_steps, read_end
 from recorder.integrity.contents import Prompts, contradictions
+from recorder.lock import writer_of
 from recorder.reader import (
     RecordedStep,
     numbered_folders,
@@ -69,13 +71,15 @@ class Problem:
 class VerifyReport:
     """`steps_missing` are unfinished, or absent for no known reason, at most 1,000 of these.
 
-    `end` is None without an end mark: last steps may be missing then.
+    `end` is None without an end mark: last steps may be missing then. `written_by` is the live
+    process that writes the record, as a phrase, if there is one.
     """
 
     problems: tuple[Problem, ...]
     steps_ok: tuple[int, ...]
     steps_missing: tuple[int, ...]
     end: EndMark | None = None
+    written_by: str | None = None
 
     @property
     def intact(self) -> bool:
@@ -129,6 +133,7 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
         tuple(step for step in steps_ok if step not in damaged),
         tuple(sorted([*missing, *unfinished_steps])),
         end,
+        writer_of(path),
     )
 
 
@@ -172,7 +177,8 @@ def has_step_file(storage: Storage, step: int) -> bool:
 def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Yield entries that are not part of a record, at the top and among the steps and anchors."""
     known = {STEPS_FOLDER, ANCHORS_FOLDER, *TOP_FILES, *UNFINISHED_FILES}
-    yield from (unexpected(name) for name in sorted(storage.names("")) if name not in known)
+    names = sorted(name for name in storage.names("") if not is_lock_file(name))
+    yield from (unexpected(name) for name in names if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
         names = sorted(storage.names(folder))
         yield from (unexpected(f"{folder}/{name}") for name in names if step_number(name) is None)
