@@ -37,9 +37,10 @@ def resume_record(folder: Path, first_step: int, header: RecordHeader) -> tuple[
     record = open_record(folder)
     check_same_run(record, header)
     (folder / END_FILE).unlink(missing_ok=True)  # first: it names a last step
-    for step in sorted((*record.steps, *record.uncommitted), reverse=True):
-        if step >= first_step:
-            remove_committed(folder / STEPS_FOLDER / step_name(step), STEP_FILE)
+    # An unfinished step before the checkpoint goes, too: between committed ones it would be damage.
+    after = [step for step in record.steps if step >= first_step]
+    for step in sorted((*after, *record.uncommitted), reverse=True):
+        remove_committed(folder / STEPS_FOLDER / step_name(step), STEP_FILE)
     for step in record.anchors():
         if step > first_step:
             remove_committed(folder / ANCHORS_FOLDER / step_name(step), ANCHOR_FILE)
