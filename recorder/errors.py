@@ -4,6 +4,7 @@ RecordError (ValueError)
 ├── RecordNotFound    nothing exists at that path
 ├── NotARecord        a folder without record.json
 ├── RecordExists      recording would overwrite something
+│   └── RecordInUse   another run is writing there
 ├── UnknownFormat     a newer format version, or keys that this version does not know
 ├── RecordingFailed   a rank could not write; the run was configured to stop in that case
 ├── StepNotRecorded   that step, rank, row or tensor is not in the record
@@ -28,6 +29,10 @@ class NotARecord(RecordError):
 
 class RecordExists(RecordError):
     """Recording would overwrite existing files."""
+
+
+class RecordInUse(RecordExists):
+    """A live process writes into the folder."""
 
 
 class UnknownFormat(RecordError):

@@ -28,22 +28,27 @@ from recorder.format import (
     RecordHeader,
     Recording,
     check_version,
+    is_lock_file,
 )
+from recorder.lock import check_not_in_use
 from recorder.typed_json import Step, parse_as
 
 Ranges = tuple[tuple[Step, Step], ...]
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
-    """Raise RecordExists unless a record may be written here.
+    """Raise RecordInUse or RecordExists unless a record may be written here."""
+    check_not_in_use(folder)
+    check_contents(folder, overwrite)
 
-    The folder must be absent or empty, or be a record if `overwrite` is set.
-    """
+
+def check_contents(folder: Path, overwrite: bool) -> None:
+    """Raise RecordExists unless the folder is absent or empty, or a record if `overwrite` is set."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise RecordExists(f"{folder} is a file: give a folder to record into")
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not is_lock_file(path.name)}
     if RECORD_FILE in names and not overwrite:
         raise RecordExists(
             f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
@@ -56,7 +61,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def clear_record(folder: Path) -> None:
-    """Create the folder, or remove the record in it.
+    """Create the folder, or remove the record in it, but for the lock, which the caller holds.
 
     record.json is removed last: a partially cleared folder is still a record.
     """

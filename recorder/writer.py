@@ -21,13 +21,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from areal_core.safety.lock import Lock, Lost, Process, check, new_token, this_process
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import (
     END_FILE,
+    LOCK_FILE,
     RECORD_FILE,
     STEPS_FOLDER,
     Outcome,
@@ -36,8 +39,9 @@ from recorder.format import (
     StepLink,
     step_name,
 )
-from recorder.header import check_folder, clear_record, describe_run, write_header
+from recorder.header import check_contents, check_folder, clear_record, describe_run, write_header
 from recorder.integrity.chain import link_to, write_end
+from recorder.lock import lock_folder
 from recorder.outcome import OutcomeObserver
 from recorder.resume import resume_record
 from recorder.retention import KeptSteps, Retention
@@ -89,11 +93,18 @@ class RecordingOptions:
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank's recording, exchanged between the ranks."""
+    """State of a rank's recording, exchanged between the ranks.
+
+    `process` writes the rank's files. On rank 0 `token` is that of its lock, and `refusal` says why
+    the run may not write into the folder.
+    """
 
     failure: str | None
     has_room: bool
     idle: bool
+    process: Process
+    token: str
+    refusal: RecordExists | None
 
 
 def alone(state: RankState) -> list[RankState]:
@@ -189,8 +200,9 @@ class RecordWriter:
         archive: on rank 0, the archive into which committed steps move; the folder is then a
             staging folder.
 
-    Raises RecordExists if the folder contains a record (unless `overwrite`) or anything else.
-    Events raise RecordingFailed when recording failed on any rank and `when_failing` is "stop".
+    Raises RecordExists if the folder contains a record (unless `overwrite`) or anything else, and
+    RecordInUse, also from `start`, if another run writes there. Events raise RecordingFailed when
+    recording failed on any rank and `when_failing` is "stop".
     """
 
     def __init__(
@@ -221,6 +233,10 @@ class RecordWriter:
         self.last: StepLink | None = None  # on rank 0, the step that was committed last
         self.dropped: list[int] = []
         self.ended: str | None = None  # why recording has ended
+        self.process, self.token = this_process(), new_token()
+        self.lock: Lock | None = None  # on rank 0
+        self.refusal: RecordExists | None = None
+        self.lock_token: str | None = None  # rank 0's, once it has the lock
         check_folder(self.folder, options.overwrite or options.first_step > 0)
 
     def __call__(self, event: str, **facts: Any) -> None:
@@ -260,13 +276,22 @@ class RecordWriter:
             # a copy: the writer thread decodes while the run encodes, and a fast tokenizer is not
             # thread-safe
             self.tokenizer = copy.deepcopy(facts["tokenizer"])
-        self.agree()  # every rank has checked the folder before rank 0 writes into it
+        states = self.agree()  # every rank has checked the folder before rank 0 writes into it
         if self.rank == 0 and self.ended is None:
-            self.attempt(lambda: self.begin(facts))
-        self.agree()  # no rank writes a step before the folder is cleared
+            try:
+                self.attempt(lambda: self.begin(facts, [state.process for state in states]))
+            except RecordExists as refusal:
+                self.refusal = refusal
+        for state in self.agree()[:1]:  # no rank writes a step before the folder is cleared
+            self.lock_token = state.token
 
-    def begin(self, facts: dict[str, Any]) -> None:
-        """Create an empty record of the run, or resume its existing one."""
+    def begin(self, facts: dict[str, Any], processes: list[Process]) -> None:
+        """Lock the folder, then create an empty record of the run, or resume its existing one."""
+        config = facts["config"]
+        name = "/".join(str(config[key]) for key in ("experiment_name", "trial_name") if config.get(key))
+        self.lock = lock_folder(self.folder, name, processes, self.token)
+        # again, because another run may have recorded here since this writer was built
+        check_contents(self.folder, self.options.overwrite or self.options.first_step > 0)
         header = describe_run(facts, self.options.recording)
         if self.options.first_step and (self.folder / RECORD_FILE).exists():
             try:
@@ -329,6 +354,7 @@ class RecordWriter:
         if self.tokenizer is not None:
             step = replace(step, text=decode_rows(step.batch, self.tokenizer))
         folder = self.step_folder(step)
+        self.check_lock(step)
         folder.mkdir(parents=True, exist_ok=True)
         write_rank_manifest(
             folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step)
@@ -341,6 +367,7 @@ class RecordWriter:
             collect_rank_manifest(folder, rank, self.num_ranks, lambda: self.stop_waiting.wait(POLL_S))
             for rank in range(self.num_ranks)
         ]
+        self.check_lock(step)
         self.kept.add_dropped(self.dropped)
         committed = commit_step(folder, step.step, step.version, ranks, self.last)
         self.last = committed.link
@@ -349,14 +376,30 @@ class RecordWriter:
         else:
             self.archive.move_step(step.step)
 
+    def check_lock(self, step: RankStep) -> None:
+        """Raise RecordError unless this run still is the folder's only writer."""
+        if self.lock_token is None:
+            return
+        try:
+            check(self.folder / LOCK_FILE, self.lock_token)
+        except Lost as lost:
+            raise RecordError(
+                f"{lost}: step {step.step} is not committed, to leave that record whole"
+            ) from None
+
     def step_folder(self, step: RankStep) -> Path:
         """The folder of the step."""
         return self.folder / STEPS_FOLDER / step_name(step.step)
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Run work of this rank and keep its error until all ranks know of it."""
+        """Run work of this rank and keep its error until all ranks know of it.
+
+        Raises RecordExists: a refusal, which is no failure of the disk.
+        """
         try:
             work()
+        except RecordExists:
+            raise
         except Exception as error:
             self.failure = describe(error)
 
@@ -371,14 +414,30 @@ class RecordWriter:
         if background is not None and background.error is not None:
             failure = describe(background.error)
         state = RankState(
-            failure, background is None or background.has_room, background is None or background.idle
+            failure,
+            background is None or background.has_room,
+            background is None or background.idle,
+            self.process,
+            self.token,
+            self.refusal,
         )
         states = self.gather(state)
         for rank, state in enumerate(states):
+            if state.refusal is not None:
+                self.close_refused()
+                raise state.refusal
             if state.failure is not None:
                 self.fail(rank, state.failure)
                 return []
         return states
+
+    def close_refused(self) -> None:
+        """End the recording before it began: the folder belongs to another run."""
+        self.ended = f"{self.folder} was not recorded into"
+        if self.background is not None:
+            self.background.close(SHUTDOWN_TIMEOUT_S)
+        if self.lock is not None:
+            self.lock.release()
 
     def fail(self, rank: int, failure: str) -> None:
         """End the recording, on every rank alike, and also the run if `when_failing` is "stop"."""
@@ -401,6 +460,20 @@ class RecordWriter:
             self.finish_without_collectives(self.background)
         if self.rank == 0:
             self.report_missing_steps(error)
+            self.unlock(error)
+            if self.archive is not None and self.ended is None:
+                with suppress(OSError):  # not empty: ranks may still write
+                    self.folder.rmdir()
+
+    def unlock(self, error: str | None) -> None:
+        """Release the folder, or leave its lock to the ranks that may still write into it."""
+        if self.lock is None:
+            return
+        others_ended = self.num_ranks == 1 or (error is None and self.ended is None)
+        if others_ended and (self.background is None or self.background.close(0)):
+            self.lock.release()
+        else:
+            self.lock.leave()
 
     def finish_without_collectives(self, background: Background[RankStep]) -> None:
         """End the writer thread without a collective: in a failed run another rank may be dead."""

@@ -205,14 +205,16 @@ def clear_for_record(folder: Path, source: str | Path) -> None:
         RecordExists: it holds something that is not part of a record.
         ValueError: the record that is read is inside the folder, or the folder inside the record.
     """
-    from recorder.header import check_folder, clear_record
+    from recorder.header import check_contents, clear_record
+    from recorder.lock import writing
 
     new, old = folder.resolve(), Path(source).resolve()
     if new.is_relative_to(old) or old.is_relative_to(new):
         raise ValueError(f"{folder} overlaps the record {source} that is read: choose another folder")
-    check_folder(folder, overwrite=True)
     if folder.exists():
-        clear_record(folder)
+        with writing(folder, "--force"):
+            check_contents(folder, overwrite=True)
+            clear_record(folder)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -33,6 +33,7 @@ from recorder.archive.store import (
 )
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
+from recorder.header import clear_record
 from recorder.reader import open_record
 from recorder.retention import Retention
 from recorder.storage import is_url
@@ -60,11 +61,17 @@ class LiveArchive:
             raise RecordError(
                 "steps of an archive are never removed: remove debug.max_keep and debug.max_size_gb"
             )
-        clear_destination(location, overwrite)
+        self.overwrite = overwrite
+        if not overwrite:
+            clear_destination(location, overwrite)
         self.anchors: set[str] = set()
 
     def begin(self) -> None:
-        """Create the archive of a record without steps, from record.json in the staging folder."""
+        """Create the archive of a record without steps, from record.json in the staging folder.
+
+        The caller holds the lock of the staging folder: an earlier archive may be replaced now.
+        """
+        clear_destination(self.location, self.overwrite)
         if not is_url(self.location):
             Path(self.location).mkdir(parents=True, exist_ok=True)
         self.group = zarr.create_group(open_store(self.location, read_only=False))
@@ -94,11 +101,11 @@ class LiveArchive:
             sync((Path(self.location) / folder).parent)
 
     def end(self) -> None:
-        """Archive the files at the top, truncate the arrays, remove the staging folder."""
+        """Archive the files at the top, truncate the arrays, empty the staging folder."""
         self.write_top()
         self.stream.close()
         self.sync_objects()
-        shutil.rmtree(self.staging)
+        clear_record(self.staging)
 
     def write_top(self) -> None:
         """Archive the files at the top of the record, such as record.json."""

@@ -28,7 +28,16 @@ from recorder.archive.store import (
     open_store,
 )
 from recorder.errors import RecordExists
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, BatchEntry, step_name
+from recorder.format import (
+    ANCHOR_FILE,
+    ANCHORS_FOLDER,
+    STEP_FILE,
+    STEPS_FOLDER,
+    BatchEntry,
+    is_lock_file,
+    step_name,
+)
+from recorder.lock import writing_archive
 from recorder.reader import Record, open_record
 from recorder.storage import Storage, file_blocks, is_url, location_of, walk
 
@@ -69,7 +78,7 @@ def folder_layout(stream: ArrayStream, record: Record, folder: str) -> Layout:
 
 def top_layout(stream: ArrayStream, storage: Storage) -> Layout:
     """Append the files at the top of a record, such as record.json, to a stream."""
-    names = [name for name in storage.names("") if storage.size(name) is not None]
+    names = [n for n in storage.names("") if storage.size(n) is not None and not is_lock_file(n)]
     return {name: file_layout(stream, storage, name, None) for name in names}
 
 
@@ -135,17 +144,18 @@ def archive_record(
         RecordError: the source is not a record or is damaged.
     """
     record, location = open_record(source), location_of(destination)
-    clear_destination(location, overwrite)
-    if location.endswith(".zip") and not is_url(location):
-        unzipped = Path(location + ".tmp")
-        shutil.rmtree(unzipped, ignore_errors=True)
-        try:
-            write_archive(record, str(unzipped), on_step)
-            zip_folder(unzipped, Path(location))
-        finally:
+    with writing_archive(location, "record archive"):
+        clear_destination(location, overwrite)
+        if location.endswith(".zip") and not is_url(location):
+            unzipped = Path(location + ".tmp")
             shutil.rmtree(unzipped, ignore_errors=True)
-    else:
-        write_archive(record, location, on_step)
+            try:
+                write_archive(record, str(unzipped), on_step)
+                zip_folder(unzipped, Path(location))
+            finally:
+                shutil.rmtree(unzipped, ignore_errors=True)
+        else:
+            write_archive(record, location, on_step)
     steps = [record.step(step) for step in record.steps]
     return Archived(
         location=location,

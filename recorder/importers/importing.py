@@ -19,7 +19,7 @@ from recorder.format import (
     StepLink,
     step_name,
 )
-from recorder.header import check_folder, clear_record, write_header
+from recorder.header import check_contents, check_folder, clear_record, write_header
 from recorder.importers import (
     areal,
     nemo_rl,
@@ -34,6 +34,7 @@ from recorder.importers import (
 )
 from recorder.importers.foreign import Foreign, ImportedSample, Step, count_without
 from recorder.integrity.chain import write_end
+from recorder.lock import writing
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten
 
@@ -120,14 +121,16 @@ def import_record(
     check_folder(destination, overwrite)
     foreign = read_foreign(source, format_name)
     notes = [*foreign.notes, *missing_notes(foreign)]
-    clear_record(destination)
-    write_header(destination, header_of(foreign, source, notes, config or {}, model))
-    link, first_prompt = None, 0
-    for number, step in enumerate(foreign.steps):
-        batch, text = batch_of(step, number, first_prompt)
-        first_prompt = int(batch["prompt_id"].max(initial=first_prompt - 1)) + 1
-        link = write_step(destination, number, batch, text, link)
-    write_end(destination, True, link)
+    with writing(destination, "record import"):
+        check_contents(destination, overwrite)
+        clear_record(destination)
+        write_header(destination, header_of(foreign, source, notes, config or {}, model))
+        link, first_prompt = None, 0
+        for number, step in enumerate(foreign.steps):
+            batch, text = batch_of(step, number, first_prompt)
+            first_prompt = int(batch["prompt_id"].max(initial=first_prompt - 1)) + 1
+            link = write_step(destination, number, batch, text, link)
+        write_end(destination, True, link)
     samples = [sample for step in foreign.steps for sample in step.samples]
     return Imported(
         format=foreign.format,
