@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_core.launch.torchrun import ended_on_signals
 from recorder import Record
 from replayer.diff import DiffReport, diff_records
 from replayer.errors import NothingToBisect, ReplayError
@@ -194,14 +195,18 @@ def git(repository: Path, *arguments: str) -> str:
 
 @contextmanager
 def worktree(repository: Path, commit: str) -> Iterator[Path]:
-    """Check out a commit in a temporary worktree; the repository's own is not touched."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Check out a commit in a temporary worktree; the repository's own is not touched.
+
+    It is removed, and forgotten by the repository, also when a signal ends this process.
+    """
+    with ended_on_signals(), tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "code"
-        git(repository, "worktree", "add", "--detach", "--quiet", str(place), commit)
         try:
+            git(repository, "worktree", "add", "--detach", "--quiet", str(place), commit)
             yield place
         finally:
-            git(repository, "worktree", "remove", "--force", str(place))
+            remove = ["git", "-C", str(repository), "worktree", "remove", "--force", str(place)]
+            subprocess.run(remove, capture_output=True)  # fails if it was not added
 
 
 def replay_with(place: Path, record: str, first: int, last: int, model: str | None) -> Numbers | None:

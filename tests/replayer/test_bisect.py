@@ -2,7 +2,10 @@
 
 import json
 import math
+import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -87,6 +90,22 @@ def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(reposit
     assert len(requested) <= 5
     assert (repository / "loss.txt").read_text() == "work in progress"
     assert git(repository, "worktree", "list").count("\n") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_removes_the_worktree_from_the_repository(repository, number):
+    program = (
+        "import sys, time; from pathlib import Path; from replayer.bisect import worktree\n"
+        "with worktree(Path(sys.argv[1]), 'HEAD') as place: print(place, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, repository], stdout=subprocess.PIPE, text=True)
+    place = Path(process.stdout.readline().strip())
+    assert str(place) in git(repository, "worktree", "list")
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    process.stdout.close()
+    assert git(repository, "worktree", "list", "--porcelain").count("worktree ") == 1
+    assert not place.parent.exists()
 
 
 def test_commits_that_cannot_replay_are_passed_over(repository):
