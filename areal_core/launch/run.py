@@ -13,17 +13,20 @@ import importlib.util
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from areal_core.errors import ConfigError
 from areal_core.launch.job import MISUSE, Job
 from areal_core.launch.torchrun import ended_on_signals
+from areal_core.safety.lock import RUN_ID, Held, run_id, take
 
 RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a restarted run
 RESTARTING_MODES = ("fault", "auto", "on")
 MAX_DELAY_S = 60.0
+LOCK = "run.lock"  # in the folder of the run's logs
 
 
 def run(make_job: Callable[[int], Job]) -> int:
@@ -34,14 +37,17 @@ def run(make_job: Callable[[int], Job]) -> int:
 
     Returns:
         The exit code of the last attempt.
+
+    Raises:
+        ConfigError: another run of this name is running.
     """
     first = make_job(0)
     recover = first.config.recover
     retries = recover.retries if recover.mode in RESTARTING_MODES else 0
-    with ended_on_signals():
+    with ended_on_signals(), only_run_of_its_name(first) as run:
         for attempt in range(retries + 1):
             job = make_job(attempt) if attempt else first
-            code = launch(replace(job, env={RECOVER_RUN: str(min(attempt, 1)), **job.env}))
+            code = launch(replace(job, env={RECOVER_RUN: str(min(attempt, 1)), RUN_ID: run, **job.env}))
             if code in (0, MISUSE) or attempt == retries:
                 return code
             delay_s = min(2.0**attempt, MAX_DELAY_S)  # the cause may be temporary
@@ -50,6 +56,28 @@ def run(make_job: Callable[[int], Job]) -> int:
             keep_logs(job.log_dir, attempt)
             time.sleep(delay_s)
     raise AssertionError("the last attempt returns")
+
+
+@contextmanager
+def only_run_of_its_name(job: Job) -> Iterator[str]:
+    """Lock the folder of the run's logs inside the block, and return the id of the run.
+
+    The lock stands for all folders of that experiment and trial: checkpoints and statistics, too.
+    """
+    name = f"{job.config.experiment_name}/{job.config.trial_name}"
+    run = run_id()
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = take(job.log_dir / LOCK, run, name)
+    except Held as holder:
+        raise ConfigError(
+            f"{job.log_dir} belongs to a run that has not ended, {holder}: give another trial_name (it is "
+            f"{job.config.trial_name!r})"
+        ) from None
+    try:
+        yield run
+    finally:
+        lock.release()
 
 
 def launch(job: Job) -> int:

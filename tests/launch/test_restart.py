@@ -14,6 +14,7 @@ from areal_core.config import PPOConfig
 from areal_core.errors import ConfigError
 from areal_core.launch import run as launching
 from areal_core.launch.job import Job
+from areal_core.safety.lock import take
 from recorder import open_record
 
 HERE = Path(__file__).parent
@@ -63,6 +64,19 @@ def test_a_run_is_restarted_as_its_mode_defines(attempts, mode, codes, last, num
     assert code == last
     assert [job.script_argv for job in started] == [(str(i),) for i in range(num_started)]
     assert [job.env["AREAL_RECOVER_RUN"] for job in started] == ["0", "1", "1", "1"][:num_started]
+
+
+def test_a_second_run_of_the_same_name_is_refused(attempts, tmp_path):
+    other = take(tmp_path / "run.lock", "run-1", "e/t")
+    words = rf"belongs to a run that has not ended, run run-1 \(e/t\), process {os.getpid()}.*give another trial_name \(it is 't'\)"
+    with pytest.raises(ConfigError, match=words):
+        attempts([0], "auto")
+    assert sorted(os.listdir(tmp_path)) == ["run.lock"]
+    other.release()
+    code, started = attempts([1, 0], "auto")
+    assert code == 0
+    assert len({job.env["AREAL_RUN_ID"] for job in started}) == 1
+    assert not (tmp_path / "run.lock").exists()
 
 
 def test_the_logs_of_failed_attempts_are_kept(attempts, tmp_path):
