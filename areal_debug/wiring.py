@@ -103,7 +103,11 @@ def recorder_of(
             values = compute(trainer.actor.model, ranks)
             if writer is not None:
                 writer("checksums", step=facts["step"], of=of, values=values)
-        anchors(event, **facts)
+        ended = writer is not None and writer.ended is not None
+        if event == "weights":  # all ranks save an anchor, or none
+            ended = ranks.share(ended)
+        if not ended:  # the folder may be another run's by now
+            anchors(event, **facts)
 
     return observe
 
