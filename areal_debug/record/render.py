@@ -187,8 +187,10 @@ def print_legend() -> None:
 
 
 def print_verification(report: "VerifyReport") -> None:
-    """Print the verdict, then each problem with its file and tensor, then what to do."""
+    """Print who writes it, the verdict, each problem with its file and tensor, then what to do."""
     out = console()
+    if report.written_by is not None:
+        out.print(Text(f"being written by {report.written_by}"))
     if report.intact:
         out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as written")
         if report.end is None:
