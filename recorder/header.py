@@ -5,23 +5,27 @@ step is damage. gaps.json is committed before a step is removed, so that no step
 without its reason.
 """
 
+import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.durable import commit_file
+from areal_core.safety.durable import commit_file, sync
 from recorder.checksum_json import checksummed_bytes
 from recorder.environment import environment, folder_identity
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
+    ANCHOR_FILE,
     ANCHORS_FOLDER,
     FORMAT_VERSION,
     GAPS_FILE,
     RECORD_FILE,
+    STEP_FILE,
     STEPS_FOLDER,
     TOP_FILES,
     UNFINISHED_FILES,
@@ -63,11 +67,15 @@ def check_contents(folder: Path, overwrite: bool) -> None:
 def clear_record(folder: Path) -> None:
     """Create the folder, or remove the record in it, but for the lock, which the caller holds.
 
-    record.json is removed last: a partially cleared folder is still a record.
+    record.json is removed last, and the last step first, beginning with the file that commits it: a
+    partially cleared folder is still a record, and an intact one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (STEPS_FOLDER, ANCHORS_FOLDER):
+    for name, committed_by in ((STEPS_FOLDER, STEP_FILE), (ANCHORS_FOLDER, ANCHOR_FILE)):
         if (folder / name).exists():
+            for below in sorted(os.listdir(folder / name), reverse=True):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    (folder / name / below / committed_by).unlink()
             shutil.rmtree(folder / name)
     for name in (*UNFINISHED_FILES, *TOP_FILES):
         (folder / name).unlink(missing_ok=True)
@@ -91,8 +99,11 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
 
 
 def write_header(folder: Path, header: RecordHeader) -> None:
-    """Commit record.json."""
+    """Commit record.json, and the folders in which steps commit: they fsync only their own."""
+    (folder / STEPS_FOLDER).mkdir(exist_ok=True)
     commit_file(folder / RECORD_FILE, checksummed_bytes(vars(header)))
+    with suppress(PermissionError):  # a folder above that may not be listed
+        sync(folder.parent)
 
 
 @dataclass(frozen=True)
