@@ -5,18 +5,20 @@ writes them, any other starts a new shard at every append, so that committed obj
 rewritten.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+from zarr.storage import FsspecStore, LocalStore
 
+from recorder.archive.arrays import CHUNK_BYTES, SHARD_CHUNKS
 from recorder.archive.store import Part
 from recorder.format import NUMPY_TYPES
+from recorder.storage import is_url
 
-CHUNK_BYTES = 1 << 18  # decompressed to read one token
-SHARD_CHUNKS = 64  # 16 MiB of tensors an object
 FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
@@ -128,3 +130,13 @@ class ArrayStream:
 def round_up(number: int, step: int) -> int:
     """Round up to a multiple of `step`."""
     return -(-number // step) * step
+
+
+def create_group(location: str) -> zarr.Group:
+    """Create the root group of an empty zarr store at a path or URL."""
+    if not is_url(location):
+        return zarr.create_group(LocalStore(location))
+    with warnings.catch_warnings():
+        # zarr wraps synchronous file systems, which affects speed only
+        warnings.filterwarnings("ignore", category=UserWarning, module="zarr")
+        return zarr.create_group(FsspecStore.from_url(location))

@@ -11,10 +11,8 @@ Readers may open the archive while the run continues.
 import shutil
 from pathlib import Path
 
-import zarr
-
 from areal_core.safety.durable import sync
-from recorder.archive.columns import ArrayStream
+from recorder.archive.columns import ArrayStream, create_group
 from recorder.archive.pack import (
     DOCUMENTS,
     clear_destination,
@@ -29,7 +27,6 @@ from recorder.archive.store import (
     VERSION_ATTRIBUTE,
     Layout,
     layout_bytes,
-    open_store,
 )
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
@@ -74,7 +71,7 @@ class LiveArchive:
         clear_destination(self.location, self.overwrite)
         if not is_url(self.location):
             Path(self.location).mkdir(parents=True, exist_ok=True)
-        self.group = zarr.create_group(open_store(self.location, read_only=False))
+        self.group = create_group(self.location)
         self.stream = ArrayStream(self.group, "all", packed=False, level=LEVEL)
         self.write_top()
 

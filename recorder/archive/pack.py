@@ -16,16 +16,15 @@ from pathlib import Path
 import zarr
 
 from areal_core.safety.durable import commit_file, sync, write_durably
-from recorder.archive.columns import ArrayStream
+from recorder.archive.columns import ArrayStream, create_group
+from recorder.archive.objects import file_system
 from recorder.archive.store import (
     ARCHIVE_VERSION,
     LAYOUT_ATTRIBUTE,
     VERSION_ATTRIBUTE,
     Layout,
     Part,
-    file_system,
     layout_bytes,
-    open_store,
 )
 from recorder.errors import RecordExists
 from recorder.format import (
@@ -92,7 +91,7 @@ def write_archive(record: Record, location: str, on_step: Callable[[int], None])
 
     The root's attributes are written last: a store without them is not an archive.
     """
-    group = zarr.create_group(open_store(location, read_only=False))
+    group = create_group(location)
     stream = ArrayStream(group, "all", packed=True)
     layouts: dict[str, Part] = {}
 

@@ -11,32 +11,32 @@ store:
       steps/000042/zarr.json        attributes: layout of that step; written last: the commit
       anchors/000040/zarr.json      the same for an anchor
 
-Each writer appends to a stream of its own (`ArrayStream`). Arrays are sharded and compressed, and
-zarr checks a crc32c of every chunk. The record's own checksums are a layer above and stay valid,
-because a reader gets the bytes of the original files.
+Each writer appends to a stream of its own (`ArrayStream`). Arrays are sharded and compressed, with
+a crc32c of every chunk. The record's own checksums are a layer above and stay valid, because a
+reader gets the bytes of the original files. An archive may come from anybody: names, sizes and
+places are checked as they are parsed, before anything that they refer to is read.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import tempfile
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zarr
-from zarr.core.sync import sync as run_in_zarr
-from zarr.storage import FsspecStore, LocalStore, StorePath, ZipStore
-
 from areal_core.safety.durable import write_durably
+from areal_core.safety.file_names import checked_name
+from recorder.archive.arrays import ArchivedArray, Zeros, open_array, read_metadata
+from recorder.archive.objects import Objects, open_objects
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER
-from recorder.storage import file_blocks, is_url, walk
+from recorder.storage import file_blocks, walk
 
 ARCHIVE_VERSION = 1
 VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
+MAX_LAYOUT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,33 @@ def layout_bytes(layout: Layout) -> bytes:
     return json.dumps(parts, separators=(",", ":")).encode()
 
 
-def parse_layout(data: bytes) -> Layout:
-    """Parse a layout; the inverse of `layout_bytes`."""
-    return {name: [parse_part(part) for part in parts] for name, parts in json.loads(data).items()}
+def parse_layout(data: bytes, where: str) -> Layout:
+    """Parse a layout; the inverse of `layout_bytes`.
+
+    Raises ValueError, KeyError, TypeError, RecursionError for a name that is not safe, a part that
+    cannot be one, and for elements that are in two parts: what is written is appended once.
+    """
+    layout = {
+        checked_name(name, where): [parse_part(part) for part in parts]
+        for name, parts in json.loads(data).items()
+    }
+    slices = sorted(
+        (part.array, part.offset, part.count) for parts in layout.values() for part in parts if part.count
+    )
+    for (array, offset, count), (next_array, next_offset, _) in itertools.pairwise(slices):
+        if array == next_array and offset + count > next_offset:
+            raise ValueError(f"elements of {array} from {next_offset} are in two parts")
+    return layout
 
 
 def parse_part(document: Any) -> Part:
-    """Parse a part as it is listed in JSON."""
+    """Parse a part as it is listed in JSON. Raises ValueError, TypeError."""
     array, offset, count, stored = document
-    return Part(array, offset, count, stored)
+    if stored not in NUMPY_TYPES:
+        raise ValueError(f"type {stored!r}, expected one of {', '.join(NUMPY_TYPES)}")
+    if type(offset) is not int or type(count) is not int or offset < 0 or count < 0:
+        raise ValueError(f"{count!r} elements from {offset!r}")
+    return Part(checked_name(array, "a layout"), offset, count, stored)
 
 
 @dataclass
@@ -79,9 +97,10 @@ class ArchiveStorage:
     """The files of a record, rebuilt from a zarr store; see Storage. `location` is for messages."""
 
     location: str
-    group: zarr.Group
+    objects: Objects
+    zeros: Zeros
     layouts: dict[str, Layout] = field(default_factory=dict)
-    arrays: dict[str, zarr.Array[Any]] = field(default_factory=dict)
+    arrays: dict[str, ArchivedArray] = field(default_factory=dict)
 
     def names(self, folder: str) -> list[str]:
         """See Storage."""
@@ -99,7 +118,7 @@ class ArchiveStorage:
         return sum(part.size_bytes for part in layout[name]) if name in layout else None
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
-        """See Storage. Raises DamagedRecord where zarr finds damage."""
+        """See Storage. Raises DamagedRecord."""
         layout, name = self.layout_of(file)
         if name not in layout:
             return b""
@@ -117,16 +136,17 @@ class ArchiveStorage:
         """Return a local copy of the folder in the temporary folder; made if it does not exist."""
         return local_copy(self, folder)
 
-    def part(self, file: str, part: Part) -> memoryview:
-        """Return the bytes of a part as in the file."""
+    def part(self, file: str, part: Part) -> bytearray:
+        """Return the bytes of a part as in the file. Raises DamagedRecord, which names the file."""
         try:
             if part.array not in self.arrays:
-                self.arrays[part.array] = self.group[part.array]  # type: ignore[assignment]
-            values = self.arrays[part.array][part.offset : part.offset + part.count]
-        except Exception as error:  # zarr lets whatever its codecs and parsers raise through
-            what = f"cannot be read from {part.array} of the archive ({type(error).__name__}: {error})"
-            raise DamagedRecord(file, what) from None
-        return np.ascontiguousarray(values).view(np.uint8).data
+                self.arrays[part.array] = open_array(self.objects, part.array, self.zeros)
+            array = self.arrays[part.array]
+            if array.dtype != NUMPY_TYPES[part.stored]:
+                raise DamagedRecord(file, f"has {part.stored} in {part.array}, an array of {array.dtype}")
+            return array.read(part.offset, part.count)
+        except DamagedRecord as error:
+            raise DamagedRecord(file, error.what) from None
 
     def layout_of(self, file: str) -> tuple[Layout, str]:
         """Return the layout of the step or anchor that contains the file, and its name there.
@@ -146,58 +166,25 @@ class ArchiveStorage:
 
     def read_layout(self, folder: str) -> Layout | None:
         """Return the layout that a group's attributes refer to, None if there is no such group."""
-        try:
-            group = self.group[folder] if folder else self.group
-            where = parse_part(group.attrs[LAYOUT_ATTRIBUTE])
-        except KeyError:
+        document = read_metadata(self.objects, folder)
+        if document is None:
             return None
-        except Exception as error:  # as above
-            what = f"is not readable ({type(error).__name__}: {error})"
-            raise DamagedRecord(f"{folder}/zarr.json", what) from None
-        data = bytes(self.part(folder, where))
+        file = f"{folder}/zarr.json" if folder else "zarr.json"
         try:
-            return parse_layout(data)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DamagedRecord(f"{folder}/zarr.json", f"does not refer to a layout ({error})") from None
+            where = parse_part(document["attributes"][LAYOUT_ATTRIBUTE])
+            if where.size_bytes > MAX_LAYOUT_BYTES:
+                raise ValueError(f"{where.size_bytes} bytes, at most {MAX_LAYOUT_BYTES}")
+            return parse_layout(bytes(self.part(folder, where)), file)
+        except DamagedRecord:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedRecord(file, f"does not refer to a layout ({error})") from None
 
     def children(self, folder: str) -> list[str]:
         """List the names below a group, with one listing and without reading the entries."""
-        listed = list_store(self.group.store_path / folder if folder else self.group.store_path)
-        return [name for name in listed if name != "zarr.json"]
-
-
-def list_store(place: StorePath) -> list[str]:
-    """List the names of objects and prefixes directly below a path of a store."""
-
-    async def collect() -> list[str]:
-        return [name.strip("/") async for name in place.store.list_dir(place.path)]
-
-    return run_in_zarr(collect())
-
-
-def open_store(location: str, read_only: bool) -> LocalStore | ZipStore | FsspecStore:
-    """Open the zarr store at a path or URL."""
-    if is_url(location):
-        with warnings.catch_warnings():
-            # zarr wraps synchronous file systems, which affects speed only
-            warnings.filterwarnings("ignore", category=UserWarning, module="zarr")
-            return FsspecStore.from_url(location, read_only=read_only)
-    if Path(location).is_file():
-        return ZipStore(location, mode="r")
-    return LocalStore(location, read_only=read_only)
-
-
-def file_system(location: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it.
-
-    Raises RecordError if a package is missing or the URL is invalid.
-    """
-    from fsspec.core import url_to_fs
-
-    try:
-        return url_to_fs(location)
-    except (ImportError, ValueError) as error:
-        raise RecordError(f"{location} cannot be reached: {error}") from None
+        return [
+            checked_name(name, self.location) for name in self.objects.names(folder) if name != "zarr.json"
+        ]
 
 
 def open_archive(location: str) -> ArchiveStorage:
@@ -205,27 +192,19 @@ def open_archive(location: str) -> ArchiveStorage:
 
     Raises RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
     """
-    try:
-        store = open_store(location, read_only=True)
-    except ImportError as error:
-        raise RecordNotFound(f"{location} needs another package: {error}") from None
-    except ValueError as error:
-        raise RecordNotFound(f"{location} cannot be opened: {error}") from None
-    try:
-        group = zarr.open_group(store, mode="r", use_consolidated=False)
-    except FileNotFoundError:
-        raise RecordNotFound(f"nothing exists at {location}: give the path or URL of a record") from None
-    except Exception as error:  # zarr lets whatever its parser raises through
-        raise DamagedRecord("zarr.json", f"is not readable ({type(error).__name__}: {error})") from None
-    attributes = dict(group.attrs)
-    if VERSION_ATTRIBUTE not in attributes:
+    objects = open_objects(location)
+    document = read_metadata(objects, "")
+    if document is None:
+        raise RecordNotFound(f"no archive exists at {location}: give the path or URL of a record")
+    attributes = document.get("attributes")
+    if not isinstance(attributes, dict) or VERSION_ATTRIBUTE not in attributes:
         raise NotARecord(f"{location} is a zarr store, but not a finished archive of a record")
     if (version := attributes[VERSION_ATTRIBUTE]) != ARCHIVE_VERSION:
         raise UnknownFormat(
             f"{location} is an archive of version {version}, this version of areal-debug reads {ARCHIVE_VERSION}: "
             "install the version that wrote it"
         )
-    return ArchiveStorage(location, group)
+    return ArchiveStorage(location, objects, Zeros(objects))
 
 
 def local_copy(storage: ArchiveStorage, folder: str) -> Path:
