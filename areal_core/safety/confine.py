@@ -1,0 +1,350 @@
+"""Run a function on untrusted input in one forked child process that can do little else.
+
+    parent   run_confined(work, bounds) ──fork──>  child    limits, Landlock, seccomp
+                 │ waits: result, death, time               work() ─> value or error
+                 │ <────────────── one JSON text on a pipe ─────┘
+                 └─ returns the value, or raises: an error of work, or that a limit was reached
+
+The child inherits the terminal, so a whole verb can run in it. A result is JSON and never a pickle:
+what a child that was taken over sends is data. It forks without exec because that costs
+milliseconds; the command line does so before it starts threads or imports anything large.
+
+The limits follow from the size of the input, so that honest input of any size can be read, and
+`AREAL_DEBUG_MEMORY_GIB` and `AREAL_DEBUG_TIME_S` replace them.
+"""
+
+import ctypes
+import io
+import json
+import math
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from areal_core.safety import sandbox
+
+MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
+HELP_OF_LIMITS = (
+    "Input from others is read in a process without network and with limits: 1 GiB of memory and "
+    "20 bytes a byte of input, 10 s of CPU time and 1 s a MB. "
+    f"{MEMORY_VARIABLE} and {TIME_VARIABLE} replace them."
+)
+GIB = 1 << 30
+MEMORY_BYTES, MEMORY_PER_BYTE = GIB, 20
+CPU_S, CPU_S_PER_BYTE = 10.0, 1e-6
+WALL_S, WALL_PER_CPU_S = 30.0, 5.0  # a slow disk, and other processes on the same cores
+URL_BYTES = 100 * GIB  # what a URL may hold is not known
+MAX_RESULT_BYTES = 1 << 28
+POLL_S = 0.2
+# What Python and its packages read outside of their own folders.
+SYSTEM_PATHS = (
+    "/usr", "/lib", "/lib64", "/bin", "/opt", "/nix", "/proc/self", "/proc/meminfo", "/proc/cpuinfo",
+    "/proc/stat", "/proc/sys", "/sys/devices/system", "/sys/fs/cgroup", "/dev/null", "/dev/zero",
+    "/dev/urandom", "/dev/random", "/dev/tty", "/etc/ld.so.cache", "/etc/ld.so.conf.d", "/etc/localtime",
+    "/etc/timezone", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki",
+    "/etc/mime.types", "/etc/os-release",
+)  # fmt: skip
+
+
+class LimitReached(ValueError):
+    """The child needed more than its bounds, or died."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the child may use. `name` is the input's, for messages.
+
+    `memory_bytes` is beyond what the parent has; `cpu_s` and `wall_s` may be infinite. `writes` are
+    folders and files; `network` also allows to read any file, as credentials may be anywhere.
+    """
+
+    name: str
+    reads: tuple[str | Path, ...]
+    writes: tuple[str | Path, ...] = ()
+    network: bool = False
+    memory_bytes: int = MEMORY_BYTES
+    cpu_s: float = CPU_S
+    wall_s: float = WALL_S + WALL_PER_CPU_S * CPU_S
+
+
+def bounds_for(
+    inputs: Sequence[str | Path],
+    writes: Iterable[str | Path] = (),
+    reads: Iterable[str | Path] = (),
+    network: bool = False,
+    cpu_s: float = CPU_S,
+) -> Bounds:
+    """Return the bounds for reading paths or URLs: the rules of `HELP_OF_LIMITS`.
+
+    Raises ValueError if a variable that replaces a limit is no positive number.
+    """
+    is_remote = network or any("://" in str(place) or ":/" in str(place) for place in inputs)
+    size_bytes = sum(URL_BYTES if ":/" in str(place) else size_of(str(place)) for place in inputs)
+    cpu_s = number_in(TIME_VARIABLE) or cpu_s + CPU_S_PER_BYTE * size_bytes
+    memory = number_in(MEMORY_VARIABLE)
+    return Bounds(
+        name=", ".join(map(str, inputs)),
+        reads=(*inputs, *reads, *(["/"] if is_remote else [])),
+        writes=tuple(writes),
+        network=is_remote,
+        memory_bytes=int(memory * GIB) if memory else MEMORY_BYTES + MEMORY_PER_BYTE * size_bytes,
+        cpu_s=cpu_s,
+        wall_s=WALL_S + WALL_PER_CPU_S * cpu_s,
+    )
+
+
+def number_in(variable: str) -> float | None:
+    """Return the positive number in an environment variable, None if it is not set."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ValueError(f"{variable} is {text!r}: expected a positive number")
+    return number
+
+
+def size_of(path: str) -> int:
+    """Bytes on disk of a file, or of all files below a folder; 0 if absent. Links do not count."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return 0
+    if not stat.S_ISDIR(facts.st_mode):
+        return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0
+    total, folders = 0, [path]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError:
+            continue
+        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        files = (entry for entry in entries if entry.is_file(follow_symlinks=False))
+        total += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in files)
+    return total
+
+
+def run_confined(
+    work: Callable[[], Any],
+    bounds: Bounds,
+    errors: Sequence[type[Exception]] = (),
+    announce: Callable[[str], None] = lambda active: None,
+) -> Any:
+    """Return `work()`, which must be JSON, computed in a child process within the bounds.
+
+    Args:
+        errors: raised here as they were in the child, with their text; the most special first. Of
+            others, a ValueError is raised as ValueError and an OSError as OSError.
+        announce: called in the child with what is active, before the work.
+
+    Raises:
+        LimitReached: a limit was reached, or the child died.
+        SystemExit, KeyboardInterrupt: as in the child. For any other exception the child prints the
+            traceback, and SystemExit(1) is raised.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    # a stream in memory, such as a test's, gets the child's output together with the result
+    relayed = [name for name in ("stdout", "stderr") if not has_descriptor(getattr(sys, name))]
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # from Python 3.12 on: other threads may hold locks; the work uses nothing of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        in_child(work, bounds, errors, announce, relayed, writing)
+    os.close(writing)
+    try:
+        document = wait_for(pid, reading, bounds)
+    finally:
+        os.close(reading)
+    for name in relayed:
+        getattr(sys, name).write(document[name])
+    if "error" in document:
+        raise_again(document["error"], bounds, errors)
+    return document["value"]
+
+
+def has_descriptor(stream: Any) -> bool:
+    """Return whether a stream writes to a file of the operating system, or is closed."""
+    try:
+        return stream is None or int(stream.fileno()) >= 0
+    except (OSError, ValueError):  # io.UnsupportedOperation is both
+        return False
+
+
+def in_child(
+    work: Callable[[], Any],
+    bounds: Bounds,
+    errors: Sequence[type[Exception]],
+    announce: Callable[[str], None],
+    relayed: Sequence[str],
+    writing: int,
+) -> NoReturn:
+    """Give up rights, work, send the result; end without the exit handlers of the parent."""
+    captured = {name: io.StringIO() for name in relayed}
+    code = 1
+    try:
+        for name, text in captured.items():
+            setattr(sys, name, text)
+        try:
+            announce(", ".join(limit(bounds)))
+            result = json.dumps({"value": work()})
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        except BaseException as error:
+            result = json.dumps({"error": described(error, errors)})
+        printed = json.dumps({name: text.getvalue() for name, text in captured.items()})
+        send(writing, f"{result}\n{printed}".encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def limit(bounds: Bounds) -> list[str]:
+    """Apply the bounds to this process; return what is active."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    memory = memory_of(os.getpid(), "VmData") + bounds.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    active = [f"memory {bounds.memory_bytes / GIB:.3g} GiB"]
+    if math.isfinite(bounds.cpu_s):
+        cpu = math.ceil(time.process_time() + bounds.cpu_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 5))
+        active.append(f"CPU {bounds.cpu_s:.3g} s")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(sandbox.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    reads = (*bounds.reads, *SYSTEM_PATHS, *python_paths())
+    return [*active, *sandbox.restrict(reads, (*bounds.writes, os.devnull), bounds.network)]
+
+
+def python_paths() -> list[str]:
+    """The folders that Python imports from, and that its libraries are loaded from."""
+    own = str(Path(__file__).resolve().parents[2])
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return [path for path in (sys.prefix, sys.base_prefix, own, *sys.path, *libraries) if path]
+
+
+def memory_of(pid: int, *fields: str) -> int:
+    """Sum of fields of /proc/PID/status in bytes; 0 where there is none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields)
+
+
+def described(error: BaseException, errors: Sequence[type[Exception]]) -> list[Any]:
+    """Describe an error as JSON; a defect of ours is printed with its traceback."""
+    for number, kind in enumerate(errors):
+        if isinstance(error, kind):
+            return ["known", number, str(error)]
+    if isinstance(error, OSError):
+        return ["OSError", error.errno, error.strerror or str(error), str(error.filename or "")]
+    if isinstance(error, ValueError):
+        return ["ValueError", str(error)]
+    if isinstance(error, MemoryError | KeyboardInterrupt):
+        return [type(error).__name__]
+    if isinstance(error, SystemExit):
+        return ["SystemExit", error.code if isinstance(error.code, int) else int(error.code is not None)]
+    traceback.print_exception(error)
+    return ["SystemExit", 1]
+
+
+def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[Exception]]) -> NoReturn:
+    """Raise what `described` describes."""
+    name, *facts = described
+    if name == "known":
+        kind = errors[facts[0]]
+        raise kind.__new__(kind, facts[1])  # whatever the arguments of its constructor
+    if name == "OSError":
+        code, text, file = facts
+        raise OSError(code, text, file) if file else OSError(code, text)
+    if name == "MemoryError":
+        raise LimitReached(
+            too_much(bounds, f"{bounds.memory_bytes / GIB:.3g} GiB of memory", MEMORY_VARIABLE)
+        )
+    if name == "ValueError":
+        raise ValueError(facts[0])
+    raise KeyboardInterrupt if name == "KeyboardInterrupt" else SystemExit(facts[0])
+
+
+def too_much(bounds: Bounds, limit: str, variable: str) -> str:
+    """The sentence for a limit that was reached."""
+    return (
+        f"reading {bounds.name} needs more than {limit}, the limit for an input of its size: it may be made to "
+        f"exhaust this machine; set {variable} to allow more"
+    )
+
+
+def send(writing: int, data: bytes) -> None:
+    """Write all bytes to the pipe."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(writing, view) :]
+
+
+def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
+    """Return what the child sent. Raises LimitReached if it ended otherwise or had to be ended.
+
+    An interrupt at a terminal reaches the child, too.
+    """
+    ends_at = time.monotonic() + bounds.wall_s
+    most_memory = bounds.memory_bytes + memory_of(os.getpid(), "RssAnon", "RssShmem")
+    received, is_open, status = bytearray(), True, None
+    try:
+        while is_open or status is None:
+            if not is_open:
+                time.sleep(0.001)
+            elif select.select([reading], [], [], POLL_S)[0]:
+                block = os.read(reading, 1 << 20)
+                received += block
+                is_open = bool(block)
+            elif status is not None:  # another process has inherited the pipe
+                break
+            if status is None:
+                done, code = os.waitpid(pid, os.WNOHANG)
+                status = code if done else None
+            if time.monotonic() > ends_at:
+                raise LimitReached(too_much(bounds, f"{bounds.wall_s:.3g} s", TIME_VARIABLE))
+            if memory_of(pid, "RssAnon", "RssShmem") > most_memory or len(received) > MAX_RESULT_BYTES:
+                limit = f"{bounds.memory_bytes / GIB:.3g} GiB of memory"
+                raise LimitReached(too_much(bounds, limit, MEMORY_VARIABLE))
+    finally:
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return parsed(bytes(received), status, bounds)
+
+
+def parsed(data: bytes, status: int, bounds: Bounds) -> dict[str, Any]:
+    """Parse what the child sent. Raises LimitReached if that is nothing: it died."""
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended_by == signal.SIGXCPU:
+        raise LimitReached(too_much(bounds, f"{bounds.cpu_s:.3g} s of CPU time", TIME_VARIABLE))
+    try:
+        result, printed = data.split(b"\n")
+        document: dict[str, Any] = json.loads(result) | json.loads(printed)
+    except (ValueError, TypeError, RecursionError):
+        how = signal.Signals(ended_by).name if ended_by else f"code {os.waitstatus_to_exitcode(status)}"
+        raise LimitReached(
+            f"the process that reads {bounds.name} ended with {how}: the input is damaged, or made to attack its reader"
+        ) from None
+    return document

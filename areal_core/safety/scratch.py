@@ -1,0 +1,76 @@
+"""Write a folder next to its final place, and rename it when it is complete.
+
+    DEST's parent/.DEST.unfinished/     0700, locked while a process writes into it
+                     content/  ──rename──>  DEST
+                     replaced/              what was at DEST, if that was to be replaced
+
+A process that is killed leaves the unfinished folder, which the next one finds: it may continue
+there, or clear it. After any error but an interrupt it is removed, so that it takes no space.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_core.safety.durable import sync
+
+CONTENT, REPLACED = "content", "replaced"
+
+
+@contextmanager
+def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator[Path]:
+    """Yield `content`, an empty or unfinished path next to the destination; rename it at the end.
+
+    `content` does not exist yet, unless `may_continue` is set and a killed process left it. What is
+    at the destination is replaced: the caller has asked for that or checked it.
+
+    Raises:
+        ValueError: another process writes there, or the unfinished folder is of another user.
+        OSError: of the file system; nothing is left behind.
+    """
+    destination = Path(os.path.abspath(destination))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    place = destination.with_name(f".{destination.name}.unfinished")
+    try:
+        place.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lock(handle, place)
+        if not may_continue:
+            shutil.rmtree(place / CONTENT, ignore_errors=True)
+        yield place / CONTENT
+        rename_over(place / CONTENT, destination, place / REPLACED)
+        shutil.rmtree(place)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, place: Path) -> None:
+    """Lock the unfinished folder for this process. Raises ValueError."""
+    if os.fstat(handle).st_uid != os.getuid():
+        raise ValueError(f"{place} belongs to another user: choose another destination")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is writing {place}: wait for it, or choose another destination") from None
+
+
+def rename_over(content: Path, destination: Path, replaced: Path) -> None:
+    """Rename the content to the destination; a folder with files there is moved aside first."""
+    shutil.rmtree(replaced, ignore_errors=True)
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        destination.rename(replaced)
+    elif destination.is_dir() and content.is_file():
+        destination.rmdir()
+    content.rename(destination)
+    sync(destination.parent)
