@@ -18,7 +18,8 @@ from pathlib import Path
 from areal_debug.render import format_value
 from areal_debug.replay.ranks import run_once
 from recorder import Record, RecordError, open_record
-from recorder.archive.pack import archive_record, extract_record
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
 from recorder.format import ANCHORS_FOLDER
 from recorder.header import write_header
 from replayer.check import NOT_COMPUTED, ReplayReport, compare_outcomes
@@ -238,9 +239,8 @@ def move_record(record: Path, place: Path) -> None:
     """Move a record to the path of a test, as an archive if the name ends in `.zip` or `.zarr`."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = place.with_name("." + place.name)
-    for path in (unfinished, unfinished.with_suffix(unfinished.suffix + ".tmp")):
-        if path.exists():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if unfinished.exists():
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
     if place.suffix in (".zip", ".zarr"):
         archive_record(record, unfinished)
     else:

@@ -34,6 +34,7 @@ from recorder.format import (
     Plan,
     RecordHeader,
     StepManifest,
+    is_lock_file,
     parse_anchor,
     parse_header,
     parse_outcome,
@@ -306,6 +307,12 @@ def anchor_steps(storage: Storage) -> tuple[int, ...]:
     steps = numbered_folders(storage, ANCHORS_FOLDER)
     files = {step: f"{ANCHORS_FOLDER}/{step_name(step)}/{ANCHOR_FILE}" for step in steps}
     return tuple(step for step, file in files.items() if storage.size(file) is not None)
+
+
+def top_files(storage: Storage) -> list[str]:
+    """List the files at the top of a record, sorted, without the lock of a run that writes it."""
+    names = [name for name in storage.names("") if not is_lock_file(name)]
+    return sorted(name for name in names if storage.size(name) is not None)
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:

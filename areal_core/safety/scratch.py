@@ -12,12 +12,16 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from areal_core.safety.durable import sync
 
 CONTENT, REPLACED = "content", "replaced"
+
+
+class FolderInUse(ValueError):
+    """Another process writes into the unfinished folder."""
 
 
 @contextmanager
@@ -28,23 +32,20 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
     at the destination is replaced: the caller has asked for that or checked it.
 
     Raises:
-        ValueError: another process writes there, or the unfinished folder is of another user.
+        FolderInUse: another process writes there.
+        ValueError: the unfinished folder is of another user.
         OSError: of the file system; nothing is left behind.
     """
     destination = Path(os.path.abspath(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
     place = destination.with_name(f".{destination.name}.unfinished")
+    handle = locked_folder(place)
     try:
-        place.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        lock(handle, place)
         if not may_continue:
             shutil.rmtree(place / CONTENT, ignore_errors=True)
         yield place / CONTENT
-        rename_over(place / CONTENT, destination, place / REPLACED)
+        if (place / CONTENT).exists():
+            rename_over(place / CONTENT, destination, place / REPLACED)
         shutil.rmtree(place)
     except KeyboardInterrupt:
         raise
@@ -55,14 +56,27 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
         os.close(handle)
 
 
-def lock(handle: int, place: Path) -> None:
-    """Lock the unfinished folder for this process. Raises ValueError."""
-    if os.fstat(handle).st_uid != os.getuid():
-        raise ValueError(f"{place} belongs to another user: choose another destination")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process is writing {place}: wait for it, or choose another destination") from None
+def locked_folder(place: Path) -> int:
+    """Create or open the folder and lock it; return its descriptor. Raises FolderInUse, ValueError."""
+    while True:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            facts = os.fstat(handle)
+            if facts.st_uid != os.getuid():
+                raise ValueError(f"{place} belongs to another user: choose another destination")
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if place.exists() and place.stat().st_ino == facts.st_ino:
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            what = f"another process is writing {place}: wait for it, or choose another destination"
+            raise FolderInUse(what) from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the process that held the lock has finished and removed the folder
 
 
 def rename_over(content: Path, destination: Path, replaced: Path) -> None:

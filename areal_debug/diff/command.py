@@ -3,6 +3,7 @@
 import click
 
 from areal_debug.cli import Verb, json_option, step_option
+from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import errors_as_sentences, print_json, with_progress
 
 
@@ -12,6 +13,7 @@ from areal_debug.render import errors_as_sentences, print_json, with_progress
 @step_option("all steps, up to the first that differs")
 @click.option("--all", "show_all", is_flag=True, help="List all differences in that step.")
 @json_option
+@reads_untrusted("left", "right", reads=ANYWHERE)
 @errors_as_sentences
 def command(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
     """Find where records A and B diverge: the first step, stage, tensor, row and token, and the

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option
+from areal_debug.confined import reads_untrusted
 from areal_debug.render import errors_as_sentences, fail, print_json, refuse_existing
 
 
@@ -43,6 +44,7 @@ def command(ctx: click.Context, pids: tuple[int, ...], as_json: bool) -> None:
 @output_option("Write a page (.html) or text for an issue (.md), too; may be repeated.", multiple=True)
 @force_option
 @json_option
+@reads_untrusted("paths", "mapping", outputs="output")
 @errors_as_sentences
 def diagnose(
     paths: tuple[Path, ...],

@@ -1,6 +1,7 @@
 """`areal-debug record archive` and `extract`: convert a record into one zarr store and back."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from areal_debug.render import (
     console,
     errors_as_sentences,
     format_bytes,
+    note,
     print_json,
     refuse_existing,
     with_progress,
@@ -34,13 +36,9 @@ def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
     """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
     the folder.
     """
-    from recorder import open_record
     from recorder.archive.pack import archive_record
 
-    num_steps = len(open_record(record).steps)
-    archived = with_progress(
-        "archiving", num_steps, lambda tick: archive_record(record, destination, force, tick)
-    )
+    archived = archive_record(record, destination, force, partial(with_progress, "archiving"))
     if as_json:
         print_json(asdict(archived))
     else:
@@ -59,19 +57,19 @@ def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
 @errors_as_sentences
 def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
     """Write the files of an archive into a folder, bit for bit as they were recorded."""
-    from areal_debug.train.script_options import clear_for_record
-    from recorder import open_record
-    from recorder.archive.pack import extract_record
+    from areal_debug.train.script_options import check_for_record
+    from recorder.archive.extract import extract_record
 
     refuse_existing(destination, force)
-    num_steps = len(open_record(archive).steps)
     if force:
-        clear_for_record(destination, archive)
-    with_progress("extracting", num_steps, lambda tick: extract_record(archive, destination, tick))
+        check_for_record(destination, archive)
+    extracted = extract_record(archive, destination, force, partial(with_progress, "extracting"))
     if as_json:
-        print_json({"archive": str(archive), "record": str(destination), "num_steps": num_steps})
-    else:
-        console().print(f"{num_steps} steps in {destination}, as they were recorded")
+        print_json({"archive": str(archive), "record": str(destination), **asdict(extracted)})
+        return
+    if extracted.num_continued:
+        note(f"continued: {extracted.num_continued} steps were there from an extraction that was interrupted")
+    console().print(f"{extracted.num_steps} steps in {destination}, as they were recorded", markup=False)
 
 
 def print_archived(archived: "Archived") -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, step_option
+from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.record import render
 from areal_debug.record.decode import load_decoder
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
@@ -45,6 +46,7 @@ record_argument = click.argument("record", type=click.Path(path_type=Path))
     help=f"List every step, also of more than {render.MAX_LINES}.",
 )
 @json_option
+@reads_untrusted("record")
 @errors_as_sentences
 def ls(record: Path, all_steps: bool, as_json: bool) -> None:
     """List the run and its steps."""
@@ -79,6 +81,7 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
 @click.option("--prompt-id", type=int, metavar="P", help="All answers to one prompt, from every rank.")
 @click.option("--tokens", is_flag=True, help="One line per token, with its numbers.")
 @json_option
+@reads_untrusted("record", reads=ANYWHERE)
 @errors_as_sentences
 def show(
     record: Path,
@@ -126,6 +129,7 @@ def show(
     help="Public ssh key, its file, or an allowed_signers file: also check the signature, and each file against it.",
 )
 @json_option
+@reads_untrusted("record")
 @errors_as_sentences
 def verify(record: Path, signed_by: str | None, as_json: bool) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is

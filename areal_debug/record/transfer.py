@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
+from areal_debug.confined import reads_untrusted
 from areal_debug.render import console, errors_as_sentences, escaped, print_json
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 @step_option("all steps")
 @force_option
 @json_option
+@reads_untrusted("record", outputs="destination", cpu_s=60)  # importing torch takes up to 10
 @errors_as_sentences
 def export(
     record: Path, format_name: str, destination: Path, step: int | None, force: bool, as_json: bool

@@ -199,22 +199,29 @@ def check_record(config: PPOConfig) -> None:
 
 
 def clear_for_record(folder: Path, source: str | Path) -> None:
-    """Empty a folder of an earlier record, for --force.
+    """Empty a folder of an earlier record, for --force. Raises as `check_for_record`."""
+    from recorder.header import clear_record
+    from recorder.lock import writing
+
+    check_for_record(folder, source)
+    if folder.exists():
+        with writing(folder, "--force"):
+            clear_record(folder)
+
+
+def check_for_record(folder: Path, source: str | Path) -> None:
+    """Check that --force may replace what a folder holds.
 
     Raises:
         RecordExists: it holds something that is not part of a record.
         ValueError: the record that is read is inside the folder, or the folder inside the record.
     """
-    from recorder.header import check_contents, clear_record
-    from recorder.lock import writing
+    from recorder.header import check_folder
 
     new, old = folder.resolve(), Path(source).resolve()
     if new.is_relative_to(old) or old.is_relative_to(new):
         raise ValueError(f"{folder} overlaps the record {source} that is read: choose another folder")
-    if folder.exists():
-        with writing(folder, "--force"):
-            check_contents(folder, overwrite=True)
-            clear_record(folder)
+    check_folder(folder, overwrite=True)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

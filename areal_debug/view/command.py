@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
+from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     console,
     errors_as_sentences,
@@ -61,14 +62,28 @@ def command(
     """Write RECORD as one HTML file that needs no network: curves over steps, samples, and every
     token with its numbers.
     """
+    if serve:
+        serve_page(record, patterns, port, as_json)
+    else:
+        write_view(record=record, step=step, output=output, force=force, patterns=patterns, as_json=as_json)
+
+
+@reads_untrusted("record", outputs="output", reads=ANYWHERE)
+@errors_as_sentences
+def write_view(
+    record: Path,
+    step: int | None,
+    output: Path | None,
+    force: bool,
+    patterns: list[re.Pattern[str]],
+    as_json: bool,
+) -> None:
+    """Write the page of one step, in a confined child."""
     from areal_debug.record.decode import load_decoder
     from recorder import open_record
 
     opened = open_record(record)
     decode = load_decoder(opened)
-    if serve:
-        serve_page(str(record), decode, patterns, port, as_json)
-        return
     if not opened.steps:
         fail(f"{record} holds no committed step: nothing to show; --serve waits for the first")
     number = opened.steps[-1] if step is None else step
@@ -94,12 +109,14 @@ def write_page(
     return output.write_bytes(static_page(redacted_run(run, patterns), view).encode())
 
 
-def serve_page(
-    record: str, decode: "Decode | None", patterns: list[re.Pattern[str]], port: int, as_json: bool
-) -> None:
+def serve_page(path: Path, patterns: list[re.Pattern[str]], port: int, as_json: bool) -> None:
     """Serve until interrupted."""
+    from areal_debug.record.decode import load_decoder
     from areal_debug.view.server import FollowedRecord, make_server
+    from recorder import open_record
 
+    record = str(path)
+    decode = load_decoder(open_record(path))
     try:
         server = make_server(FollowedRecord(record, decode, patterns), port)
     except OSError as error:

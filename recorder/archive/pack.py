@@ -1,22 +1,25 @@
-"""Convert a record into one densely packed archive, and an archive back into the same files.
+"""Convert a record into one densely packed archive.
 
     archive   files ─> parts in an ArrayStream, full shards only ─> close ─> one group a step ─> root attributes, the commit
-    extract   parts ─> files, bit for bit; the file that commits a step or an anchor is written last
 
-The layouts of files are also those of an archive that a run records into (`live_archive`).
+`extract` has the other direction. The layouts of files are also those of an archive that a run
+records into (`live_archive`).
 """
 
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zarr
 
-from areal_core.safety.durable import commit_file, sync, write_durably
+from areal_core.safety.durable import sync
+from areal_core.safety.scratch import unfinished_folder
 from recorder.archive.columns import ArrayStream, create_group
+from recorder.archive.confined import OnStep, Progress, in_child, no_progress
 from recorder.archive.objects import file_system
 from recorder.archive.store import (
     ARCHIVE_VERSION,
@@ -26,18 +29,16 @@ from recorder.archive.store import (
     Part,
     layout_bytes,
 )
-from recorder.errors import RecordExists
+from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
-    ANCHOR_FILE,
     ANCHORS_FOLDER,
     STEP_FILE,
     STEPS_FOLDER,
     BatchEntry,
-    is_lock_file,
     step_name,
 )
 from recorder.lock import writing_archive
-from recorder.reader import Record, open_record
+from recorder.reader import Record, open_record, top_files
 from recorder.storage import Storage, file_blocks, is_url, location_of, walk
 
 DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
@@ -47,6 +48,8 @@ def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEn
     """Append a file to a stream: safetensors as header and tensors, other files as bytes."""
     if batch is None:
         column = CHECKPOINTS if file.startswith(ANCHORS_FOLDER) else DOCUMENTS
+        if storage.size(file) is None:  # a link, which could name any file of the user
+            raise DamagedRecord(file, "is missing or no regular file: nothing else is archived")
         return [stream.append(column, "U8", block) for block in file_blocks(storage, file)]
     tensors = sorted(batch.tensors.items(), key=lambda item: item[1].offset)
     return [stream.append(DOCUMENTS, "U8", storage.read(file, 0, batch.header_bytes))] + [
@@ -77,8 +80,7 @@ def folder_layout(stream: ArrayStream, record: Record, folder: str) -> Layout:
 
 def top_layout(stream: ArrayStream, storage: Storage) -> Layout:
     """Append the files at the top of a record, such as record.json, to a stream."""
-    names = [n for n in storage.names("") if storage.size(n) is not None and not is_lock_file(n)]
-    return {name: file_layout(stream, storage, name, None) for name in names}
+    return {name: file_layout(stream, storage, name, None) for name in top_files(storage)}
 
 
 def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
@@ -86,7 +88,7 @@ def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
-def write_archive(record: Record, location: str, on_step: Callable[[int], None]) -> None:
+def write_archive(record: Record, location: str, on_step: OnStep) -> None:
     """Write a record into an empty store.
 
     The root's attributes are written last: a store without them is not an archive.
@@ -130,41 +132,60 @@ def archive_record(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     overwrite: bool = False,
-    on_step: Callable[[int], None] = lambda step: None,
+    progress: Progress = no_progress,
 ) -> Archived:
     """Archive the committed steps and finished anchors of a record, which may itself be an archive.
+
+    A child process with limits reads and writes; a local archive gets its name when it is complete.
 
     Args:
         destination: a folder, a file that ends in `.zip`, or an fsspec URL.
         overwrite: replace an existing archive at the destination.
+        progress: called in the child with the number of steps and the work.
 
     Raises:
         RecordExists: the destination is not empty.
         RecordError: the source is not a record or is damaged.
+        LimitReached, OSError: nothing is left behind.
     """
-    record, location = open_record(source), location_of(destination)
+    location = location_of(destination)
     with writing_archive(location, "record archive"):
-        clear_destination(location, overwrite)
+        check_destination(location, overwrite)
+        if is_url(location):
+            clear_destination(location, overwrite)
+            return Archived(**in_child(lambda: pack(source, location, progress), [source, location]))
+        with unfinished_folder(Path(location)) as content:
+            target = f"{content}.zip" if location.endswith(".zip") else str(content)
+            facts = in_child(lambda: pack(source, target, progress), [source], content.parent)
+            if target != str(content):
+                Path(target).rename(content)
+        return Archived(**facts | {"location": location})
+
+
+def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> dict[str, Any]:
+    """Write an archive into an empty place; return the members of Archived."""
+    record = open_record(source)
+
+    def write(on_step: OnStep) -> None:
         if location.endswith(".zip") and not is_url(location):
-            unzipped = Path(location + ".tmp")
-            shutil.rmtree(unzipped, ignore_errors=True)
-            try:
-                write_archive(record, str(unzipped), on_step)
-                zip_folder(unzipped, Path(location))
-            finally:
-                shutil.rmtree(unzipped, ignore_errors=True)
+            unzipped = Path(location).with_suffix(".zarr")
+            write_archive(record, str(unzipped), on_step)
+            zip_folder(unzipped, Path(location))
+            shutil.rmtree(unzipped)
         else:
             write_archive(record, location, on_step)
+
+    progress(len(record.steps), write)
     steps = [record.step(step) for step in record.steps]
-    return Archived(
-        location=location,
-        num_steps=len(steps),
-        num_tokens=sum(
+    return {
+        "location": location,
+        "num_steps": len(steps),
+        "num_tokens": sum(
             step.batch_entry(rank)[1].num_tokens for step in steps for rank in range(step.manifest.num_ranks)
         ),
-        source_bytes=sum(record.storage.size(file) or 0 for file in walk(record.storage, "")),
-        archive_bytes=stored_bytes(location),
-    )
+        "source_bytes": sum(record.storage.size(file) or 0 for file in walk(record.storage, "")),
+        "archive_bytes": stored_bytes(location),
+    }
 
 
 def stored_bytes(location: str) -> int:
@@ -176,37 +197,41 @@ def stored_bytes(location: str) -> int:
     return sum(path.stat().st_size for path in (sorted_files(place) if place.is_dir() else [place]))
 
 
-def clear_destination(location: str, overwrite: bool) -> None:
+def check_destination(location: str, overwrite: bool) -> None:
     """Raise RecordExists unless the destination is empty, or an archive and `overwrite` is set."""
     if is_url(location):
         files, path = file_system(location)
-        if not files.exists(path) or not files.ls(path):
-            return
-        if overwrite:
-            files.rm(path, recursive=True)
+        if overwrite or not files.exists(path) or not files.ls(path):
             return
     else:
         place = Path(location)
         if not place.exists() or (place.is_dir() and not any(place.iterdir())):
             return
-        if overwrite and (place / "zarr.json").is_file():
-            shutil.rmtree(place)
-            return
-        if overwrite and place.is_file() and zipfile.is_zipfile(place):
-            place.unlink()
+        is_archive = (place / "zarr.json").is_file() or (place.is_file() and zipfile.is_zipfile(place))
+        if overwrite and is_archive:
             return
     raise RecordExists(f"{location} exists already: choose another place, or --force to replace an archive")
 
 
+def clear_destination(location: str, overwrite: bool) -> None:
+    """Remove what `check_destination` allows to replace. Raises RecordExists."""
+    check_destination(location, overwrite)
+    if is_url(location):
+        files, path = file_system(location)
+        if files.exists(path) and files.ls(path):
+            files.rm(path, recursive=True)
+    elif Path(location).is_dir():
+        shutil.rmtree(location)
+    else:
+        Path(location).unlink(missing_ok=True)
+
+
 def zip_folder(folder: Path, file: Path) -> None:
-    """Zip a folder, atomically and without compression: its chunks are compressed already."""
-    unfinished = file.with_name(file.name + ".part")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
+    """Zip a folder without compression: its chunks are compressed already."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted_files(folder):
             archive.write(path, path.relative_to(folder).as_posix())
-    sync(unfinished)
-    unfinished.rename(file)
-    sync(file.parent)
+    sync(file)
 
 
 def sorted_files(folder: Path) -> Iterator[Path]:
@@ -218,38 +243,3 @@ def sync_files(folder: Path) -> None:
     """Fsync every file and folder under a folder."""
     for path in (folder, *folder.rglob("*")):
         sync(path)
-
-
-def extract_record(
-    source: str | os.PathLike[str],
-    destination: Path,
-    on_step: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Write the files of a record, usually an archive, into a folder that is absent or empty.
-
-    The files that commit the record, a step or an anchor are written last, as when recording.
-    Raises RecordExists, and RecordError for the source.
-    """
-    record = open_record(source)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise RecordExists(f"{destination} exists already: choose another folder")
-    destination.mkdir(parents=True, exist_ok=True)
-    for name in record.storage.names(""):
-        if record.storage.size(name) is not None:
-            commit_file(destination / name, bytes(record.storage.read(name)))
-    for step in record.steps:
-        extract_folder(record, f"{STEPS_FOLDER}/{step_name(step)}", STEP_FILE, destination)
-        on_step(step)
-    for anchor in record.anchors():
-        extract_folder(record, f"{ANCHORS_FOLDER}/{step_name(anchor)}", ANCHOR_FILE, destination)
-
-
-def extract_folder(record: Record, folder: str, last: str, destination: Path) -> None:
-    """Write a step or an anchor, its committing file last."""
-    for name in walk(record.storage, folder):
-        path = destination / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name != last:
-            write_durably(path, *file_blocks(record.storage, f"{folder}/{name}"))
-    sync(destination / folder)
-    commit_file(destination / folder / last, bytes(record.storage.read(f"{folder}/{last}")))

@@ -17,22 +17,26 @@ reader gets the bytes of the original files. An archive may come from anybody: n
 places are checked as they are parsed, before anything that they refer to is read.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
+import stat
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.durable import write_durably
 from areal_core.safety.file_names import checked_name
+from areal_core.safety.scratch import FolderInUse, unfinished_folder
 from recorder.archive.arrays import ArchivedArray, Zeros, open_array, read_metadata
+from recorder.archive.confined import in_child, write_file
 from recorder.archive.objects import Objects, open_objects
+from recorder.checksum_json import parse_checksummed
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER
-from recorder.storage import file_blocks, walk
+from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER, parse_anchor
 
 ARCHIVE_VERSION = 1
 VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
@@ -208,22 +212,47 @@ def open_archive(location: str) -> ArchiveStorage:
 
 
 def local_copy(storage: ArchiveStorage, folder: str) -> Path:
-    """Copy an anchor to the temporary folder, named by its checksums.
+    """Copy an anchor to this user's temporary folder, named by its checksums.
 
-    All ranks of a machine share the copy, and so do later replays.
+    All ranks of a machine share the copy, and so do later replays. A confined child reads the
+    archive. Raises DamagedRecord, RecordError.
     """
-    digest = hashlib.sha256(storage.read(f"{folder}/{ANCHOR_FILE}")).hexdigest()[:16]
-    place = Path(tempfile.gettempdir()) / f"areal-debug-{os.getuid()}" / digest
-    if not place.exists():
-        place.parent.mkdir(mode=0o700, exist_ok=True)
-        if place.parent.stat().st_uid != os.getuid():  # another user could replace the weights
-            raise RecordError(f"{place.parent} belongs to another user: set TMPDIR to a folder of your own")
-        unfinished = Path(tempfile.mkdtemp(dir=place.parent))
-        for name in walk(storage, folder):
-            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            write_durably(unfinished / name, *file_blocks(storage, f"{folder}/{name}"))
+    document = bytes(storage.read(f"{folder}/{ANCHOR_FILE}"))
+    place = private_folder() / hashlib.sha256(document).hexdigest()[:16]
+    while not place.exists():
         try:
-            unfinished.rename(place)
-        except OSError:  # another rank was faster: its copy has the same bytes
-            assert place.exists()
+            with unfinished_folder(place) as content:
+                if not place.exists():
+                    in_child(
+                        lambda: copy_anchor(storage, folder, content), [storage.location], content.parent
+                    )
+        except FolderInUse:  # another rank copies it
+            time.sleep(0.1)
     return place
+
+
+def copy_anchor(storage: ArchiveStorage, folder: str, content: Path) -> None:
+    """Write the files that anchor.json lists, and check them. Raises DamagedRecord."""
+    file = f"{folder}/{ANCHOR_FILE}"
+    manifest = parse_anchor(parse_checksummed(bytes(storage.read(file)), file), file)
+    for name, entry in manifest.files.items():
+        if write_file(storage, f"{folder}/{name}", content.parent) != entry.crc32c:
+            raise DamagedRecord(f"{folder}/{name}", f"bytes do not match their crc32c {entry.crc32c}")
+    write_file(storage, file, content.parent)
+    (content.parent / folder).rename(content)
+
+
+def private_folder() -> Path:
+    """Return this user's folder in the temporary folder; made if absent.
+
+    Raises RecordError if another user could replace the weights in it.
+    """
+    home = Path(tempfile.gettempdir()) / f"areal-debug-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    facts = home.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise RecordError(
+            f"{home} belongs to another user, or others may write into it: set TMPDIR to a folder of your own"
+        )
+    return home

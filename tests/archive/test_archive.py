@@ -26,7 +26,8 @@ from recorder import (
     verify,
 )
 from recorder.archive.columns import SHARD_CHUNKS
-from recorder.archive.pack import archive_record, extract_record
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
 
 URLS = itertools.count()
@@ -173,8 +174,11 @@ def test_an_archive_that_was_not_finished_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("recorder.archive.pack.sync_files", die)
     with pytest.raises(KeyboardInterrupt):
         archive_record(tmp_path / "record", tmp_path / "a")
-    with pytest.raises(NotARecord, match="not a finished archive"):
-        open_record(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "record"] == [".a.unfinished"]
+    monkeypatch.undo()
+    archive_record(tmp_path / "record", tmp_path / "a")
+    assert verify(tmp_path / "a").intact
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "record"]
 
 
 def test_what_cannot_be_opened_is_reported(tmp_path, source):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from recorder import RecordError, RecordExists, commit_anchor, open_record, verify
+from recorder.archive.extract import extract_record
 from recorder.archive.live_archive import LiveArchive
-from recorder.archive.pack import archive_record, extract_record
+from recorder.archive.pack import archive_record
 from recorder.format import RecordHeader
 from recorder.retention import Retention
 from recorder.storage import is_archive_name, staging_folder

@@ -1,0 +1,60 @@
+"""Verbs whose input may come from anybody run in a confined child process."""
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from areal_core.safety.confine import CPU_S, bounds_for, run_confined
+from areal_debug.render import errors_as_sentences, is_verbose, note
+
+P = ParamSpec("P")
+ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names
+
+
+def reads_untrusted(
+    *inputs: str, outputs: str | None = None, reads: Iterable[str] = (), cpu_s: float = CPU_S
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a verb: its body runs in a child with limits, without network and new processes.
+
+    Args:
+        inputs: the verb's parameters that name what is read: a path, a URL, or several.
+        outputs: the parameter that names what is written, if there is one; its folder can be
+            written, no other. None means a file in the current folder.
+        reads: further places that the body may read.
+        cpu_s: CPU time for an empty input, if not the usual one.
+    """
+
+    def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(body)
+        @errors_as_sentences
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+            from recorder.archive.confined import is_in_memory
+            from recorder.storage import location_of
+
+            places = [location_of(place) for name in inputs for place in several(kwargs[name])]
+            written = [] if outputs is None else several(kwargs[outputs], Path("here"))
+            writes = [Path(path).absolute().parent for path in written]
+            if any(map(is_in_memory, places)):
+                body(*args, **kwargs)
+                return
+            bounds = bounds_for(places, writes, reads, cpu_s=cpu_s)
+            run_confined(lambda: body(*args, **kwargs), bounds, announce=announced)
+
+        return wrapped
+
+    return decorate
+
+
+def several(value: Any, default: Path | None = None) -> list[Any]:
+    """Return the values of an option or argument that may be absent or repeated."""
+    value = default if value is None else value
+    if value is None:
+        return []
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def announced(active: str) -> None:
+    """Print what the child may use, with --verbose."""
+    if is_verbose():
+        note(f"reading in a confined process: {active}")
