@@ -1,16 +1,19 @@
 """Import a foreign dump as a record of one rank in the scope `rollout`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_core.safety.confine import bounds_for, run_confined
+from areal_core.safety.printable import printable
+from areal_core.safety.scratch import unfinished_folder
 from recorder.checksum_json import json_text
 from recorder.environment import folder_identity
-from recorder.errors import ForeignFormat, RecordNotFound
+from recorder.errors import ForeignFormat, RecordError, RecordNotFound, UnsafePickle
 from recorder.format import (
     FORMAT_VERSION,
     STEPS_FOLDER,
@@ -19,7 +22,7 @@ from recorder.format import (
     StepLink,
     step_name,
 )
-from recorder.header import check_contents, check_folder, clear_record, write_header
+from recorder.header import check_folder, clear_record, write_header
 from recorder.importers import (
     areal,
     nemo_rl,
@@ -34,7 +37,6 @@ from recorder.importers import (
 )
 from recorder.importers.foreign import Foreign, ImportedSample, Step, count_without
 from recorder.integrity.chain import write_end
-from recorder.lock import writing
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import flatten
 
@@ -75,9 +77,7 @@ class Imported:
 
 
 def read_foreign(source: Path, format_name: str | None = None) -> Foreign:
-    """Read the steps of a source. Raises RecordNotFound, ForeignFormat, UnsafePickle."""
-    if not source.exists():
-        raise RecordNotFound(f"{source} does not exist: give a file or folder that another framework wrote")
+    """Read the steps of a source. Raises ForeignFormat, UnsafePickle."""
     name = find_format(source) if format_name is None else format_name
     if name not in FORMATS:
         raise ForeignFormat(
@@ -108,7 +108,7 @@ def import_record(
     model: str | None = None,
     overwrite: bool = False,
 ) -> Imported:
-    """Write a record from the dump of another framework.
+    """Write a record from the dump of another framework, which a confined child process reads.
 
     Args:
         config: the resolved options for training on the steps; without them the record has none.
@@ -116,29 +116,52 @@ def import_record(
 
     Raises:
         RecordExists: the destination is not empty.
-        RecordNotFound, ForeignFormat, UnsafePickle: the source cannot be read.
+        RecordNotFound, ForeignFormat, UnsafePickle, LimitReached: the source cannot be read.
     """
     check_folder(destination, overwrite)
-    foreign = read_foreign(source, format_name)
-    notes = [*foreign.notes, *missing_notes(foreign)]
-    with writing(destination, "record import"):
-        check_contents(destination, overwrite)
-        clear_record(destination)
-        write_header(destination, header_of(foreign, source, notes, config or {}, model))
+    if not source.exists():
+        raise RecordNotFound(f"{source} does not exist: give a file or folder that another framework wrote")
+    # outside of the child, which cannot read the model
+    identity = {"path": "", "files": {}} if model is None else folder_identity(model)
+    with unfinished_folder(destination) as content:
+        facts = run_confined(
+            lambda: asdict(write_import(source, content, format_name, config or {}, identity)),
+            bounds_for([source], [content.parent]),
+            errors=(ForeignFormat, UnsafePickle, RecordError),
+        )
+    return Imported(**facts | {"steps": tuple(facts["steps"]), "notes": tuple(facts["notes"])})
+
+
+def write_import(
+    source: Path,
+    folder: Path,
+    format_name: str | None,
+    config: Mapping[str, Any],
+    model: dict[str, Any],
+) -> Imported:
+    """Read the source and write the record. Raises RecordError, MemoryError, OSError."""
+    try:
+        foreign = read_foreign(source, format_name)
+        notes = [*foreign.notes, *missing_notes(foreign)]
+        clear_record(folder)
+        write_header(folder, header_of(foreign, source, notes, config, model))
         link, first_prompt = None, 0
         for number, step in enumerate(foreign.steps):
             batch, text = batch_of(step, number, first_prompt)
             first_prompt = int(batch["prompt_id"].max(initial=first_prompt - 1)) + 1
-            link = write_step(destination, number, batch, text, link)
-        write_end(destination, True, link)
-    samples = [sample for step in foreign.steps for sample in step.samples]
-    return Imported(
-        format=foreign.format,
-        steps=tuple(step.name for step in foreign.steps),
-        num_samples=len(samples),
-        num_tokens=sum(len(sample.tokens) for sample in samples),
-        notes=tuple(notes),
-    )
+            link = write_step(folder, number, batch, text, link)
+        write_end(folder, True, link)
+        samples = [sample for step in foreign.steps for sample in step.samples]
+        num_tokens = sum(len(sample.tokens) for sample in samples)
+    except (RecordError, MemoryError, OSError):
+        raise
+    except Exception as error:  # what others wrote may have any type and shape anywhere
+        what = f"{type(error).__name__}: {printable(str(error), 300)}"
+        raise ForeignFormat(
+            f"{source} is not what {format_name or 'a known framework'} writes ({what})"
+        ) from None
+    steps = tuple(step.name for step in foreign.steps)
+    return Imported(foreign.format, steps, len(samples), num_tokens, tuple(notes))
 
 
 def missing_notes(foreign: Foreign) -> list[str]:
@@ -158,7 +181,7 @@ def missing_notes(foreign: Foreign) -> list[str]:
 
 
 def header_of(
-    foreign: Foreign, source: Path, notes: Sequence[str], config: Mapping[str, Any], model: str | None
+    foreign: Foreign, source: Path, notes: Sequence[str], config: Mapping[str, Any], model: dict[str, Any]
 ) -> RecordHeader:
     """Build record.json of an import: one rank, scope `rollout`, unknown environment."""
     return RecordHeader(
@@ -167,7 +190,7 @@ def header_of(
         world_size=1,
         num_ranks=1,
         allocation=None,
-        model={"path": "", "files": {}} if model is None else folder_identity(model),
+        model=model,
         tokenizer=None,
         environment={
             "torch": {"build": None},

@@ -22,7 +22,7 @@ from recorder.importers.foreign import (
     optional,
 )
 from recorder.importers.stand_ins import Instance
-from recorder.importers.unpickle import load_pickle, load_pickled_bytes
+from recorder.importers.unpickle import load_bytes, load_pickle
 
 NOTES = (
     "rewards are not in the file: each sample's mean advantage is recorded as its reward; replay with actor.reward_norm=null "
@@ -78,7 +78,7 @@ def state_of(document: Any, where: str) -> Mapping[str, Any]:
 def read_tensor(packed: Mapping[str, Any], where: str) -> np.ndarray:
     """Read one tensor: NumPy bytes with dtype and shape, or the bytes of a `torch.save`."""
     if packed["format"] == "torch":
-        return np.asarray(load_pickled_bytes(packed["data"]))
+        return np.asarray(load_bytes(packed["data"], where))
     if packed["format"] != "numpy":
         raise ForeignFormat(f"{where} is of format {packed['format']!r}; numpy and torch are known")
     shape = [int(size) for size in packed["shape"]]

@@ -38,6 +38,7 @@ STORAGES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }
+FREE_ELEMENTS = 1 << 20  # of an expanded tensor, beyond its storage
 NUMPY_KINDS = "biufSU"  # numbers and strings; "O" (objects) arrives as a list
 
 
@@ -135,6 +136,8 @@ def rebuild_tensor(
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if math.prod(shape) and not (offset >= 0 and min(strides, default=0) >= 0 and last < len(flat)):
         raise UnsafePickle("a tensor reaches beyond its storage")
+    if math.prod(shape) > FREE_ELEMENTS + len(flat):  # strides of 0 repeat an element
+        raise UnsafePickle(f"a tensor of {math.prod(shape)} elements has a storage of {len(flat)}")
     view = np.lib.stride_tricks.as_strided(
         flat[offset:], shape, [stride * flat.itemsize for stride in strides]
     )

@@ -1,22 +1,13 @@
-"""Read an untrusted pickle in a separate process with limits, importing nothing it names.
+"""Read an untrusted pickle with stand-ins, importing nothing it names.
 
-    importer ─> `python -m recorder.importers.unpickle FILE OUT` ─> OUT/tree.json, OUT/arrays.bin ─> importer
-                 memory, time, size of output limited             plain JSON and numbers, no pickle
-
-A name that is not allowed ends the process with a message, which `load_pickle` raises as
-UnsafePickle.
+The unpickler is C code that calls no function but the stand-ins, so a pickle can do no more than
+take memory and time. `import_record` reads in a confined child, which limits both.
 """
 
 import io
 import itertools
-import json
-import os
 import pickle
 import pickletools
-import resource
-import subprocess
-import sys
-import tempfile
 import zipfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,13 +16,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from areal_core.safety.printable import printable
 from recorder.errors import UnsafePickle
 from recorder.importers.stand_ins import Array, BytesFile, DType, Instance, Storage, find_stand_in
 
-REFUSED = 3  # exit code of the process
-NUMBERS = 16  # lists of at least this many numbers are passed as arrays
-CPU_SECONDS = 600
-GIB = 1 << 30
+NUMBERS = 16  # lists of at least this many numbers become arrays
+FREE_VALUES, VALUES_PER_BYTE = 10_000, 10
 ZIP = b"PK\x03\x04"  # first bytes of a zip file; zipfile would also accept one inside a pickle
 
 
@@ -76,48 +66,38 @@ def read_any(data: bytes) -> Any:
 
 
 @dataclass
-class Output:
-    """The output of the process: a file of arrays, and how many more values may be written.
+class Plain:
+    """Turns what an unpickler built into plain data, of at most `values_left` more values.
 
     A pickle of n bytes creates at most n values, but it may refer to one of them many times, and to
-    what refers to it many times: nine lists of ten become a billion values when they are written
-    out.
+    what refers to it many times: nine lists of ten become a billion values when they are unfolded.
     """
 
-    arrays: BinaryIO
     values_left: int
 
-    def put(self, values: np.ndarray) -> dict[str, Any]:
-        """Write an array and return its location."""
-        offset = self.arrays.tell()
-        self.arrays.write(np.ascontiguousarray(values).data)
-        return {"array": [values.dtype.str, list(values.shape), offset]}
-
-    def encode(self, value: Any) -> Any:
-        """Encode a value as JSON: scalars unchanged, others as an object with their kind as key."""
+    def value(self, value: Any) -> Any:
+        """Return scalars, strings, bytes, lists, dicts, arrays and Instances. Raises UnsafePickle."""
         self.values_left -= 1
         if self.values_left < 0:
             raise UnsafePickle("it has far more values than allowed for a file of its size")
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or isinstance(value, bool | int | float | str | bytes):
             return value
         if isinstance(value, np.ndarray):
-            return self.put(value) if value.dtype.kind != "U" else self.encode(value.tolist())
-        if isinstance(value, bytes | bytearray):
-            return {"bytes": self.put(np.frombuffer(value, np.uint8))["array"]}
+            return value if value.dtype.kind != "U" else self.value(value.tolist())
+        if isinstance(value, bytearray | BytesFile):
+            return bytes(value if isinstance(value, bytearray) else value.data)
         if isinstance(value, Array):
-            return self.encode(value.values)
-        if isinstance(value, BytesFile):
-            return self.encode(value.data)
+            return self.value(value.values)
         if isinstance(value, list | tuple | set | frozenset):
             numbers = as_numbers(value)
-            return {"list": [self.encode(item) for item in value]} if numbers is None else self.put(numbers)
+            return [self.value(item) for item in value] if numbers is None else numbers
         if isinstance(value, dict):
-            return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+            return {self.value(key): self.value(item) for key, item in value.items()}
         if isinstance(value, Instance):
-            return {"object": [value.name, self.encode(value.arguments), self.encode(value.state)]}
+            return Instance(value.name, tuple(self.value(value.arguments)), self.value(value.state))
         if isinstance(value, DType):
             return value.code
-        return {"object": [getattr(value, "__name__", type(value).__name__), {"list": []}, None]}
+        return Instance(getattr(value, "__name__", type(value).__name__))
 
 
 def as_numbers(values: Collection[Any]) -> np.ndarray | None:
@@ -128,35 +108,6 @@ def as_numbers(values: Collection[Any]) -> np.ndarray | None:
     return np.array(list(values), np.float64) if kinds == {float} else None
 
 
-def limit(size_bytes: int) -> None:
-    """Limit the resources of this process to what reading a file of that size needs."""
-    resource.setrlimit(resource.RLIMIT_AS, (4 * GIB + 20 * size_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS,) * 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (GIB + 20 * size_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def main(file: str, out: str) -> None:
-    """Read `file` and write its content to the folder `out`, or exit with REFUSED and a message."""
-    data = Path(file).read_bytes()
-    limit(len(data))
-    try:
-        with (Path(out) / "arrays.bin").open("wb") as arrays:
-            tree = Output(arrays, 1_000_000 + 10 * len(data)).encode(read_any(data))
-        (Path(out) / "tree.json").write_text(json.dumps(tree))
-    except UnsafePickle as error:
-        sentence = str(error)
-    except MemoryError:
-        sentence = "it needs more memory than allowed for a file of its size"
-    except Exception as error:  # a broken or hostile pickle may raise any exception
-        sentence = f"it cannot be read ({type(error).__name__}: {error})"
-    else:
-        return
-    print(sentence, file=sys.stderr)
-    sys.exit(REFUSED)
-
-
 def load_pickle(path: Path) -> Any:
     """Read a pickle or a file of `torch.save` without running anything that it names.
 
@@ -165,46 +116,22 @@ def load_pickle(path: Path) -> Any:
             and Instances.
 
     Raises:
-        UnsafePickle: it needs a name that is not allowed, or exceeds a limit.
+        UnsafePickle: it needs a name that is not allowed, has too many values, or is broken.
     """
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "recorder.importers.unpickle", str(path), out]
-        # of the environment, only the search paths of Python
-        kept = {
-            name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ
-        }
-        done = subprocess.run(command, capture_output=True, text=True, env=kept | {"OMP_NUM_THREADS": "1"})
-        if done.returncode == REFUSED:
-            raise UnsafePickle(f"{path} is refused: {done.stderr.strip().splitlines()[-1]}")
-        if done.returncode != 0:
-            raise UnsafePickle(f"{path} is refused: reading it ended with code {done.returncode}")
-        data = (Path(out) / "arrays.bin").read_bytes()
-        return decode(json.loads((Path(out) / "tree.json").read_text()), data)
+    return load_bytes(path.read_bytes(), str(path))
 
 
-def decode(value: Any, data: bytes) -> Any:
-    """Decode a value; the inverse of `Output.encode`."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "list":
-        return [decode(item, data) for item in content]
-    if kind == "dict":
-        return {decode(key, data): decode(item, data) for key, item in content}
-    if kind == "object":
-        name, arguments, state = content
-        return Instance(name, tuple(decode(arguments, data)), decode(state, data))
-    dtype, shape, offset = content
-    values = np.frombuffer(data, np.dtype(dtype), int(np.prod(shape)), offset).reshape(shape)
-    return values.tobytes() if kind == "bytes" else values
-
-
-def load_pickled_bytes(data: bytes) -> Any:
-    """Call `load_pickle` on a pickle nested in another."""
-    with tempfile.NamedTemporaryFile(suffix=".pkl") as file:
-        file.write(data)
-        file.flush()
-        return load_pickle(Path(file.name))
+def load_bytes(data: bytes, name: str) -> Any:
+    """Call `load_pickle` on the content of a file, or on a pickle nested in another."""
+    try:
+        return Plain(FREE_VALUES + VALUES_PER_BYTE * len(data)).value(read_any(data))
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{name} is refused: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a broken or hostile pickle may raise any exception
+        what = f"it cannot be read ({type(error).__name__}: {printable(str(error))})"
+        raise UnsafePickle(f"{name} is refused: {what}") from None
 
 
 def first_strings(path: Path, num_opcodes: int = 2000) -> set[str]:
@@ -222,7 +149,3 @@ def first_strings(path: Path, num_opcodes: int = 2000) -> set[str]:
         return {argument for _, argument, _ in opcodes if isinstance(argument, str)}
     except (ValueError, zipfile.BadZipFile):
         return set()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

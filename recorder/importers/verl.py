@@ -22,7 +22,7 @@ from recorder.importers.foreign import (
     optional,
 )
 from recorder.importers.stand_ins import TORCH_TYPES, Instance
-from recorder.importers.unpickle import load_pickle, load_pickled_bytes
+from recorder.importers.unpickle import load_bytes, load_pickle
 
 NOTES = (
     "weights and optimizer are not in the file: choose the model for a replay",
@@ -61,7 +61,7 @@ def read_proto(proto: Any, where: str) -> tuple[dict[str, np.ndarray], dict[str,
         raise ForeignFormat(f"{where} has no pickled DataProto")
     packed, others, *_ = proto.state
     if isinstance(packed, bytes):
-        tensors = load_pickled_bytes(packed)
+        tensors = load_bytes(packed, where)
     elif isinstance(packed, list):
         _, _, arrays = packed
         tensors = {key: unpack(array, f"{where}, {key}") for key, array in arrays.items()}

@@ -1,0 +1,145 @@
+"""Sources that exhaust or surprise an importer: each ends with one sentence, in seconds."""
+
+import json
+import os
+import pickle
+import struct
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from recorder import RecordError
+from recorder.importers.unpickle import load_bytes
+
+SECONDS = 20
+
+
+def pairs(depth: int) -> bytes:
+    """The opcodes of nested pairs, each twice the one before: 2**depth values when unfolded."""
+    value = ()
+    for _ in range(depth):
+        value = (value, value)
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def refusal(source, format_name, folder):
+    """Import in a verb; return the sentence, which must come in time and leave nothing."""
+    started_at = time.monotonic()
+    arguments = ["record", "import", str(source), "--to", str(folder / "record")]
+    done = CliRunner().invoke(main, arguments + (["--from", format_name] if format_name else []))
+    assert done.exit_code == 2, done.output
+    assert time.monotonic() - started_at < SECONDS
+    assert not [name for name in os.listdir(folder) if "record" in name]
+    assert len(done.output.splitlines()) == 1, done.output
+    assert done.output.isprintable() or done.output[:-1].isprintable()
+    return done.output
+
+
+@pytest.mark.parametrize("name", ["slime", "areal", "xtuner", "verl", "roll", "skyrl"])
+def test_nested_pairs_are_refused_at_once(tmp_path, name):
+    data = b"\x80\x02" + pairs(40) + b"."
+    assert len(data) < 400
+    started_at = time.monotonic()
+    with pytest.raises(RecordError, match="far more values"):
+        load_bytes(data, "it")
+    assert time.monotonic() - started_at < 1
+    (tmp_path / "0.pt").write_bytes(data)
+    refusal(tmp_path / "0.pt", name, tmp_path)
+
+
+def test_a_key_whose_hash_takes_for_ever_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("AREAL_DEBUG_TIME_S", "2")
+    (tmp_path / "0.pt").write_bytes(b"\x80\x02}" + pairs(60) + b"K\x01s.")
+    assert "more than 2 s of CPU time" in refusal(tmp_path / "0.pt", "slime", tmp_path)
+
+
+def test_a_tensor_without_strides_takes_no_memory(tmp_path):
+    torch.save({"rollout_id": 0, "samples": torch.zeros(1).expand(50_000, 50_000)}, tmp_path / "0.pt")
+    assert "a storage of 1" in refusal(tmp_path / "0.pt", "slime", tmp_path)
+    torch.save({"rollout_id": 0, "samples": [torch.zeros(1).expand(8)]}, tmp_path / "0.pt")
+    assert "a storage of" not in refusal(tmp_path / "0.pt", "slime", tmp_path)
+
+
+def test_lengths_that_lie_are_refused(tmp_path):
+    source = tmp_path / "rank_0.bin"
+    for data in (
+        b"\xdd\xff\xff\xff\xff",  # a list of 2**32 values
+        b"\xdf\xff\xff\xff\xff\x01",
+        b"\xc6\xff\xff\xff\xffabc",
+        b"\x91" * 100_000,
+        b"\x81\x90\x01",  # a list as a key
+        b"\x93\x01\x02\x03",
+    ):
+        source.write_bytes(data)
+        refusal(source, "prime-rl", tmp_path)
+
+
+LINES = {
+    "deep": "[" * 200_000 + "]" * 200_000,
+    "text": "not JSON",
+    "number": "1e999",
+    "huge": json.dumps({"step": 10**400}),
+    "binary": b"\xff\xfe\x00",
+    "escape": json.dumps({"\x1b]0;title\x07": "\u202e[/red]"}),
+    "shapes": json.dumps({"token_ids": [[1, 2], [3]], "input_lengths": [-5]}),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("nemo-rl", "train_data_step1.jsonl"),
+        ("open-instruct", "run_rollouts_0.jsonl"),
+        ("prime-rl", "rank_0.jsonl"),
+        ("areal-text", "1.jsonl"),
+        ("verl-text", "1.jsonl"),
+        (None, "1.jsonl"),
+    ],
+)
+def test_lines_of_any_content_are_one_sentence(tmp_path, name, file, kind):
+    line = LINES[kind]
+    (tmp_path / file).write_bytes(line if isinstance(line, bytes) else line.encode())
+    assert "\x1b" not in refusal(tmp_path / file, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["slime", "prime-rl", "nemo-rl", "areal-text", None])
+def test_what_is_no_regular_file_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / "0.pt")
+    refusal(tmp_path / "0.pt", name, tmp_path)
+    (tmp_path / "0.pt").unlink()
+    (tmp_path / "0.pt").mkdir()
+    refusal(tmp_path / "0.pt", name, tmp_path)
+    refusal("/dev/zero", name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("slime", "0.pt"), ("prime-rl", "rank_0.bin"), ("nemo-rl", "train_data_step1.jsonl")]
+)
+def test_a_sparse_file_takes_no_memory(tmp_path, name, file):
+    (tmp_path / file).touch()
+    os.truncate(tmp_path / file, 10**12)
+    assert "memory" in refusal(tmp_path / file, name, tmp_path)
+
+
+def test_a_file_cannot_name_another_of_the_user(tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "1.jsonl").write_text(
+        '{"input": "TOP", "output": "SECRET", "score": 1, "step": 1}\n'
+    )
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "1.jsonl").symlink_to(tmp_path / "secret" / "1.jsonl")
+    assert "Permission denied" in refusal(tmp_path / "dump", "verl-text", tmp_path)
+
+
+def test_zip_entries_may_overlap_and_still_take_no_memory(tmp_path):
+    """Many storages in one file of `torch.save` that are the same bytes."""
+    torch.save({"rollout_id": 0, "samples": [torch.zeros(1 << 20) for _ in range(3)]}, tmp_path / "0.pt")
+    data = bytearray((tmp_path / "0.pt").read_bytes())
+    at = data.rfind(b"PK\x01\x02")
+    data[at + 42 : at + 46] = struct.pack("<I", 2**31)
+    (tmp_path / "0.pt").write_bytes(data)
+    refusal(tmp_path / "0.pt", "slime", tmp_path)
