@@ -152,8 +152,8 @@ def run_confined(
 
     Raises:
         LimitReached: a limit was reached, or the child died.
-        SystemExit, KeyboardInterrupt: as in the child. For any other exception the child prints the
-            traceback, and SystemExit(1) is raised.
+        SystemExit, KeyboardInterrupt: as in the child.
+        RuntimeError: any other exception, a defect of ours, whose traceback the child has printed.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -265,7 +265,7 @@ def described(error: BaseException, errors: Sequence[type[Exception]]) -> list[A
     if isinstance(error, SystemExit):
         return ["SystemExit", error.code if isinstance(error.code, int) else int(error.code is not None)]
     traceback.print_exception(error)
-    return ["SystemExit", 1]
+    return ["defect", f"{type(error).__name__}: {error}"]
 
 
 def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[Exception]]) -> NoReturn:
@@ -283,6 +283,10 @@ def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[
         )
     if name == "ValueError":
         raise ValueError(facts[0])
+    if name == "defect":
+        raise RuntimeError(
+            f"the child that read {bounds.name} failed with {facts[0]}: its traceback is above"
+        )
     raise KeyboardInterrupt if name == "KeyboardInterrupt" else SystemExit(facts[0])
 
 

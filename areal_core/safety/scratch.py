@@ -42,7 +42,7 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
     handle = locked_folder(place)
     try:
         if not may_continue:
-            shutil.rmtree(place / CONTENT, ignore_errors=True)
+            clear(place)
         yield place / CONTENT
         if (place / CONTENT).exists():
             rename_over(place / CONTENT, destination, place / REPLACED)
@@ -77,6 +77,12 @@ def locked_folder(place: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)  # the process that held the lock has finished and removed the folder
+
+
+def clear(folder: Path) -> None:
+    """Remove everything in a folder."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def rename_over(content: Path, destination: Path, replaced: Path) -> None:

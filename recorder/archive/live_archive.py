@@ -15,9 +15,9 @@ from areal_core.safety.durable import sync
 from recorder.archive.columns import ArrayStream, create_group
 from recorder.archive.pack import (
     DOCUMENTS,
+    anchor_layout,
     clear_destination,
     commit_layout,
-    folder_layout,
     step_layout,
     top_layout,
 )
@@ -81,7 +81,7 @@ class LiveArchive:
         for anchor in record.anchors():
             folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
             if folder not in self.anchors:  # recovery may save the same checkpoint again
-                self.commit(folder, folder_layout(self.stream, record, folder))
+                self.commit(folder, anchor_layout(self.stream, record, anchor))
                 self.anchors.add(folder)
             shutil.rmtree(self.staging / folder)
         folder = f"{STEPS_FOLDER}/{step_name(step)}"

@@ -31,15 +31,17 @@ from recorder.archive.store import (
 )
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
+    ANCHOR_FILE,
     ANCHORS_FOLDER,
     STEP_FILE,
     STEPS_FOLDER,
     BatchEntry,
+    parse_anchor,
     step_name,
 )
 from recorder.lock import writing_archive
-from recorder.reader import Record, open_record, top_files
-from recorder.storage import Storage, file_blocks, is_url, location_of, walk
+from recorder.reader import Record, open_record, read_checksummed, top_files
+from recorder.storage import Storage, file_blocks, is_url, location_of
 
 DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
 
@@ -72,9 +74,12 @@ def step_layout(stream: ArrayStream, record: Record, step: int) -> Layout:
     return layout | {STEP_FILE: file_layout(stream, record.storage, f"{folder}/{STEP_FILE}", None)}
 
 
-def folder_layout(stream: ArrayStream, record: Record, folder: str) -> Layout:
-    """Append all files under a folder to a stream."""
-    names = walk(record.storage, folder)
+def anchor_layout(stream: ArrayStream, record: Record, anchor: int) -> Layout:
+    """Append the files that an anchor lists to a stream."""
+    folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
+    file = f"{folder}/{ANCHOR_FILE}"
+    manifest = parse_anchor(read_checksummed(record.storage, file), file)
+    names = [*manifest.files, ANCHOR_FILE]
     return {name: file_layout(stream, record.storage, f"{folder}/{name}", None) for name in names}
 
 
@@ -88,16 +93,18 @@ def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
-def write_archive(record: Record, location: str, on_step: OnStep) -> None:
-    """Write a record into an empty store.
+def write_archive(record: Record, location: str, on_step: OnStep) -> int:
+    """Write a record into an empty store; return the bytes of the archived files.
 
     The root's attributes are written last: a store without them is not an archive.
     """
     group = create_group(location)
     stream = ArrayStream(group, "all", packed=True)
     layouts: dict[str, Part] = {}
+    sizes: list[int] = []
 
     def add(folder: str, layout: Layout) -> None:
+        sizes.extend(part.size_bytes for parts in layout.values() for part in parts)
         layouts[folder] = stream.append(DOCUMENTS, "U8", layout_bytes(layout))
 
     add("", top_layout(stream, record.storage))
@@ -105,8 +112,7 @@ def write_archive(record: Record, location: str, on_step: OnStep) -> None:
         add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step))
         on_step(step)
     for anchor in record.anchors():
-        folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
-        add(folder, folder_layout(stream, record, folder))
+        add(f"{ANCHORS_FOLDER}/{step_name(anchor)}", anchor_layout(stream, record, anchor))
     stream.close()
     for folder in layouts.keys() - {""}:
         commit_layout(group, folder, layouts[folder])
@@ -115,6 +121,7 @@ def write_archive(record: Record, location: str, on_step: OnStep) -> None:
     group.attrs.update(
         {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(layouts[""]).values())}
     )
+    return sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -165,17 +172,18 @@ def archive_record(
 def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> dict[str, Any]:
     """Write an archive into an empty place; return the members of Archived."""
     record = open_record(source)
+    is_zip = location.endswith(".zip") and not is_url(location)
+    store = Path(location).with_suffix(".zarr") if is_zip else location
+    source_bytes = 0
 
     def write(on_step: OnStep) -> None:
-        if location.endswith(".zip") and not is_url(location):
-            unzipped = Path(location).with_suffix(".zarr")
-            write_archive(record, str(unzipped), on_step)
-            zip_folder(unzipped, Path(location))
-            shutil.rmtree(unzipped)
-        else:
-            write_archive(record, location, on_step)
+        nonlocal source_bytes
+        source_bytes = write_archive(record, str(store), on_step)
 
     progress(len(record.steps), write)
+    if is_zip:
+        zip_folder(Path(store), Path(location))
+        shutil.rmtree(store)
     steps = [record.step(step) for step in record.steps]
     return {
         "location": location,
@@ -183,7 +191,7 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> d
         "num_tokens": sum(
             step.batch_entry(rank)[1].num_tokens for step in steps for rank in range(step.manifest.num_ranks)
         ),
-        "source_bytes": sum(record.storage.size(file) or 0 for file in walk(record.storage, "")),
+        "source_bytes": source_bytes,
         "archive_bytes": stored_bytes(location),
     }
 

@@ -57,7 +57,7 @@ def test_a_value_an_error_and_an_exit_code_come_back(tmp_path):
 def test_output_of_the_child_is_output_of_this_process(capsys):
     run_confined(lambda: print("to a stream in memory"), BOUNDS)
     assert capsys.readouterr().out == "to a stream in memory\n"
-    with pytest.raises(SystemExit):
+    with pytest.raises(RuntimeError, match="failed with ZeroDivisionError"):
         run_confined(lambda: 1 / 0, BOUNDS)
     assert "ZeroDivisionError" in capsys.readouterr().err
 

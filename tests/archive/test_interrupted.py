@@ -1,0 +1,192 @@
+"""Archives and extractions that are killed, fail or run at the same time: complete or absent."""
+
+import errno
+import filecmp
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.safety.scratch import FolderInUse, unfinished_folder
+from areal_debug.cli import main
+from recorder import DamagedRecord, RecordError, commit_anchor, open_record, verify
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
+from recorder.testing import write_scripted_record
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
+def progress(num_steps, work):
+    work(lambda step: (print(step, flush=True), time.sleep(0.3)))
+{call}(Path(sys.argv[1]), Path(sys.argv[2]), progress=progress)
+"""
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def assert_same_files(one, other):
+    assert files_of(one) == files_of(other)
+    assert all(filecmp.cmp(one / name, other / name, shallow=False) for name in files_of(one))
+
+
+def kill_after(num_steps, call, source, destination):
+    command = [sys.executable, "-c", PROGRAM.replace("{call}", call), str(source), str(destination)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    for _ in range(num_steps):
+        assert run.stdout.readline()
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+
+
+@pytest.fixture
+def source(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=4)
+    folder = tmp_path / "record" / "anchors" / "000002"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "weights").write_bytes(os.urandom(1000))
+    commit_anchor(folder, 2)
+    return tmp_path / "record"
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_killed_extraction_continues(source, tmp_path, num_steps):
+    archive_record(source, tmp_path / "a.zip")
+    kill_after(num_steps, "extract_record", tmp_path / "a.zip", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert (tmp_path / ".back.unfinished").stat().st_mode & 0o777 == 0o700
+    extracted = extract_record(tmp_path / "a.zip", tmp_path / "back")
+    assert (extracted.num_steps, extracted.num_continued) == (4, num_steps)
+    assert_same_files(source, tmp_path / "back")
+    assert sorted(os.listdir(tmp_path)) == ["a.zip", "back", "record"]
+
+
+def test_what_another_record_left_is_not_continued_with(source, tmp_path):
+    archive_record(source, tmp_path / "a.zip")
+    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "back")
+    unfinished = tmp_path / ".back.unfinished"
+    (unfinished / "content/steps/000000/step.json").write_text("{}")
+    assert extract_record(tmp_path / "a.zip", tmp_path / "back").num_continued == 1
+    assert_same_files(source, tmp_path / "back")
+    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "again")
+    (tmp_path / ".again.unfinished" / "source").write_text("another")
+    assert extract_record(tmp_path / "a.zip", tmp_path / "again").num_continued == 0
+    assert_same_files(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.zarr"])
+def test_a_killed_archive_is_absent_and_the_next_one_clears_what_it_left(source, tmp_path, name):
+    kill_after(2, "archive_record", source, tmp_path / name)
+    assert not (tmp_path / name).exists()
+    archive_record(source, tmp_path / name)
+    assert verify(tmp_path / name).intact
+    assert sorted(os.listdir(tmp_path)) == [name, "record"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("call", [extract_record, archive_record])
+def test_a_failing_disk_leaves_nothing(source, tmp_path, monkeypatch, call, code):
+    archive_record(source, tmp_path / "a.zip")
+
+    def fail(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=os.strerror(code)) as error:
+        call(tmp_path / "a.zip", tmp_path / "new")
+    assert error.value.errno == code
+    assert sorted(os.listdir(tmp_path)) == ["a.zip", "record"]
+
+
+def test_an_existing_record_is_replaced_only_by_a_complete_one(source, tmp_path, monkeypatch):
+    archive_record(source, tmp_path / "a.zip")
+    write_scripted_record(tmp_path / "old", num_steps=1)
+    before = {name: (tmp_path / "old" / name).read_bytes() for name in files_of(tmp_path / "old")}
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        extract_record(tmp_path / "a.zip", tmp_path / "old", overwrite=True)
+    monkeypatch.undo()
+    assert {name: (tmp_path / "old" / name).read_bytes() for name in files_of(tmp_path / "old")} == before
+    extract_record(tmp_path / "a.zip", tmp_path / "old", overwrite=True)
+    assert_same_files(source, tmp_path / "old")
+
+
+def test_two_at_once_are_refused(source, tmp_path):
+    archive_record(source, tmp_path / "a.zip")
+    with unfinished_folder(tmp_path / "back") as content:
+        with pytest.raises(FolderInUse, match="another process is writing"):
+            extract_record(tmp_path / "a.zip", tmp_path / "back")
+        content.mkdir()
+    assert (tmp_path / "back").is_dir()
+
+
+def test_a_damaged_file_ends_an_extraction(source, tmp_path):
+    (source / "steps/000001/plan-00000-of-00001.json").write_text("{}")
+    with pytest.raises(DamagedRecord, match=r"steps/000001/plan-00000-of-00001\.json"):
+        extract_record(source, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    "place", ["note.txt", "record.json", "steps/000001/plan-00000-of-00001.json", "anchors/000002/more"]
+)
+def test_no_file_that_a_link_names_gets_into_an_archive(source, tmp_path, place):
+    (tmp_path / "secret").write_text("TOP-SECRET-OF-THE-USER")
+    (source / place).unlink(missing_ok=True)
+    (source / place).symlink_to(tmp_path / "secret")
+    try:
+        archive_record(source, tmp_path / "a")
+    except (RecordError, ValueError):
+        assert not (tmp_path / "a").exists()
+    else:
+        assert place in ("note.txt", "anchors/000002/more")  # not part of a record
+        extract_record(tmp_path / "a", tmp_path / "back")
+        assert place not in files_of(tmp_path / "back")
+
+
+def test_a_linked_folder_is_not_archived(source, tmp_path):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "key").write_text("TOP-SECRET-OF-THE-USER")
+    before = files_of(source)
+    (source / "anchors/000002/linked").symlink_to(tmp_path / "secrets")
+    archive_record(source, tmp_path / "a")
+    extract_record(tmp_path / "a", tmp_path / "back")
+    assert files_of(tmp_path / "back") == before
+
+
+def test_the_local_copy_of_an_anchor_is_private_and_checked(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    archive_record(source, tmp_path / "a.zip")
+    place = open_record(tmp_path / "a.zip").anchor(2)
+    assert_same_files(source / "anchors/000002", place)
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    assert os.listdir(place.parent) == [place.name]
+    place.parent.chmod(0o777)
+    with pytest.raises(RecordError, match="others may write into it: set TMPDIR"):
+        open_record(tmp_path / "a.zip").anchor(2)
+
+
+def test_the_verb_says_that_it_continued(source, tmp_path):
+    archive_record(source, tmp_path / "a.zip")
+    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "back")
+    done = CliRunner().invoke(
+        main, ["record", "extract", str(tmp_path / "a.zip"), "--to", str(tmp_path / "back")]
+    )
+    assert done.exit_code == 0, done.output
+    assert "continued: 2 steps were there" in done.output
