@@ -1,11 +1,12 @@
 """Verbs whose input may come from anybody run in a confined child process."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from areal_core.safety.confine import CPU_S, bounds_for, run_confined
+from areal_core.safety.confine import CPU_S, HELP_OF_LIMITS, bounds_for, run_confined
 from areal_debug.render import errors_as_sentences, is_verbose, note
 
 P = ParamSpec("P")
@@ -26,6 +27,7 @@ def reads_untrusted(
     """
 
     def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        @describes_limits
         @functools.wraps(body)
         @errors_as_sentences
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -44,6 +46,12 @@ def reads_untrusted(
         return wrapped
 
     return decorate
+
+
+def describes_limits(body: Callable[P, None]) -> Callable[P, None]:
+    """Add to a verb's help which limits its child has, and how to change them."""
+    body.__doc__ = f"{inspect.cleandoc(body.__doc__ or '')}\n\n{HELP_OF_LIMITS}"
+    return body
 
 
 def several(value: Any, default: Path | None = None) -> list[Any]:

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_core.safety import sandbox
+from areal_core.safety.sandbox import PR_SET_PDEATHSIG, restrict
 
 MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
 HELP_OF_LIMITS = (
-    "Input from others is read in a process without network and with limits: 1 GiB of memory and "
-    "20 bytes a byte of input, 10 s of CPU time and 1 s a MB. "
-    f"{MEMORY_VARIABLE} and {TIME_VARIABLE} replace them."
+    "The input is read in a process that has no network, unless it is a URL, and at most 1 GiB of "
+    "memory plus 20 bytes a byte of input, and 10 s of CPU time plus 1 s a MB: "
+    f"{MEMORY_VARIABLE} and {TIME_VARIABLE} replace these limits."
 )
 GIB = 1 << 30
 MEMORY_BYTES, MEMORY_PER_BYTE = GIB, 20
@@ -230,9 +230,9 @@ def limit(bounds: Bounds) -> list[str]:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 5))
         active.append(f"CPU {bounds.cpu_s:.3g} s")
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(sandbox.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     reads = (*bounds.reads, *SYSTEM_PATHS, *python_paths())
-    return [*active, *sandbox.restrict(reads, (*bounds.writes, os.devnull), bounds.network)]
+    return [*active, *restrict(reads, (*bounds.writes, os.devnull), bounds.network)]
 
 
 def python_paths() -> list[str]:

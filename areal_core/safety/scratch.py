@@ -57,7 +57,7 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
 
 
 def locked_folder(place: Path) -> int:
-    """Create or open the folder and lock it; return its descriptor. Raises FolderInUse, ValueError."""
+    """Create or open the folder, lock it, return its descriptor. Raises FolderInUse, ValueError."""
     while True:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)

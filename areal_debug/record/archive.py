@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, force_option, json_option
+from areal_debug.confined import describes_limits
 from areal_debug.render import (
     console,
     errors_as_sentences,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
 @force_option
 @json_option
+@describes_limits
 @errors_as_sentences
 def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
     """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
@@ -54,6 +56,7 @@ def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
 @click.option("--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder.")
 @force_option
 @json_option
+@describes_limits
 @errors_as_sentences
 def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
     """Write the files of an archive into a folder, bit for bit as they were recorded."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
-from areal_debug.confined import reads_untrusted
+from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.render import console, errors_as_sentences, escaped, print_json
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ FORMATS = ("jsonl", "pt", "parquet", "slime")
 @force_option
 @json_option
 @overrides_argument
+@describes_limits
 @errors_as_sentences
 def import_record(
     source: Path,
@@ -47,7 +48,7 @@ def import_record(
     """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL,
     ROLL, xtuner, open-instruct or AReaL.
 
-    Pickles are read in a separate process that imports nothing they name. With --config and --model
+    Nothing that a pickle names is imported. With --config and --model
     the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
     replay DEST -o X` records the replay.
     """

@@ -45,7 +45,7 @@ class Zeros:
     limit: int | None = None
 
     def count(self, shard: str, size_bytes: int) -> None:
-        """Count a shard once. Raises ValueError if there are more than the archive's size allows."""
+        """Count a shard once. Raises ValueError for more than the archive's size allows."""
         if shard in self.counted:
             return
         self.counted.add(shard)
@@ -148,7 +148,7 @@ def checked(data: bytes | bytearray, what: str) -> memoryview:
 
 
 def decompress(compressor: str, data: memoryview, into: bytearray) -> None:
-    """Fill `into` exactly. Raises ValueError or RuntimeError; both codecs refuse a larger content."""
+    """Fill `into`. Raises ValueError or RuntimeError; both codecs refuse a larger content."""
     if compressor == "blosc":
         # header of blosc 1: sizes of the content, of a block and of the data
         num_bytes, _, size_bytes = struct.unpack_from("<III", data, 4) if len(data) >= 16 else (0, 0, 0)

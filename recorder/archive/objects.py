@@ -1,8 +1,8 @@
 """Objects of a zarr store, read from a folder, a zip file or an fsspec URL: untrusted bytes.
 
-A folder is a `FolderStorage`, which follows no link and opens regular files only. A zip file must be
-as `pack.zip_folder` writes it: stored without compression or encryption, each name once, no bytes
-in two entries.
+A folder is a `FolderStorage`, which follows no link and opens regular files only. A zip file must
+be as `pack.zip_folder` writes it: stored without compression or encryption, each name once, no
+bytes in two entries.
 """
 
 import os
@@ -157,7 +157,7 @@ def open_zip(path: Path) -> ZipObjects:
 
 
 def check_entry(entry: zipfile.ZipInfo, free_from: int, known: dict[str, zipfile.ZipInfo]) -> None:
-    """Raise ValueError for an entry that is unsafe, compressed, encrypted, twice there or overlaps."""
+    """Raise ValueError for an entry that is unsafe, compressed, encrypted, repeated or overlaps."""
     name = checked_name(entry.filename, "the zip file")
     if entry.filename in known:
         raise ValueError(f"it has {name} twice")

@@ -76,7 +76,7 @@ class Plain:
     values_left: int
 
     def value(self, value: Any) -> Any:
-        """Return scalars, strings, bytes, lists, dicts, arrays and Instances. Raises UnsafePickle."""
+        """Return scalars, text, bytes, lists, dicts, arrays and Instances. Raises UnsafePickle."""
         self.values_left -= 1
         if self.values_left < 0:
             raise UnsafePickle("it has far more values than allowed for a file of its size")

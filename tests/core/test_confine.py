@@ -255,5 +255,5 @@ def test_limits_follow_from_the_size_of_the_input(tmp_path, monkeypatch):
 
 
 def test_where_the_kernel_has_nothing_the_work_still_runs(monkeypatch):
-    monkeypatch.setattr(sandbox, "restrict", lambda *arguments: [])
+    monkeypatch.setattr("areal_core.safety.confine.restrict", lambda *arguments: [])
     assert json.dumps(run_confined(lambda: 5, BOUNDS)) == "5"
