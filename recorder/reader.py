@@ -28,13 +28,13 @@ from recorder.format import (
     RECORD_FILE,
     STEP_FILE,
     STEPS_FOLDER,
+    TOP_FILES,
     BatchEntry,
     FileEntry,
     Outcome,
     Plan,
     RecordHeader,
     StepManifest,
-    is_lock_file,
     parse_anchor,
     parse_header,
     parse_outcome,
@@ -310,9 +310,8 @@ def anchor_steps(storage: Storage) -> tuple[int, ...]:
 
 
 def top_files(storage: Storage) -> list[str]:
-    """List the files at the top of a record, sorted, without the lock of a run that writes it."""
-    names = [name for name in storage.names("") if not is_lock_file(name)]
-    return sorted(name for name in names if storage.size(name) is not None)
+    """List the files at the top of a record that are part of it."""
+    return [name for name in TOP_FILES if storage.size(name) is not None]
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
