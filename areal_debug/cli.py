@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from areal_debug.terminal import INTERRUPTED, guarded
+
 SECTIONS = {
     "Train and record": {
         "demo": "Train a tiny model by GRPO, record every step and replay the record bit for bit",
@@ -118,6 +120,15 @@ class VerbGroup(click.Group):
         if self.invoke_without_command:
             self.params += verbosity_options()
 
+    def main(self, *args: Any, **settings: Any) -> Any:
+        return guarded(lambda: super(VerbGroup, self).main(*args, **settings))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *self.lazy]
 
@@ -169,7 +180,8 @@ class VerbGroup(click.Group):
 def main() -> None:
     """Record, replay and diagnose reinforcement learning of language models.
 
-    Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse.
+    Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse, 130
+    interrupted, 141 the reader of its output has ended.
     """
 
 

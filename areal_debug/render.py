@@ -16,17 +16,22 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
+from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
+from areal_debug.terminal import styled_stream
 
 if TYPE_CHECKING:
     from recorder.difference import Difference
@@ -35,6 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 200
+FIELD = "\0"  # place of a field in a template
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
@@ -76,24 +82,71 @@ def is_verbose() -> bool:
     return verbosity() == "verbose"
 
 
-def console(stderr: bool = False) -> Console:
+class PlainConsole(Console):
+    """A console that takes text as data: no markup, no emoji names, control codes shown."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(printable_block(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable_block(text), style, control)
+
+
+def console(stderr: bool = False, **settings: Any) -> Console:
     """Make a console for standard output or error; wide when piped, so that lines do not break."""
-    stream: Any = sys.stderr if stderr else sys.stdout
+    stream: Any = styled_stream(sys.stderr if stderr else sys.stdout)
     width = None if stream.isatty() else PIPED_WIDTH
     if is_quiet() and not stderr:  # one for all consoles of the verb: a report may use several
         stream = click.get_current_context().meta.setdefault("areal_debug.first_line", FirstLine(stream))
-    return Console(file=stream, width=width, highlight=False, soft_wrap=True)
+    settings = {"width": width, "highlight": False, "markup": False, "emoji": False} | settings
+    return PlainConsole(file=stream, soft_wrap=True, **settings)
+
+
+def styled(template: str, *data: object) -> Text:
+    """Return a template with rich's markup, and in its fields data as it is, on one line.
+
+    Args:
+        template: a constant of ours, with fields as of `str.format`, by position: `{}`, `{:,}`.
+        data: a value a field; a `Text` keeps its style.
+    """
+    values, pieces, fields = iter(data), [], []
+    for literal, name, spec, conversion in Formatter().parse(template):
+        pieces.append(literal)
+        if name is not None:
+            pieces.append(FIELD)
+            fields.append(field_text(next(values), spec or "", conversion))
+    marked = Text.from_markup("".join(pieces), emoji=False)
+    places = [place for place, character in enumerate(marked.plain) if character == FIELD]
+    result = Text()
+    for piece in marked.divide([edge for place in places for edge in (place, place + 1)]):
+        if piece.plain != FIELD:
+            result.append_text(piece)
+            continue
+        text = fields.pop(0)
+        for span in piece.spans:
+            text.stylize_before(span.style)
+        result.append_text(text)
+    return result
+
+
+def field_text(value: object, spec: str, conversion: str | None) -> Text:
+    """Format the value of a field as text."""
+    if isinstance(value, Text):
+        return value.copy()
+    text = format(repr(value) if conversion == "r" else value, spec)
+    return Text(printable(text, len(text)))
 
 
 def note(text: str) -> None:
     """Print progress on standard error; nothing with --quiet."""
     if not is_quiet():
-        console(stderr=True).print(text, style="dim", markup=False)
+        console(stderr=True).print(text, style="dim")
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """End the command with one sentence on standard error; 2 is misuse, 1 a problem found."""
-    console(stderr=True).print(f"[red]Error:[/red] {escaped(message)}")
+    console(stderr=True).print(styled("[red]Error:[/red] {}", message))
     raise SystemExit(code)
 
 
@@ -101,7 +154,7 @@ def print_log_end(log: Path, num_lines: int = 15) -> None:
     """Print the last lines of a log file, if it exists, on standard error."""
     if log.is_file():
         lines = log.read_text(errors="replace").splitlines()[-num_lines:]
-        console(stderr=True).print("\n".join(lines), markup=False)
+        console(stderr=True).print("\n".join(lines))
 
 
 @contextmanager
@@ -131,16 +184,12 @@ def refuse_existing(output: Path, force: bool) -> None:
         raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
 
-def escaped(text: str) -> str:
-    """The text, safe to print where rich reads markup."""
-    return text.replace("[", r"\[")
-
-
 def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
     """Decorate a verb: an error that a user can cause ends it with one sentence and an exit code.
 
-    Damage is a problem found, code 1; any other ValueError, and a missing or forbidden file, is
-    misuse, code 2. Our own defects keep their traceback; with --verbose misuse has one, too.
+    Damage is a problem found, code 1; any other ValueError, and what the system refuses (a missing
+    file, a full disk), is misuse, code 2. Our own defects keep their traceback; with --verbose misuse
+    has one, too.
     """
 
     @functools.wraps(body)
@@ -149,14 +198,7 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
         try:
             return body(*args, **kwargs)
-        except (
-            ValueError,
-            FileNotFoundError,
-            PermissionError,
-            NotADirectoryError,
-            IsADirectoryError,
-            DamagedRecord,
-        ) as error:
+        except (ValueError, OSError, DamagedRecord) as error:
             if is_verbose():
                 traceback.print_exc()
             fail(str(error), code=1 if isinstance(error, DamagedRecord) else 2)
@@ -236,7 +278,10 @@ def difference_table(
         table.add_column(heading, overflow="fold")
     for item in differences[:limit]:
         table.add_row(
-            escaped(item.where), escaped(format_value(item.recorded)), escaped(format_value(item.current))
+            *(
+                styled("{}", text)
+                for text in (item.where, format_value(item.recorded), format_value(item.current))
+            )
         )
     if len(differences) > limit:
         table.add_row(f"... and {len(differences) - limit} more", "", "")

@@ -13,12 +13,12 @@ from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_o
 from areal_debug.render import (
     console,
     errors_as_sentences,
-    escaped,
     fail,
     hidden_output,
     is_quiet,
     print_json,
     print_log_end,
+    styled,
 )
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
 
 def print_outcome(report: "EpisodeReport") -> None:
     """Print the episode in one line."""
-    outcome = "finished" if report.error is None else f"failed: {escaped(report.error)}"
+    outcome = "finished" if report.error is None else f"failed: {report.error}"
     rewards = ", ".join(f"{row.reward:g}" for row in report.rows) or "none"
-    console().print(f"{escaped(report.agent)}: {len(report.turns)} turns, rewards {rewards}, {outcome}")
+    console().print(styled("{}: {} turns, rewards {}, {}", report.agent, len(report.turns), rewards, outcome))
 
 
 @command.command(

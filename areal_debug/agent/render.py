@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from areal_core.agent.conversation import BROKEN
 from areal_debug.record.render import CONTROLS, print_legend, style_of
-from areal_debug.render import console, escaped, format_number, format_seconds
+from areal_debug.render import console, format_number, format_seconds, styled
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
@@ -30,8 +30,8 @@ BRANCH_WORDS = {
 def print_episode(report: "EpisodeReport") -> None:
     """Print the row, each turn with its sampled tokens coloured by probability, and the rewards."""
     out = console()
-    out.print(f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}")
-    out.print(f"[dim]row {escaped(json.dumps(report.row, ensure_ascii=False)[:300])}[/dim]")
+    out.print(styled("[bold]{}[/bold]  {}", report.agent, report.engine))
+    out.print(styled("[dim]row {}[/dim]", json.dumps(report.row, ensure_ascii=False)[:300]))
     for turn in report.turns:
         print_turn(turn)
     if report.turns:
@@ -48,17 +48,21 @@ def print_episode(report: "EpisodeReport") -> None:
             + (shared if row.num_shared else "")
         )
     for note in report.notes:
-        out.print(f"[yellow]note[/yellow]: {escaped(note)}")
+        out.print(styled("[yellow]note[/yellow]: {}", note))
     if report.failure is not None:
-        out.print(f"[yellow]failed by the model[/yellow]: {escaped(report.failure)}")
+        out.print(styled("[yellow]failed by the model[/yellow]: {}", report.failure))
     if report.error is None:
         out.print(
-            f"[green]finished[/green] after {len(report.turns)} turns in {format_seconds(report.wall_s)}"
+            styled(
+                "[green]finished[/green] after {} turns in {}",
+                len(report.turns),
+                format_seconds(report.wall_s),
+            )
         )
         return
-    out.print(f"[red]failed[/red] after {len(report.turns)} turns: {escaped(report.error)}")
+    out.print(styled("[red]failed[/red] after {} turns: {}", len(report.turns), report.error))
     for place in report.error_at or []:
-        out.print(f"  at {escaped(place)}")
+        out.print(styled("  at {}", place))
 
 
 def print_tree(turns: "list[TurnFacts]") -> None:
@@ -100,7 +104,7 @@ def print_turn(turn: "TurnFacts") -> None:
     out.print()
     out.print(Text(f"turn {turn.turn}", style="bold") + Text("  " + "  ".join(facts), style="dim"))
     if turn.prefix_mismatch:
-        out.print(f"  [yellow]{BROKEN[turn.branch]}[/yellow]: {escaped(turn.prefix_mismatch)}")
+        out.print(styled("  [yellow]{}[/yellow]: {}", BROKEN[turn.branch], turn.prefix_mismatch))
     for message in turn.new_messages:
         out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
     sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))
@@ -123,43 +127,62 @@ def print_stress(report: "StressReport") -> None:
     out = console()
     out.print(verdict(report))
     out.print(
-        f"[bold]{escaped(report.agent)}[/bold]  {escaped(report.engine)}  {report.num_prompts} prompts x "
-        f"{report.group_size} samples, at most {report.most_at_once:,} episodes at once, {format_seconds(report.wall_s)}"
+        styled(
+            "[bold]{}[/bold]  {}  {} prompts x {} samples, at most {:,} episodes at once, {}",
+            report.agent,
+            report.engine,
+            report.num_prompts,
+            report.group_size,
+            report.most_at_once,
+            format_seconds(report.wall_s),
+        )
     )
     per_s = 1 / report.wall_s
     reward = "none" if report.mean_reward is None else format_number(report.mean_reward)
     out.print(
-        f"{report.num_finished:,} episodes finished, {report.num_finished * per_s:,.1f}/s; {report.calls.count:,} calls, "
-        f"{report.calls.count * per_s:,.1f}/s; {report.num_output_tokens * per_s:,.0f} tokens/s sampled; mean reward {reward}"
+        styled(
+            "{:,} episodes finished, {:,.1f}/s; {:,} calls, {:,.1f}/s; {:,.0f} tokens/s sampled; mean reward {}",
+            report.num_finished,
+            report.num_finished * per_s,
+            report.calls.count,
+            report.calls.count * per_s,
+            report.num_output_tokens * per_s,
+            reward,
+        )
     )
     out.print(latency_table({"episode": report.episodes, "call of the engine": report.calls}))
     out.print(loop_table(report.loops))
     collection = report.collection
     out.print(
-        f"[dim]garbage collection stopped all threads for {format_seconds(collection.total_s)} in total, "
-        f"{format_seconds(collection.longest_s)} at most[/dim]"
+        styled(
+            "[dim]garbage collection stopped all threads for {} in total, {} at most[/dim]",
+            format_seconds(collection.total_s),
+            format_seconds(collection.longest_s),
+        )
     )
     for loop in report.loops:
         print_stalls(loop)
     for group in report.errors:
-        out.print(f"[red]{group.count:,} episodes[/red]: {escaped(group.message)}")
+        out.print(styled("[red]{:,} episodes[/red]: {}", group.count, group.message))
         for line in group.traceback.rstrip().splitlines()[-MAX_STACK_LINES:]:
             out.print(Text(f"    {line}", style="dim"))
 
 
-def verdict(report: "StressReport") -> str:
+def verdict(report: "StressReport") -> Text:
     """Return one line: ready, or what is wrong and where."""
     num_failed = sum(group.count for group in report.errors)
     blocked = [stall for loop in report.loops for stall in loop.blocked()]
     problems = []
     if blocked:
-        problems.append(f"blocks its event loop at {escaped(blocked[0].place)}")
+        problems.append(f"blocks its event loop at {blocked[0].place}")
     if num_failed:
         problems.append(f"{num_failed:,} of {report.episodes.count:,} episodes fail")
     if problems:
-        return f"[red]not ready[/red]: {'; '.join(problems)}"
+        return styled("[red]not ready[/red]: {}", "; ".join(problems))
     worst = max(loop.lag_p99_s for loop in report.loops)
-    return f"[green]ready[/green]: no episode fails, nothing blocks a loop (p99 lag {format_seconds(worst)})"
+    return styled(
+        "[green]ready[/green]: no episode fails, nothing blocks a loop (p99 lag {})", format_seconds(worst)
+    )
 
 
 def latency_table(rows: "dict[str, Latency]") -> Table:
@@ -191,20 +214,26 @@ def print_stalls(loop: "LoopReport") -> None:
     for stall in loop.stalls:
         style = "red" if stall in loop.blocked() else "yellow"
         out.print(
-            f"[{style}]{loop.name} loop was blocked[/] for {format_seconds(stall.total_s)} in {stall.count:,} callbacks, "
-            f"the longest {format_seconds(stall.longest_s)}, at {escaped(stall.place)}"
+            styled(
+                f"[{style}]{{}} loop was blocked[/] for {{}} in {{:,}} callbacks, the longest {{}}, at {{}}",
+                loop.name,
+                format_seconds(stall.total_s),
+                stall.count,
+                format_seconds(stall.longest_s),
+                stall.place,
+            )
         )
         for line in stall.stack[-MAX_STACK_LINES:]:
             out.print(Text(f"    {line}", style="dim"))
     if not loop.stalls and loop.late_s > loop.watched_s / 5:
-        places = ", ".join(f"{share:.0%} {escaped(place)}" for place, share in loop.busiest)
-        out.print(f"[yellow]{loop.name} loop busy[/yellow], not blocked; most at {places}")
+        places = ", ".join(f"{share:.0%} {place}" for place, share in loop.busiest)
+        out.print(styled("[yellow]{} loop busy[/yellow], not blocked; most at {}", loop.name, places))
 
 
 def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
     """Print what was recorded of the agent, one line per step, and the commands that read it."""
     out = console()
-    out.print(f"[bold]{escaped(agent)}[/bold]  recorded in {escaped(str(record))}")
+    out.print(styled("[bold]{}[/bold]  recorded in {}", agent, str(record)))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in (
         "step",
@@ -236,8 +265,10 @@ def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None
     out.print(table)
     if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
         out.print(
-            "[yellow]the samples of every prompt have equal rewards[/yellow]: group normalisation makes all advantages 0"
+            styled(
+                "[yellow]the samples of every prompt have equal rewards[/yellow]: group normalisation makes all advantages 0"
+            )
         )
     out.print(
-        f"[dim]areal-debug record show {escaped(str(record))}   areal-debug replay {escaped(str(record))}[/dim]"
+        styled("[dim]areal-debug record show {}   areal-debug replay {}[/dim]", str(record), str(record))
     )

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import console, errors_as_sentences, escaped, format_value, note, print_json
+from areal_debug.render import console, errors_as_sentences, format_value, note, print_json, styled
 
 if TYPE_CHECKING:
     from replayer.bisect import BisectReport, Numbers
@@ -77,24 +77,36 @@ def print_culprit(out: Console, report: "BisectReport") -> None:
     """Print the commit, the values that it changed, and the number of replays."""
     found = report.culprits[-1]
     if len(report.culprits) == 1:
-        out.print(f"[bold red]{found.hash[:10]}[/bold red] changed the numbers: {escaped(found.subject)}")
-        out.print(f"{escaped(found.author)}, {found.date}")
+        out.print(styled("[bold red]{}[/bold red] changed the numbers: {}", found.hash[:10], found.subject))
+        out.print(styled("{}, {}", found.author, found.date))
     else:
         out.print(
-            f"[bold red]One of {len(report.culprits)} commits[/bold red] changed the numbers; those before the last"
+            styled(
+                "[bold red]One of {} commits[/bold red] changed the numbers; those before the last",
+                len(report.culprits),
+            )
         )
         out.print("could not be replayed:")
         for commit in report.culprits:
-            out.print(f"  {commit.hash[:10]}  {escaped(commit.subject)}")
+            out.print(styled("  {}  {}", commit.hash[:10], commit.subject))
     out.print(
-        f"\nFirst in step {report.step}, {len(report.changes)} values (good, then bad; 'recorded' as in the record):"
+        styled(
+            "\nFirst in step {}, {} values (good, then bad; 'recorded' as in the record):",
+            report.step,
+            len(report.changes),
+        )
     )
     for change in report.changes[:SHOWN]:
         good, bad = (
             "recorded" if value is None else format_value(value) for value in (change.good, change.bad)
         )
-        out.print(f"  {escaped(change.where)}: {good}, {bad}")
-    out.print(f"\n{escaped(report.files)}")
+        out.print(styled("  {}: {}, {}", change.where, good, bad))
+    out.print(styled("\n{}", report.files))
     out.print(
-        f"[dim]{report.num_replays} replays for {report.num_commits} commits. Next: git show {found.hash[:10]}[/dim]"
+        styled(
+            "[dim]{} replays for {} commits. Next: git show {}[/dim]",
+            report.num_replays,
+            report.num_commits,
+            found.hash[:10],
+        )
     )

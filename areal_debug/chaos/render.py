@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from areal_debug.chaos.history import EXAMPLES
-from areal_debug.render import escaped
+from areal_debug.render import styled
 
 if TYPE_CHECKING:
     from areal_debug.chaos.chaos_training import ChaosReport
@@ -28,35 +28,41 @@ def print_chaos(out: Console, report: "ChaosReport") -> None:
     what = f"{report.rows} rows of {report.steps} steps, {report.replies} replies, {report.injected.total()} faults"
     if report.violations:
         wrong = ", ".join(f"{count} {HEADINGS[kind]}" for kind, count in counts.items() if count)
-        out.print(f"[bold red]Violated:[/bold red] {wrong}; {what}.")
+        out.print(styled("[bold red]Violated:[/bold red] {}; {}.", wrong, what))
     else:
-        out.print(f"[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {what}.")
+        out.print(
+            styled("[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {}.", what)
+        )
     out.print("  ".join(f"{HEADINGS[kind]} {count}" for kind, count in counts.items()))
     faults = ", ".join(f"{kind} {count}" for kind, count in sorted(report.injected.items()))
-    out.print(f"faults: {faults or 'none'}")
+    out.print(styled("faults: {}", faults or "none"))
     print_violations(out, report.violations)
     if report.rank_output:
-        out.print(f"the end of the ranks' output:\n{escaped(report.rank_output)}")
-    out.print(f"[dim]schedule: --seed {report.seed}; record: {report.record}; output: {report.log}[/dim]")
+        out.print(styled("the end of the ranks' output:\n{}", report.rank_output))
+    out.print(
+        styled(
+            "[dim]schedule: --seed {}; record: {}; output: {}[/dim]", report.seed, report.record, report.log
+        )
+    )
 
 
 def print_violations(out: Console, violations: "Violations") -> None:
     """Print examples of each kind."""
     for kind, messages in vars(violations).items():
         for message in messages[:EXAMPLES]:
-            out.print(f"[red]{HEADINGS[kind]}[/red]: {escaped(message)}")
+            out.print(styled("[red]{}[/red]: {}", HEADINGS[kind], message))
         if len(messages) > EXAMPLES:
-            out.print(f"  ... and {len(messages) - EXAMPLES} more")
+            out.print(styled("  ... and {} more", len(messages) - EXAMPLES))
 
 
 def print_trial(out: Console, trial: "Trial") -> None:
     """Print a schedule that violated something, with its faults and the command that repeats it."""
     if not trial.violations:
         return
-    out.print(f"[bold red]Seed {trial.seed}[/bold red]; again: {trial.repeat}")
+    out.print(styled("[bold red]Seed {}[/bold red]; again: {}", trial.seed, trial.repeat))
     print_violations(out, trial.violations)
     for fault in trial.schedule:
-        out.print(f"[dim]  {escaped(str(fault))}[/dim]")
+        out.print(styled("[dim]  {}[/dim]", str(fault)))
 
 
 def print_trials(out: Console, trials: "list[Trial]") -> None:
@@ -67,7 +73,9 @@ def print_trials(out: Console, trials: "list[Trial]") -> None:
     what = f"{len(trials)} schedules, {sum(trial.num_rows for trial in trials)} rows, {faults.total()} faults"
     if num_wrong:
         wrong = ", ".join(f"{count} {HEADINGS[kind]}" for kind, count in counts.items())
-        out.print(f"[bold red]Violated[/bold red] in {num_wrong} of {what}: {wrong}.")
+        out.print(styled("[bold red]Violated[/bold red] in {} of {}: {}.", num_wrong, what, wrong))
     else:
-        out.print(f"[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {what}.")
-    out.print(f"faults: {', '.join(f'{kind} {count}' for kind, count in sorted(faults.items()))}")
+        out.print(
+            styled("[bold green]Clean:[/bold green] nothing lost, doubled, too old or poisoned; {}.", what)
+        )
+    out.print(styled("faults: {}", ", ".join((f"{kind} {count}" for kind, count in sorted(faults.items())))))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from areal_debug.config.options import OptionFacts
-from areal_debug.render import escaped
+from areal_debug.render import styled
 
 NARROWEST, WIDEST = 40, 80
 INDENT = "    "
@@ -20,10 +20,10 @@ def print_options(out: Console, options: Sequence[OptionFacts]) -> None:
             name, rest = line[: len(option.name)], line[len(option.name) :]
             is_first = name == option.name
             out.print(
-                f"[bold]{escaped(name)}[/bold]{escaped(rest)}" if is_first else escaped(line), soft_wrap=True
+                styled("[bold]{}[/bold]{}", name, rest) if is_first else styled("{}", line), soft_wrap=True
             )
         for line in wrapped(INDENT + option.help, width, INDENT):
-            out.print(f"[dim]{escaped(line)}[/dim]", soft_wrap=True)
+            out.print(styled("[dim]{}[/dim]", line), soft_wrap=True)
 
 
 def facts_line(option: OptionFacts) -> str:

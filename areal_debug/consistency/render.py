@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_debug.render import escaped, format_number, sparkline
+from areal_debug.render import format_number, sparkline, styled
 from consistency.case import Finding, Request
 from consistency.check import Checked
 from consistency.cross_checks import Rescoring, TrainerCheck
@@ -50,7 +50,7 @@ def print_report(
     """Print the complete report; `context` describes what was compared with the model."""
     print_verdict(out, checked)
     for engine in context.get("engines", ()):
-        out.print(f"engine: {escaped(engine)}")
+        out.print(styled("engine: {}", engine))
     if "answers" in context:
         print_answers(out, **context["answers"])
     for finding in checked.diagnosis.causes:
@@ -58,11 +58,11 @@ def print_report(
     if checked.diagnosis.missing:
         out.print("For a more precise answer, add:")
         for name in checked.diagnosis.missing:
-            out.print(f"  {escaped(name)}")
+            out.print(styled("  {}", name))
         out.print()
     for gate in gates:
-        word = "[green]passed[/green]" if gate.holds else "[red]failed[/red]"
-        out.print(f"gate {gate.metric} <= {gate.limit:g}: {format_number(gate.value)} {word}")
+        word = styled("[green]passed[/green]") if gate.holds else styled("[red]failed[/red]")
+        out.print(styled("gate {} <= {:g}: {} {}", gate.metric, gate.limit, format_number(gate.value), word))
     if checked.trainer_check is not None:
         print_trainer_check(out, checked.trainer_check)
     if checked.rescoring is not None:
@@ -76,10 +76,10 @@ def print_verdict(out: Console, checked: Checked) -> None:
     """Print one line, then the tokens left out and the notes."""
     verdict = checked.diagnosis.verdict
     headline, summary = summary_of(checked)
-    out.print(f"[bold {STYLES[verdict]}]{verdict.capitalize()}:[/] {escaped(headline)}. {escaped(summary)}")
+    out.print(styled(f"[bold {STYLES[verdict]}]{{}}:[/] {{}}. {{}}", verdict.capitalize(), headline, summary))
     for text in (left_out(checked), *checked.notes):
         if text:
-            out.print(f"[yellow]{escaped(text)}[/yellow]")
+            out.print(styled("[yellow]{}[/yellow]", text))
     out.print()
 
 
@@ -108,14 +108,16 @@ def left_out(checked: Checked) -> str:
 def print_finding(out: Console, finding: Finding) -> None:
     """Print a cause with its evidence."""
     out.print(
-        f"[bold]{finding.id}  {escaped(finding.name)}[/bold]  [dim]confidence {finding.confidence:.0%}[/dim]"
+        styled(
+            "[bold]{}  {}[/bold]  [dim]confidence {:.0%}[/dim]", finding.id, finding.name, finding.confidence
+        )
     )
     for heading, text in (
         ("evidence", finding.evidence),
         ("refuted if", finding.refute),
         ("fix", finding.fix),
     ):
-        out.print(f"  {heading:<10}  {escaped(text)}")
+        out.print(styled("  {:<10}  {}", heading, text))
     out.print()
 
 
@@ -133,26 +135,37 @@ def print_answers(
     """
     diverged = "" if diverges_after is None else f", the others diverge after {diverges_after:g} (median)"
     out.print(
-        f"greedy answers: engine {engine_right} of {num_prompts} correct, model {model_right}; "
-        f"{identical} completions have identical tokens{diverged}"
+        styled(
+            "greedy answers: engine {} of {} correct, model {}; {} completions have identical tokens{}",
+            engine_right,
+            num_prompts,
+            model_right,
+            identical,
+            diverged,
+        )
     )
 
 
 def print_trainer_check(out: Console, check: TrainerCheck) -> None:
     """Print how far the trainer's logprobs are from those of engine and model."""
     out.print(
-        f"trainer ({check.source}), mean |difference| over {check.num_tokens:,} tokens: "
-        f"to the engine {format_number(check.engine_trainer)}, to the model {format_number(check.trainer_model)}; "
-        f"engine to model {format_number(check.engine_model)}"
+        styled(
+            "trainer ({}), mean |difference| over {:,} tokens: to the engine {}, to the model {}; engine to model {}",
+            check.source,
+            check.num_tokens,
+            format_number(check.engine_trainer),
+            format_number(check.trainer_model),
+            format_number(check.engine_model),
+        )
     )
     out.print()
 
 
 def print_rescoring(out: Console, rescoring: Rescoring) -> None:
     """Print the differences between engine and model, and of each with its own repeat."""
-    out.print(f"rescored {rescoring.num_tokens:,} tokens, mean |difference|:")
+    out.print(styled("rescored {:,} tokens, mean |difference|:", rescoring.num_tokens))
     for label, value in rescoring_rows(rescoring):
-        out.print(f"  {label:<46}{value}")
+        out.print(styled("  {:<46}{}", label, value))
     out.print()
 
 
@@ -185,8 +198,13 @@ def print_curves(out: Console, found: Diagnosis) -> None:
     bars = found.measurement.histogram
     reach = abs(bars[0][0])
     out.print(
-        f"{'tokens by D (log)':<28}{sparkline([math.log1p(count) for _, count in bars])}  "
-        f"[dim]{-reach:.3g} to {reach:.3g}[/dim]"
+        styled(
+            "{:<28}{}  [dim]{:.3g} to {:.3g}[/dim]",
+            "tokens by D (log)",
+            sparkline([math.log1p(count) for _, count in bars]),
+            -reach,
+            reach,
+        )
     )
     curves = (
         ("response_position", "position in response"),
@@ -199,8 +217,15 @@ def print_curves(out: Console, found: Diagnosis) -> None:
             continue
         values = [group.mean_abs for group in groups]
         out.print(
-            f"{'|D| by ' + label:<28}{sparkline(values)}  "
-            f"[dim]{groups[0].key} to {groups[-1].key}; {min(values):.2g} to {max(values):.2g}[/dim]"
+            styled(
+                "{:<28}{}  [dim]{} to {}; {:.2g} to {:.2g}[/dim]",
+                "|D| by " + label,
+                sparkline(values),
+                groups[0].key,
+                groups[-1].key,
+                min(values),
+                max(values),
+            )
         )
     out.print()
 
@@ -227,9 +252,9 @@ def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> 
             f"{token.engine:.4g}",
             f"{token.trainer:.4g}",
             str(token.rank),
-            escaped(text_of(list(token.before), decode)[-32:]),
-            escaped(text_of([token.token_id], decode)),
-            escaped(top),
+            styled("{}", text_of(list(token.before), decode)[-32:]),
+            styled("{}", text_of([token.token_id], decode)),
+            styled("{}", top),
         )
     out.print(table)
 

@@ -20,6 +20,7 @@ from areal_debug.render import (
     print_json,
     refuse_existing,
     sparkline,
+    styled,
 )
 
 DEMO = Path(__file__).parent
@@ -52,9 +53,11 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
         *(f"actor.path={output}/model", f"allocation_mode=embedded|fsdp:d{nproc}"),
     ]
     read_config(options)  # fails fast, before any process starts
-    out.print("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
+    out.print(
+        styled("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
+    )
     fine_tune(out, output, seed)
-    out.print(f"\n[bold]2. GRPO on {nproc} FSDP2 ranks, every step recorded.[/bold]")
+    out.print(styled("\n[bold]2. GRPO on {} FSDP2 ranks, every step recorded.[/bold]", nproc))
     run_bar(
         out,
         "GRPO",
@@ -66,7 +69,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
         steps,
     )
     show_rewards(out, stats_file(output, "grpo"))
-    out.print("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]")
+    out.print(styled("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]"))
     report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc, hidden)
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})
@@ -157,7 +160,7 @@ def run_bar(
             ),
             code,
         )
-    out.print(f"   {title}: {count_steps(output, trial)} steps")
+    out.print(styled("   {}: {} steps", title, count_steps(output, trial)))
 
 
 def stats_file(output: Path, trial: str) -> Path | None:
@@ -177,7 +180,7 @@ def show_rewards(out: Console, file: Path | None) -> None:
 
     assert file is not None
     rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(file)]
-    out.print(f"   reward {rewards[0]:.2f} [cyan]{sparkline(rewards)}[/cyan] {rewards[-1]:.2f}")
+    out.print(styled("   reward {:.2f} [cyan]{}[/cyan] {:.2f}", rewards[0], sparkline(rewards), rewards[-1]))
 
 
 def print_next(out: Console, output: Path, steps: int) -> None:
@@ -186,12 +189,14 @@ def print_next(out: Console, output: Path, steps: int) -> None:
     shown = str(output) if shown.startswith("..") else shown
     record = shlex.quote(f"{shown}/record")
     command = sys.argv[0] if sys.argv[0].startswith(".") else "areal-debug"  # as it was called
-    out.print(f"\n[bold]Files:[/bold] {shown}")
-    out.print("[bold]Try next:[/bold]")
+    out.print(styled("\n[bold]Files:[/bold] {}", shown))
+    out.print(styled("[bold]Try next:[/bold]"))
     out.print(
-        f"   {command} record show {record} --step {steps - 1}", "# every token, coloured by its logprob"
+        styled("   {} record show {} --step {}", command, record, steps - 1),
+        "# every token, coloured by its logprob",
     )
     out.print(
-        f"   {command} replay {record} --to-step {min(2, steps - 1)} --json", "# the comparison as JSON"
+        styled("   {} replay {} --to-step {} --json", command, record, min(2, steps - 1)),
+        "# the comparison as JSON",
     )
-    out.print(f"   {command} record verify {record}", "# every byte against its checksum")
+    out.print(styled("   {} record verify {}", command, record), "# every byte against its checksum")

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import console, errors_as_sentences, print_json
+from areal_debug.render import console, errors_as_sentences, print_json, styled
 
 
 @click.command(cls=Verb, example="areal-debug bisect-step runs/A runs/B --layers")
@@ -41,7 +41,9 @@ def command(left: str, right: str, layers: bool, model: str | None, as_json: boo
         print_first_step(found)
         if report is not None:
             print_verdict(here, there, report)
-            console().print(f"[dim]all stages: areal-debug diff {left} {right} --step {found.step}[/dim]")
+            console().print(
+                styled("[dim]all stages: areal-debug diff {} {} --step {}[/dim]", left, right, found.step)
+            )
         if traced is not None:
             print_layers(traced)
     raise SystemExit(0 if found.step is None else 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.render import console, difference_table, escaped, format_number
+from areal_debug.render import console, difference_table, format_number, styled
 
 if TYPE_CHECKING:
     from recorder import Record
@@ -41,7 +41,7 @@ def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: 
             out.print(difference_table(title, items, headings=("what", "A", "B")))
     print_not_compared(report)
     if report.verdict is not None:
-        out.print(f"\n[dim]would refute it: {REFUTED_BY[report.verdict.cause]}[/dim]")
+        out.print(styled("\n[dim]would refute it: {}[/dim]", REFUTED_BY[report.verdict.cause]))
 
 
 def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None:
@@ -49,14 +49,19 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
     out = console()
     if report.first is None or report.verdict is None:
         count = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
-        out.print(f"[bold green]Same:[/bold green] {count} compared, all bit-identical.")
+        out.print(styled("[bold green]Same:[/bold green] {} compared, all bit-identical.", count))
         return
     out.print(
-        f"[bold red]Different:[/bold red] the records diverge first in step {report.step}, stage {report.first.stage}. "
-        f"[dim]{report.num_compared} of {report.num_shared} common steps compared[/dim]"
+        styled(
+            "[bold red]Different:[/bold red] the records diverge first in step {}, stage {}. [dim]{} of {} common steps compared[/dim]",
+            report.step,
+            report.first.stage,
+            report.num_compared,
+            report.num_shared,
+        )
     )
-    out.print(f"[bold]{report.verdict.cause}[/bold]: {escaped(report.verdict.why)}")
-    out.print(f"first        {escaped(describe(report.first))}")
+    out.print(styled("[bold]{}[/bold]: {}", report.verdict.cause, report.verdict.why))
+    out.print(styled("first        {}", describe(report.first)))
     print_context(left, right, report)
 
 
@@ -116,16 +121,16 @@ def print_stages(report: "DiffReport", show_all: bool) -> None:
     for stage in STAGES:
         found = [difference for difference in report.differences if difference.stage == stage]
         if not found:
-            word = "not recorded" if stage in report.not_compared else "[green]same[/green]"
-            out.print(f"  {stage:<11}{word}")
+            word = "not recorded" if stage in report.not_compared else styled("[green]same[/green]")
+            out.print(styled("  {:<11}{}", stage, word))
             continue
         shown = found if show_all else found[:SHOWN_OF_A_STAGE]
         for number, difference in enumerate(shown):
             out.print(
-                f"  {stage if number == 0 else '':<11}[red]differs[/red]  {escaped(describe(difference))}"
+                styled("  {:<11}[red]differs[/red]  {}", stage if number == 0 else "", describe(difference))
             )
         if len(found) > len(shown):
-            out.print(f"  {'':<11}... and {len(found) - len(shown)} more: --all lists them")
+            out.print(styled("  {:<11}... and {} more: --all lists them", "", len(found) - len(shown)))
 
 
 def print_not_compared(report: "DiffReport") -> None:
@@ -134,26 +139,38 @@ def print_not_compared(report: "DiffReport") -> None:
     if report.not_compared:
         stages = ", ".join(report.not_compared)
         out.print(
-            f"[dim]not recorded on both sides: {stages}; debug.dump_scope=full records all stages[/dim]"
+            styled(
+                "[dim]not recorded on both sides: {}; debug.dump_scope=full records all stages[/dim]", stages
+            )
         )
     for name, steps in (("A", report.only_left), ("B", report.only_right)):
         if steps:
-            out.print(f"[dim]{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {name}[/dim]")
+            out.print(
+                styled(
+                    "[dim]{} steps from {} to {} are only in {}[/dim]", len(steps), steps[0], steps[-1], name
+                )
+            )
 
 
 def print_first_step(found: "FirstStep") -> None:
     """Print the step after which the weights diverge, and how few steps were read to find it."""
     out = console()
-    read = f"[dim]{found.num_read} of {found.num_steps:,} steps read, no step was replayed[/dim]"
+    read = styled("[dim]{} of {:,} steps read, no step was replayed[/dim]", found.num_read, found.num_steps)
     if found.step is None:
-        out.print(f"[bold green]The weights never differ[/bold green] up to step {found.last_same}. {read}")
+        out.print(
+            styled(
+                "[bold green]The weights never differ[/bold green] up to step {}. {}", found.last_same, read
+            )
+        )
     else:
         before = (
             "it is the first step that both records have"
             if found.last_same is None
             else f"they were the same after step {found.last_same}"
         )
-        out.print(f"[bold red]The weights differ after step {found.step}[/bold red]; {before}. {read}")
+        out.print(
+            styled("[bold red]The weights differ after step {}[/bold red]; {}. {}", found.step, before, read)
+        )
 
 
 def print_layers(report: "LayersReport") -> None:
@@ -161,12 +178,22 @@ def print_layers(report: "LayersReport") -> None:
     out = console()
     if report.name is None:
         out.print(
-            f"[bold]layers[/bold]       all {report.num_calls} layer calls agree when step {report.step} is replayed here from "
-            "both records: the cause is not in the records (hardware, kernels, code)"
+            styled(
+                "[bold]layers[/bold]       all {} layer calls agree when step {} is replayed here from "
+                "both records: the cause is not in the records (hardware, kernels, code)",
+                report.num_calls,
+                report.step,
+            )
         )
         return
     why = "its input differs already" if report.input_differs else "its input is the same"
     out.print(
-        f"[bold]layers[/bold]       the first call that differs is {escaped(report.name)} "
-        f"(call {report.index:,} of {report.num_calls:,}, rank {report.rank}); {why}"
+        styled(
+            "[bold]layers[/bold]       the first call that differs is {} (call {:,} of {:,}, rank {}); {}",
+            report.name,
+            report.index,
+            report.num_calls,
+            report.rank,
+            why,
+        )
     )

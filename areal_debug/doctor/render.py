@@ -3,12 +3,13 @@
 import json
 
 from rich.console import Console
+from rich.text import Text
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS
-from areal_debug.render import escaped, format_number, sparkline
+from areal_debug.render import format_number, sparkline, styled
 
 STYLES = {"error": "red", "warning": "yellow"}
 
@@ -17,39 +18,52 @@ def print_examination(out: Console, run: Run, found: Examination) -> None:
     """Print the complete report."""
     out.print(verdict_of(run, found))
     if run.choice:
-        out.print(f"[yellow]{escaped(run.choice)}[/yellow]")
+        out.print(styled("[yellow]{}[/yellow]", run.choice))
     out.print()
     for alarm in found.alarms:
         print_alarm(out, run, alarm)
     print_curves(out, run)
     if found.overrides:
         out.print("Try first:")
-        out.print("  " + escaped(" ".join(override_lines(found))))
+        out.print(styled("  {}", " ".join(override_lines(found))))
     if found.absent:
         out.print(
-            f"[dim]not logged, so not checked: {', '.join(name.replace('_', ' ') for name in found.absent)}[/dim]"
+            styled(
+                "[dim]not logged, so not checked: {}[/dim]",
+                ", ".join(name.replace("_", " ") for name in found.absent),
+            )
         )
 
 
-def verdict_of(run: Run, found: Examination) -> str:
+def verdict_of(run: Run, found: Examination) -> Text:
     """Return the verdict in one line."""
-    what = f"{run.num_steps} steps of {escaped(run.source)} (names of {run.family})"
+    what = f"{run.num_steps} steps of {run.source} (names of {run.family})"
     if not run.series:
-        return f"[yellow]Inconclusive:[/yellow] none of the metrics in {what} is known"
+        return styled("[yellow]Inconclusive:[/yellow] none of the metrics in {} is known", what)
     if not found.alarms and run.num_steps < FEWEST_STEPS:
-        return f"[yellow]Inconclusive:[/yellow] {what}, and a trend needs at least {FEWEST_STEPS}"
+        return styled("[yellow]Inconclusive:[/yellow] {}, and a trend needs at least {}", what, FEWEST_STEPS)
     if not found.alarms:
-        return f"[bold green]Healthy:[/] no problem found in {what}"
+        return styled("[bold green]Healthy:[/] no problem found in {}", what)
     first = found.alarms[0]
     more = f", and {len(found.alarms) - 1} more" if len(found.alarms) > 1 else ""
-    return f"[bold {STYLES[first.severity]}]{escaped(first.title[:1].upper() + first.title[1:])}[/]{more}: {what}"
+    return styled(
+        f"[bold {STYLES[first.severity]}]{{}}[/]{{}}: {{}}",
+        first.title[:1].upper() + first.title[1:],
+        more,
+        what,
+    )
 
 
 def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
     """Print an alarm with its curve and its evidence."""
-    out.print(f"[bold {STYLES[alarm.severity]}]{alarm.id}  {escaped(alarm.title)}[/]")
+    out.print(styled(f"[bold {STYLES[alarm.severity]}]{{}}  {{}}[/]", alarm.id, alarm.title))
     out.print(
-        f"  {'curve':<11} {sparkline(run.by_name[alarm.metric].finite.values.tolist())}  [dim]{escaped(alarm.metric)}[/dim]"
+        styled(
+            "  {:<11} {}  [dim]{}[/dim]",
+            "curve",
+            sparkline(run.by_name[alarm.metric].finite.values.tolist()),
+            alarm.metric,
+        )
     )
     rows = [
         ("found", alarm.found),
@@ -59,7 +73,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
         ("source", alarm.source),
     ]
     for heading, text in rows:
-        out.print(f"  {heading:<11} {escaped(text)}")
+        out.print(styled("  {:<11} {}", heading, text))
     out.print()
 
 
@@ -69,7 +83,7 @@ def print_curves(out: Console, run: Run) -> None:
         values = series.finite.values.tolist()
         if values:
             ends = f"{format_number(values[0])} to {format_number(values[-1])}"
-            out.print(f"{quantity.replace('_', ' '):<22}{sparkline(values)}  [dim]{ends}[/dim]")
+            out.print(styled("{:<22}{}  [dim]{}[/dim]", quantity.replace("_", " "), sparkline(values), ends))
     out.print()
 
 

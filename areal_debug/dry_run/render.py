@@ -7,15 +7,19 @@ from rich.table import Table
 
 from areal_debug.dry_run.memory import Part
 from areal_debug.dry_run.plan import DryRun, Processes, Steps
-from areal_debug.render import escaped, format_bytes
+from areal_debug.render import format_bytes, styled
 
 
 def print_dry_run(out: Console, run: DryRun) -> None:
     """Print the verdict, then processes, steps, memory, and the stages of a step."""
     out.print(
-        f"[bold green]Would run:[/bold green] {escaped(run.script)} with {escaped(run.config_file)}; nothing was started."
+        styled(
+            "[bold green]Would run:[/bold green] {} with {}; nothing was started.",
+            run.script,
+            run.config_file,
+        )
     )
-    out.print(f"{run.method} of {escaped(run.model)} on {escaped(run.allocation)}; options are consistent")
+    out.print(styled("{} of {} on {}; options are consistent", run.method, run.model, run.allocation))
     out.print()
     out.print(table("Processes", [(describe_count(item), item.where) for item in run.processes]))
     if run.steps is not None:
@@ -24,12 +28,12 @@ def print_dry_run(out: Console, run: DryRun) -> None:
     if run.step:
         out.print(table("A step", [(stage.name, stage.does) for stage in run.step]))
         out.print(table("Between steps", [(stage.name, stage.does) for stage in run.upkeep]))
-    out.print(f"logs: {escaped(run.logs)}")
+    out.print(styled("logs: {}", run.logs))
     if run.notes:
         out.print()
-        out.print("[yellow]No effect, or worth checking:[/yellow]")
+        out.print(styled("[yellow]No effect, or worth checking:[/yellow]"))
         for note in run.notes:
-            out.print(f"  {escaped(note)}")
+            out.print(styled("  {}", note))
 
 
 def print_memory(out: Console, run: DryRun) -> None:
@@ -47,7 +51,7 @@ def print_memory(out: Console, run: DryRun) -> None:
     if memory.server:
         out.print(table("Memory of a server's device", memory_rows(memory.server)))
     for reason in memory.unknown:
-        out.print(f"memory not estimated: {escaped(reason)}")
+        out.print(styled("memory not estimated: {}", reason))
 
 
 def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
@@ -79,5 +83,5 @@ def table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     made.add_column(min_width=20)
     made.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(escaped(name), escaped(value))
+        made.add_row(styled("{}", name), styled("{}", value))
     return made

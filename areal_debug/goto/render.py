@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from areal_debug.render import escaped
+from areal_debug.render import styled
 
 if TYPE_CHECKING:
     from replayer.goto import GotoReport
@@ -37,20 +37,37 @@ def print_report(out: Console, report: "GotoReport") -> None:
             else ""
         )
         out.print(
-            f"[bold green]At step {report.step}[/bold green] ({report.stage}): {path}, all bit-identical{weights}."
+            styled(
+                "[bold green]At step {}[/bold green] ({}): {}, all bit-identical{}.",
+                report.step,
+                report.stage,
+                path,
+                weights,
+            )
         )
         return
     if first is not None:
         reached = "continued to" if report.reached else "stopped before"
         out.print(
-            f"[bold red]Not faithful:[/bold red] step {first.step} differs from its record in {len(first.differences)} values; "
-            f"{reached} step {report.step}. {path}."
+            styled(
+                "[bold red]Not faithful:[/bold red] step {} differs from its record in {} values; {} step {}. {}.",
+                first.step,
+                len(first.differences),
+                reached,
+                report.step,
+                path,
+            )
         )
     elif report.wrong_parameters:
         named = ", ".join(report.wrong_parameters[:3])
         out.print(
-            f"[bold red]Not faithful:[/bold red] {len(report.wrong_parameters)} parameters before step {report.step} "
-            f"differ from their recorded checksums: {escaped(named)}. {path}."
+            styled(
+                "[bold red]Not faithful:[/bold red] {} parameters before step {} differ from their recorded checksums: {}. {}.",
+                len(report.wrong_parameters),
+                report.step,
+                named,
+                path,
+            )
         )
     out.print(
         "Next: `areal-debug replay` from there reports what was set differently; --keep-going continues in spite of it."

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from areal_core.safety.printable import printable
@@ -51,9 +50,7 @@ def show_diagnosis(
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
         width = shutil.get_terminal_size((120, 40)).columns
-        Console(file=console().file, highlight=False, soft_wrap=True, width=width).print(
-            report(diagnosis, width)
-        )
+        console(width=width).print(report(diagnosis, width))
     return exit_status(diagnosis)
 
 

@@ -5,16 +5,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_debug.render import escaped, format_number, format_seconds
+from areal_debug.render import format_number, format_seconds, styled
 
 
 def print_parity(out: Console, model: str, allocation: str, report: dict[str, Any]) -> None:
     """Print the verdict and its numbers."""
-    subject = f"{escaped(model)} ({report['model_type']}) in {report['dtype']} on {allocation}"
+    subject = f"{model} ({report['model_type']}) in {report['dtype']} on {allocation}"
     if report["is_equal"]:
-        out.print(f"[bold green]Equal:[/bold green] {subject} trains on the log-probs of its own forward.")
+        out.print(
+            styled("[bold green]Equal:[/bold green] {} trains on the log-probs of its own forward.", subject)
+        )
     else:
-        out.print(f"[bold red]Different:[/bold red] {subject} would train on other log-probs than its own.")
+        out.print(
+            styled("[bold red]Different:[/bold red] {} would train on other log-probs than its own.", subject)
+        )
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in facts(report):
         table.add_row(name, text)

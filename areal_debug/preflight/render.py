@@ -3,10 +3,14 @@
 from rich.console import Console
 from rich.table import Table
 
-from areal_debug.render import escaped, format_number
+from areal_debug.render import format_number, styled
 from replayer.preflight_checks import PreflightReport
 
-MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
+MARKS = {
+    "ok": styled("[green]ok[/green]"),
+    "note": styled("[yellow]note[/yellow]"),
+    "problem": styled("[red]problem[/red]"),
+}
 SHOWN = 12
 
 
@@ -14,16 +18,22 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
     """Print the verdict, the findings, and the noise floor if bits differ."""
     problems = len(report.problems)
     if report.identical and not problems:
-        out.print("[bold green]Deterministic:[/bold green] two runs of one step are bit-identical.")
+        out.print(styled("[bold green]Deterministic:[/bold green] two runs of one step are bit-identical."))
     elif report.identical:
         out.print(
-            f"[bold red]Not safe:[/bold red] two runs of one step are bit-identical, but "
-            f"{problems} problem{'s' * (problems != 1)} below can make others differ."
+            styled(
+                "[bold red]Not safe:[/bold red] two runs of one step are bit-identical, but {} problem{} below can make others differ.",
+                problems,
+                "s" * (problems != 1),
+            )
         )
     else:
         out.print(
-            f"[bold red]Not deterministic:[/bold red] two runs of one step differ in {len(report.differences)} of "
-            f"{report.num_compared} values."
+            styled(
+                "[bold red]Not deterministic:[/bold red] two runs of one step differ in {} of {} values.",
+                len(report.differences),
+                report.num_compared,
+            )
         )
     out.print(findings_table(report))
     if report.noise:
@@ -31,7 +41,10 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
         out.print(noise_table(report))
         if len(report.noise) > SHOWN:
             out.print(
-                f"... and {len(report.noise) - SHOWN} parameters with less noise; --json lists all of them"
+                styled(
+                    "... and {} parameters with less noise; --json lists all of them",
+                    len(report.noise) - SHOWN,
+                )
             )
 
 
@@ -39,7 +52,9 @@ def findings_table(report: PreflightReport) -> Table:
     """Make a table with one row per finding and its next step."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in report.findings:
-        table.add_row(MARKS[finding.status], finding.check, escaped(finding.seen), escaped(finding.next_step))
+        table.add_row(
+            MARKS[finding.status], finding.check, styled("{}", finding.seen), styled("{}", finding.next_step)
+        )
     return table
 
 
@@ -62,7 +77,7 @@ def noise_table(report: PreflightReport) -> Table:
         table.add_column(heading, justify="left" if heading == "parameter" else "right")
     for noise in report.noise[:SHOWN]:
         table.add_row(
-            escaped(noise.name),
+            styled("{}", noise.name),
             f"{noise.num_different:,} of {noise.num_elements:,}",
             format_number(noise.weight),
             format_number(noise.gradient),

@@ -16,6 +16,7 @@ from areal_debug.render import (
     note,
     print_json,
     refuse_existing,
+    styled,
     with_progress,
 )
 
@@ -72,7 +73,7 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
         return
     if extracted.num_continued:
         note(f"continued: {extracted.num_continued} steps were there from an extraction that was interrupted")
-    console().print(f"{extracted.num_steps} steps in {destination}, as they were recorded", markup=False)
+    console().print(styled("{} steps in {}, as they were recorded", extracted.num_steps, destination))
 
 
 def print_archived(archived: "Archived") -> None:
@@ -80,10 +81,20 @@ def print_archived(archived: "Archived") -> None:
     tokens = max(1, archived.num_tokens)
     out = console()
     out.print(
-        f"{archived.num_steps} steps, {archived.num_tokens:,} tokens: {format_bytes(archived.archive_bytes)}, "
-        f"{archived.archive_bytes / tokens:.3g} bytes per token, in {archived.location}"
+        styled(
+            "{} steps, {:,} tokens: {}, {:.3g} bytes per token, in {}",
+            archived.num_steps,
+            archived.num_tokens,
+            format_bytes(archived.archive_bytes),
+            archived.archive_bytes / tokens,
+            archived.location,
+        )
     )
     out.print(
-        f"the source has {format_bytes(archived.source_bytes)}, {archived.source_bytes / tokens:.3g} bytes per token",
+        styled(
+            "the source has {}, {:.3g} bytes per token",
+            format_bytes(archived.source_bytes),
+            archived.source_bytes / tokens,
+        ),
         style="dim",
     )

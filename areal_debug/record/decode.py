@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_debug.render import console
+from areal_debug.render import console, styled
 
 if TYPE_CHECKING:
     from recorder import Record
@@ -23,7 +23,9 @@ def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
     from recorder.environment import file_identity
 
     if file_identity(file) != identity["files"]["tokenizer.json"]:
-        console(stderr=True).print(f"[yellow]{file} differs from the recorded one: showing ids[/yellow]")
+        console(stderr=True).print(
+            styled("[yellow]{} differs from the recorded one: showing ids[/yellow]", file)
+        )
         return None
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

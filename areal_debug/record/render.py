@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from areal_core.safety.printable import printable
-from areal_debug.render import console, format_bytes, format_number, sparkline
+from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
     from recorder import Record, Recording, VerifyReport
@@ -39,7 +38,10 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
     out, header = console(), record.header
     num_tokens = sum(summary.num_tokens for summary in summaries)
     size_bytes = sum(summary.size_bytes for summary in summaries)
-    out.print(f"{len(summaries)} steps, {num_tokens:,} tokens, {format_bytes(size_bytes)}", style="bold")
+    out.print(
+        styled("{} steps, {:,} tokens, {}", len(summaries), num_tokens, format_bytes(size_bytes)),
+        style="bold",
+    )
     facts = {
         "recorded": header.created,
         "model": header.model["path"],
@@ -65,11 +67,11 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         table.add_row(*step_cells(summary))
     out.print(table)
     if num_left_out:
-        out.print(f"{num_left_out:,} steps left out: --all lists them", style="dim")
+        out.print(styled("{:,} steps left out: --all lists them", num_left_out), style="dim")
     for sentence in describe_gaps(record.gaps):
         out.print(sentence, style="yellow")
     for step in record.uncommitted:
-        out.print(f"step {step} was not finished and is not in the record", style="yellow")
+        out.print(styled("step {} was not finished and is not in the record", step), style="yellow")
 
 
 def describe_recording(recording: "Recording") -> str:
@@ -192,18 +194,22 @@ def print_verification(report: "VerifyReport") -> None:
     if report.written_by is not None:
         out.print(Text(f"being written by {report.written_by}"))
     if report.intact:
-        out.print(f"[green]intact[/green]: every byte of {len(report.steps_ok)} steps is as written")
+        out.print(styled("[green]intact[/green]: every byte of {} steps is as written", len(report.steps_ok)))
         if report.end is None:
             out.print(
                 "it has no end mark: steps that are missing after the last one are not noticed", style="dim"
             )
         return
     plural = "" if len(report.problems) == 1 else "s"
-    out.print(f"[red]{len(report.problems)} problem{plural}[/red], {len(report.steps_ok)} steps are intact")
+    out.print(
+        styled(
+            "[red]{} problem{}[/red], {} steps are intact", len(report.problems), plural, len(report.steps_ok)
+        )
+    )
     for problem in report.problems:
         out.print(Text(f"  {problem}"))
     if report.steps_missing:
-        out.print(f"steps missing: {', '.join(map(str, report.steps_missing))}")
+        out.print(styled("steps missing: {}", ", ".join(map(str, report.steps_missing))))
     out.print(
         "intact steps can still be read and replayed; copy the others again from where they were recorded"
     )

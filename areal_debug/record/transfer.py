@@ -8,7 +8,7 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
 from areal_debug.confined import describes_limits, reads_untrusted
-from areal_debug.render import console, errors_as_sentences, escaped, print_json
+from areal_debug.render import console, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
     from recorder.importers.importing import Imported
@@ -80,12 +80,18 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     """Print what was imported, and what the format could not carry."""
     out = console()
     out.print(
-        f"{len(imported.steps)} steps of {imported.format}: {imported.num_samples} samples, "
-        f"{imported.num_tokens:,} tokens, in {destination}"
+        styled(
+            "{} steps of {}: {} samples, {:,} tokens, in {}",
+            len(imported.steps),
+            imported.format,
+            imported.num_samples,
+            imported.num_tokens,
+            destination,
+        )
     )
     out.print("not carried by the format, or assumed:")
     for note in imported.notes:
-        out.print(escaped(f"  {note}"))
+        out.print(styled("  {}", note))
 
 
 @click.command(
@@ -120,8 +126,10 @@ def export(
         print_json(asdict(exported))
         return
     out = console()
-    out.print(f"{len(exported.steps)} steps in {exported.files[0]}" + and_more(len(exported.files) - 1))
-    out.print(escaped(f"not carried by {format_name}: {'; '.join(exported.lost)}"), style="dim")
+    out.print(
+        styled("{} steps in {}{}", len(exported.steps), exported.files[0], and_more(len(exported.files) - 1))
+    )
+    out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
 
 
 def and_more(count: int) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from areal_debug.render import difference_table, escaped, format_number, format_value, sparkline
+from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
 from recorder import Record
 from replayer.check import GRAD_NORM, LOSS, RankDifference, ReplayReport, StepResult
 
@@ -53,9 +54,9 @@ def print_start(out: Console, report: ReplayReport) -> None:
             out.print(difference_table(title, differences))
             out.print()
     if report.guarantee.kind != "bitwise":
-        out.print(f"[bold]Expect[/bold] {EXPECTED[report.guarantee.kind]}:")
+        out.print(styled("[bold]Expect[/bold] {}:", EXPECTED[report.guarantee.kind]))
         for reason in report.guarantee.reasons:
-            out.print(f"  {escaped(reason)}")
+            out.print(styled("  {}", reason))
         out.print()
 
 
@@ -64,33 +65,50 @@ def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None
     numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
     if result.identical:
         out.print(
-            f"step {result.step:>4}  [green]identical[/green]  {numbers}  "
-            f"[dim]{result.num_parameters} parameter checksums, {result.num_compared} values in total[/dim]"
+            styled(
+                "step {:>4}  [green]identical[/green]  {}  [dim]{} parameter checksums, {} values in total[/dim]",
+                result.step,
+                numbers,
+                result.num_parameters,
+                result.num_compared,
+            )
         )
         return
     if not result.num_compared:
-        out.print(f"step {result.step:>4}  {numbers}  [dim]not recorded[/dim]")
+        out.print(styled("step {:>4}  {}  [dim]not recorded[/dim]", result.step, numbers))
         return
     if not in_detail:
         recorded = [format_number(result.recorded[name]) for name in (LOSS, GRAD_NORM)]
-        out.print(f"step {result.step:>4}  {numbers}  [dim]recorded {recorded[0]} and {recorded[1]}[/dim]")
+        out.print(
+            styled(
+                "step {:>4}  {}  [dim]recorded {} and {}[/dim]",
+                result.step,
+                numbers,
+                recorded[0],
+                recorded[1],
+            )
+        )
         return
-    out.print(f"step {result.step:>4}  [red]differs in {len(result.differences)} values[/red]  {numbers}")
+    out.print(
+        styled(
+            "step {:>4}  [red]differs in {} values[/red]  {}", result.step, len(result.differences), numbers
+        )
+    )
     by_kind = {
         kind: [d for d in result.differences if d.kind == kind] for kind in ("loss", "stat", "parameter")
     }
     shown = [difference for same in by_kind.values() for difference in same[:SHOWN_OF_A_KIND]]
     for difference in shown:
-        out.print(f"           {describe(difference)}")
+        out.print(styled("           {}", describe(difference)))
     if len(result.differences) > len(shown):
-        out.print(f"           ... and {len(result.differences) - len(shown)} more")
+        out.print(styled("           ... and {} more", len(result.differences) - len(shown)))
 
 
 def describe(difference: RankDifference) -> str:
     """Return one value, recorded and replayed."""
     recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
     rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
-    return escaped(f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}")
+    return f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}"
 
 
 def print_verdict(out: Console, report: ReplayReport) -> None:
@@ -98,14 +116,21 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
     first, count = report.first_different, len(report.steps)
     if report.guarantee.kind == "unrecorded":
         out.print(
-            f"[bold yellow]Nothing to compare:[/bold yellow] {count} steps were trained on recorded rollouts."
+            styled(
+                "[bold yellow]Nothing to compare:[/bold yellow] {} steps were trained on recorded rollouts.",
+                count,
+            )
         )
         out.print("`--output FOLDER` records what comes out, and that record replays bit by bit.")
         return
     if first is None:
         out.print(
-            f"[bold green]Bit-identical:[/bold green] {count} of {count} steps: every loss, gradient norm, statistic and "
-            f"parameter checksum has the recorded bits."
+            styled(
+                "[bold green]Bit-identical:[/bold green] {} of {} steps: every loss, gradient norm, statistic "
+                "and parameter checksum has the recorded bits.",
+                count,
+                count,
+            )
         )
         return
     num_different = sum(not result.identical for result in report.steps)
@@ -113,14 +138,14 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
     where = f"{num_different} of {count} steps; the first is step {first.step} ({', '.join(kinds)})."
     verdict = report.verdict
     if verdict is None:
-        out.print(f"[bold yellow]Inconclusive:[/bold yellow] bits differ in {where}")
+        out.print(styled("[bold yellow]Inconclusive:[/bold yellow] bits differ in {}", where))
         out.print(
             "A difference is allowed here, see above. `areal-debug replay` measures this machine's noise floor and compares."
         )
     elif report.guarantee.kind in ("noise", "statistical"):
         print_distance(out, report, where)
     else:
-        out.print(f"[bold red]Different:[/bold red] {where}")
+        out.print(styled("[bold red]Different:[/bold red] {}", where))
         out.print(reason_of(report))
 
 
@@ -130,19 +155,22 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
     assert verdict is not None
     unit = "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
     word = {
-        "within": f"[bold green]Within {unit}:[/bold green]",
-        "unclear": "[bold yellow]Inconclusive:[/bold yellow]",
-        "different": "[bold red]Different:[/bold red]",
+        "within": styled("[bold green]Within {}:[/bold green]", unit),
+        "unclear": styled("[bold yellow]Inconclusive:[/bold yellow]"),
+        "different": styled("[bold red]Different:[/bold red]"),
     }[verdict.finding]
-    out.print(f"{word} bits differ in {where}")
+    out.print(styled("{} bits differ in {}", word, where))
     if verdict.k is None:
         out.print("Too few values could be compared: replay more steps.")
         return
     at = f" in step {verdict.step}" if verdict.step is not None else ""
-    out.print(f"The largest difference is {verdict.k:.3g} x {unit}: {verdict.where}{at}.")
+    out.print(styled("The largest difference is {:.3g} x {}: {}{}.", verdict.k, unit, verdict.where, at))
     if verdict.finding == "within":
         out.print(
-            f"A defect smaller than that cannot be excluded; the guarantee is {report.guarantee.kind}, not bitwise."
+            styled(
+                "A defect smaller than that cannot be excluded; the guarantee is {}, not bitwise.",
+                report.guarantee.kind,
+            )
         )
     elif verdict.finding == "unclear":
         out.print(
@@ -164,36 +192,55 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
     first = samples[0]
     norms = ", ".join(format_number(norm) for norm in found["grad_norms"])
     out.print(
-        f"[bold]Step {step}[/bold]: {len(samples)} samples, gradient norm {norms} (by minibatch). {verdict_on(samples)}"
+        styled(
+            "[bold]Step {}[/bold]: {} samples, gradient norm {} (by minibatch). {}",
+            step,
+            len(samples),
+            norms,
+            verdict_on(samples),
+        )
     )
     if not found["faithful"]:
         out.print(
-            "[yellow]The replay up to this step differs from the record: shares are those of the replay.[/yellow]"
+            styled(
+                "[yellow]The replay up to this step differs from the record: shares are those of the replay.[/yellow]"
+            )
         )
     out.print(explain_table(samples[:EXPLAIN_SHOWN]))
     if len(samples) > EXPLAIN_SHOWN:
-        out.print(f"... and {len(samples) - EXPLAIN_SHOWN} with smaller gradients; --json has all of them")
+        out.print(
+            styled("... and {} with smaller gradients; --json has all of them", len(samples) - EXPLAIN_SHOWN)
+        )
     print_text(out, record, step, first)
     out.print(
-        f"[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. "
-        f"Next: areal-debug record show {escaped(str(record.path))} --step {step}[/dim]"
+        styled(
+            "[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. "
+            "Next: areal-debug record show {} --step {}[/dim]",
+            str(record.path),
+            step,
+        )
     )
 
 
-def verdict_on(samples: list[dict[str, Any]]) -> str:
+def verdict_on(samples: list[dict[str, Any]]) -> Text:
     """Name the sample with the largest gradient, or those whose gradient is not finite."""
     first = samples[0]
-    name = (
-        f"[bold]rank {first['rank']}, row {first['row']}[/bold] "
-        f"(prompt {first['prompt_id']}, sample {first['sample_id']})"
+    name = styled(
+        "[bold]rank {}, row {}[/bold] (prompt {}, sample {})",
+        first["rank"],
+        first["row"],
+        first["prompt_id"],
+        first["sample_id"],
     )
     broken = sum(not math.isfinite(sample["gradient_norm"]) for sample in samples)
     if broken:
-        return f"The gradients of {broken} samples are not finite, the first is that of {name}."
+        return styled("The gradients of {} samples are not finite, the first is that of {}.", broken, name)
     if first["gradient_norm"] == 0:
-        return "Every sample's gradient is 0: nothing is learned where all rewards of a group are equal."
+        return styled(
+            "Every sample's gradient is 0: nothing is learned where all rewards of a group are equal."
+        )
     shares = f"{percent(first['gradient_share'])} of the minibatch's gradient, {percent(first['loss_share'])} of its loss"
-    return f"The largest gradient is that of {name}: {shares}."
+    return styled("The largest gradient is that of {}: {}.", name, shares)
 
 
 def percent(share: float) -> str:
@@ -227,7 +274,7 @@ def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) 
     line = next(line for line in text if line["row"] == sample["row"])
     out.print()
     for name in ("prompt", "completion"):
-        out.print(f"[bold]{name}[/bold]  {escaped(repr(line[name]))}")
+        out.print(styled("[bold]{}[/bold]  {}", name, repr(line[name])))
     out.print()
 
 
@@ -272,19 +319,28 @@ def print_comparison(out: Console, report: ReplayReport) -> None:
     first = report.first_different
     out.print()
     if first is None:
-        out.print(f"[bold]Nothing changed:[/bold] all {len(report.steps)} steps have the recorded bits.")
+        out.print(
+            styled("[bold]Nothing changed:[/bold] all {} steps have the recorded bits.", len(report.steps))
+        )
         return
     kinds = ", ".join(sorted({difference.kind for difference in first.differences}))
     out.print(
-        f"[bold]Recorded against replayed[/bold] over {len(report.steps)} steps, which diverge in step {first.step} ({kinds}):"
+        styled(
+            "[bold]Recorded against replayed[/bold] over {} steps, which diverge in step {} ({}):",
+            len(report.steps),
+            first.step,
+            kinds,
+        )
     )
     out.print(whatif_table(moved[:WHATIF_SHOWN]))
     if len(moved) > WHATIF_SHOWN:
         out.print(
-            f"... and {len(moved) - WHATIF_SHOWN} statistics that changed less; --json lists all of them"
+            styled(
+                "... and {} statistics that changed less; --json lists all of them", len(moved) - WHATIF_SHOWN
+            )
         )
     same = [c.name for c in curves if c.moved == 0]
-    out.print(f"[dim]{len(same)} statistics did not change. The record was not modified.[/dim]")
+    out.print(styled("[dim]{} statistics did not change. The record was not modified.[/dim]", len(same)))
 
 
 def whatif_table(curves: list[Curve]) -> Table:
@@ -298,9 +354,9 @@ def whatif_table(curves: list[Curve]) -> Table:
         left, right = on_one_scale(item.recorded, item.replayed)
         means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
         found.add_row(
-            escaped(item.name),
-            f"[cyan]{left}[/cyan]",
-            f"[magenta]{right}[/magenta]",
+            styled("{}", item.name),
+            styled("[cyan]{}[/cyan]", left),
+            styled("[magenta]{}[/magenta]", right),
             *(format_number(mean) for mean in means),
             moved_text(item.moved),
         )

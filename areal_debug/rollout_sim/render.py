@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from areal_debug.render import format_seconds
+from areal_debug.render import format_seconds, styled
 
 if TYPE_CHECKING:
     from areal_debug.rollout_sim.simulate import SimulationReport
@@ -15,9 +15,11 @@ def print_simulation(out: Console, report: "SimulationReport", problems: list[st
     """Print the verdict and the numbers."""
     subject = f"{report.requests:,} requests on {report.servers} simulated servers"
     if problems:
-        out.print(f"[bold red]Not as required:[/bold red] {subject}: {'; '.join(problems)}.")
+        out.print(styled("[bold red]Not as required:[/bold red] {}: {}.", subject, "; ".join(problems)))
     else:
-        out.print(f"[bold green]Fine:[/bold green] {subject}: none lost, none doubled, none too old.")
+        out.print(
+            styled("[bold green]Fine:[/bold green] {}: none lost, none doubled, none too old.", subject)
+        )
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in facts(report):
         table.add_row(name, text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json
+from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, styled
 
 if TYPE_CHECKING:
     from areal_debug.serve.keeper import ServeSpec
@@ -123,7 +123,7 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
     if as_json:
         print_json(facts_document(facts, state))
     elif is_quiet():
-        console().print(address_line(facts.address), markup=False)
+        console().print(address_line(facts.address))
     else:
         print_facts(console(), facts, state)
     sys.stdout.flush()
@@ -159,7 +159,7 @@ def stop_servers(port: int, as_json: bool) -> NoReturn:
         print_json({"stopped": [state.address for state in states]})
     else:
         listed = ", ".join(state.address for state in states)
-        console().print(f"stopped {listed}" if states else "there is no server to stop", markup=False)
+        console().print(styled("stopped {}", listed) if states else "there is no server to stop")
     raise SystemExit(0 if states else 1)
 
 

@@ -14,12 +14,12 @@ from areal_debug.cli import Verb, force_option, overrides_argument
 from areal_debug.render import (
     console,
     errors_as_sentences,
-    escaped,
     fail,
     hidden_output,
     is_quiet,
     print_json,
     print_log_end,
+    styled,
 )
 
 if TYPE_CHECKING:
@@ -120,11 +120,11 @@ def print_presets() -> None:
     out = console()
     width = max(len(f"{name}={value}") for preset in PRESETS for name, value in preset.variables.items())
     for preset in PRESETS:
-        out.print(f"[bold]{preset.name}[/bold]  {escaped(preset.purpose)}")
-        out.print(f"  cost: {escaped(preset.cost)}")
+        out.print(styled("[bold]{}[/bold]  {}", preset.name, preset.purpose))
+        out.print(styled("  cost: {}", preset.cost))
         for name, value in preset.variables.items():
             setting = f"{name}={value}"
-            out.print(f"  {escaped(setting):<{width}}  [dim]{escaped(preset.meaning[name])}[/dim]")
+            out.print(styled("  {}  [dim]{}[/dim]", f"{setting:<{width}}", preset.meaning[name]))
         out.print()
     out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")
 
@@ -231,7 +231,7 @@ def print_end(code: int, log: Path) -> None:
     """Print the outcome of a run whose output was hidden, and for a failure the end of its log."""
     if code:
         print_log_end(log)
-    console().print(f"the run ended with exit code {code}; its output is in {log}", markup=False)
+    console().print(styled("the run ended with exit code {}; its output is in {}", code, log))
 
 
 def watch_run(logs: Path) -> int:

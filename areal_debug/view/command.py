@@ -16,6 +16,7 @@ from areal_debug.render import (
     note,
     print_json,
     refuse_existing,
+    styled,
     with_progress,
 )
 
@@ -93,7 +94,7 @@ def write_view(
     if as_json:
         print_json({"record": str(record), "step": number, "output": str(output), "size_bytes": size_bytes})
         return
-    console().print(f"{output} ({format_bytes(size_bytes)}): open it in a browser", markup=False)
+    console().print(styled("{} ({}): open it in a browser", output, format_bytes(size_bytes)))
 
 
 def write_page(
@@ -126,7 +127,7 @@ def serve_page(path: Path, patterns: list[re.Pattern[str]], port: int, as_json: 
         if as_json:
             print_json({"record": record, "url": address})
         else:
-            console().print(f"{record} at {address} (Ctrl-C ends it)", markup=False)
+            console().print(styled("{} at {} (Ctrl-C ends it)", record, address))
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -185,7 +185,7 @@ def test_ranges_join_and_names_follow_numbers():
 
 
 def test_unprintable_text_is_shown_as_its_code():
-    assert printable("a\x1b[31mb\u202ec\td") == "a\\x1b[31mb\\x202ec d"
+    assert printable("a\x1b[31mb\u202ec\td") == "a\\x1b[31mb\\u202ec d"
 
 
 def test_hangdoctor_comes_up_without_torch_and_click():
