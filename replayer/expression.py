@@ -2,7 +2,8 @@
 
 Python's own parser builds the tree; only the nodes below are accepted, and they are evaluated here.
 There is no `eval`, no attribute access and no call except of six functions, so an expression from
-an untrusted source can do nothing but be true or false.
+an untrusted source can do nothing but be true or false. Its length, depth, operations and numbers
+are bounded: it takes time and memory as its row has, and no more.
 """
 
 import ast
@@ -27,13 +28,32 @@ ROW_NAMES = (
     "sample_id",
     "step",
 )
+MAX_CHARACTERS = 2000
+MAX_NODES = 1000  # of Python's tree: names, constants, operators and their contexts
+MAX_DEPTH = 50
+MAX_INTEGER = 10**30  # of constants and results
+MAX_DIGITS = 30  # of round
+
+
+def total(values: list[float]) -> float:
+    """Add numbers; `sum` with a start value would join lists."""
+    return sum(values)
+
+
+def rounded(value: float, digits: int = 0) -> float:
+    """Round to at most 30 digits: `round(5, -10**8)` computes a power of ten of that size first."""
+    if abs(digits) > MAX_DIGITS:
+        raise ValueError(f"round takes at most {MAX_DIGITS} digits")
+    return round(value, digits) if digits else round(value)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "min": min,
     "max": max,
-    "sum": sum,
+    "sum": total,
     "abs": abs,
-    "round": round,
+    "round": rounded,
 }
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -71,7 +91,7 @@ class Expression:
         """
         try:
             return bool(evaluate(self.tree, values))
-        except (TypeError, ZeroDivisionError, ValueError, IndexError) as error:
+        except (TypeError, ArithmeticError, ValueError, IndexError) as error:
             raise WrongFilter(f"--filter {self.text!r} cannot be evaluated for a row: {error}") from None
 
 
@@ -79,14 +99,32 @@ def parse_expression(text: str, names: tuple[str, ...]) -> Expression:
     """Parse an expression of comparisons, logic, arithmetic and the allowed functions and names.
 
     Raises:
-        WrongFilter: names what is not allowed, and lists what is.
+        WrongFilter: names what is not allowed, and lists what is; or the limit that is exceeded.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise WrongFilter(f"--filter has {len(text):,} characters; at most {MAX_CHARACTERS:,} are allowed")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
         raise WrongFilter(f"--filter {text!r} is not an expression: {str(error).splitlines()[0]}") from None
+    except (RecursionError, MemoryError):  # of Python's parser
+        raise WrongFilter(f"--filter is nested deeper than {MAX_DEPTH} levels") from None
+    check_size(tree)
     check(tree, text, names)
     return Expression(text, names, tree)
+
+
+def check_size(tree: ast.expr) -> None:
+    """Raise WrongFilter for a tree that is too deep or has too many nodes."""
+    level: list[ast.AST] = [tree]
+    num_nodes = depth = 0
+    while level:
+        num_nodes, depth = num_nodes + len(level), depth + 1
+        if num_nodes > MAX_NODES:
+            raise WrongFilter(f"--filter has more than {MAX_NODES:,} names, constants and operations")
+        if depth > MAX_DEPTH:
+            raise WrongFilter(f"--filter is nested deeper than {MAX_DEPTH} levels")
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
 
 
 def check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
@@ -98,6 +136,8 @@ def check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
 def children(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
     """Return the operands of an allowed node. Raises WrongFilter for one that is not allowed."""
     match node:
+        case ast.Constant(value=int() as value) if abs(value) > MAX_INTEGER:
+            raise WrongFilter(f"--filter {text!r} has a number beyond {MAX_INTEGER:.0e}")
         case ast.Constant(value=bool() | int() | float() | str()):
             return []
         case ast.Name(id=name) if name in names:
@@ -151,7 +191,12 @@ def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def bounded(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Apply arithmetic to numbers only: `'a' * 10**9` would be a string of a gigabyte."""
+    """Apply arithmetic to numbers only, `'a' * 10**9` would be a string of a gigabyte, and only as
+    long as integers are bounded.
+    """
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         raise TypeError("arithmetic works on numbers")
-    return operation(left, right)
+    result = operation(left, right)
+    if isinstance(result, int) and abs(result) > MAX_INTEGER:
+        raise ValueError(f"a result is beyond {MAX_INTEGER:.0e}")
+    return result

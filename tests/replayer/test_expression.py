@@ -73,3 +73,38 @@ def test_an_unknown_name_is_reported_with_the_known_ones():
 def test_what_does_not_fit_a_row_is_one_sentence(text):
     with pytest.raises(WrongFilter, match="cannot be evaluated for a row"):
         parse_expression(text, ROW_NAMES).matches(ROW)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("1" + " + 1" * 1000, "4,001 characters; at most 2,000"),
+        ("[" + "1," * 999 + "]", "more than 1,000"),
+        ("-" * 60 + "1", "deeper than 50"),
+        ("-" * 1999 + "1", "deeper than 50"),
+        ("not " * 499 + "1", "deeper than 50"),
+        ("9 ** " + "-" * 900 + "9", "deeper than 50"),
+        ("9" * 31, "a number beyond 1e\\+30"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_an_expression_beyond_a_limit_is_refused_before_a_row_is_seen(text, limit):
+    with pytest.raises(WrongFilter, match=limit):
+        parse_expression(text, ROW_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("round(5, -100000000) == 0", "at most 30 digits"),
+        ("round(reward, 31) == 0", "at most 30 digits"),
+        ("*".join(["1000000"] * 6) + " > 0", "beyond 1e\\+30"),
+        ("'a' * 1000000000 == ''", "arithmetic works on numbers"),
+        ("completion * 1000000000 == 0", "arithmetic works on numbers"),
+        ("sum([completion], completion) == 0", "positional"),
+        ("round(1e309) == 0", "infinity"),
+    ],
+)
+def test_work_beyond_a_limit_is_refused_when_a_row_is_seen(text, limit):
+    with pytest.raises(WrongFilter, match=limit):
+        parse_expression(text, ROW_NAMES).matches(ROW)
