@@ -165,8 +165,8 @@ def python_list(text: str, tools: Tools) -> Found:
         listed = ast.parse(text.strip(), mode="eval").body
         assert isinstance(listed, ast.List)
         return "", [python_call(item) for item in listed.elts]
-    except (SyntaxError, ValueError, AssertionError):
-        return text, []
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
+        return text, []  # the last two of Python's parser, for text that is nested deeply
 
 
 def no_calls(text: str, tools: Tools) -> Found:

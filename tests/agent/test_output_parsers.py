@@ -231,3 +231,10 @@ def test_lone_surrogates_in_a_call_become_the_replacement_character():
     text = '<tool_call>\n{"name": "f\\ud800", "arguments": {"\\udfff": ["a\\ud83d\\ude00\\ud83d"]}}\n</tool_call>'
     _, (call,) = parse_tool_calls(text, "qwen", TOOLS)
     assert (call.name, call.arguments) == ("f�", '{"�": ["a😀�"]}')
+
+
+@pytest.mark.parametrize(
+    "text", ["-" * 100_000 + "1", "not " * 100_000 + "1", f"[f(x={'-' * 3000}1)]", "[f(x={[]: 1})]"]
+)
+def test_python_that_is_nested_too_deeply_or_no_literal_is_content(text):
+    assert parse_tool_calls(text, "pythonic", TOOLS) == (text, [])
