@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from areal_core.safety.printable import printable_block
+
 if TYPE_CHECKING:
     from replayer.check import ReplayReport
 
@@ -91,7 +93,7 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
                 Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments}), session.mode
             )
         except RegressionError as error:
-            pytest.fail(str(error), pytrace=False)
+            pytest.fail(printable_block(str(error)), pytrace=False)
         session.replayed.add(place)
         session.num_steps += len(checked.report.steps)
         if checked.stale:

@@ -5,6 +5,7 @@ right-to-left mark would reorder the displayed text, and characters without a gl
 is not printable is shown as its code, spelled as in Python: `\\x1b`, `\\u202e`, `\\U000e0041`.
 """
 
+import logging
 import re
 
 # All but tab and newline of: C0, DEL and C1; soft hyphen, joiners, fillers and vowel separators
@@ -28,6 +29,13 @@ def printable(text: str, limit: int = MAX_TEXT) -> str:
 def printable_block(text: str) -> str:
     """Return `text` with its lines and tabs, all other control codes escaped; of any length."""
     return UNPRINTABLE.sub(code_of, text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """A format of log lines that shows control codes of what servers, files and models said."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_block(super().format(record))
 
 
 def code_of(match: re.Match[str]) -> str:

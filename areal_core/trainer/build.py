@@ -46,6 +46,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
+from areal_core.safety.printable import PrintableFormatter
 from areal_core.telemetry import (
     JsonlLogger,
     Stats,
@@ -74,7 +75,9 @@ def start_process(config: AnyConfig) -> Ranks:
     transformers_logging.set_verbosity(logging.ERROR)
     sizes = trainer_sizes(config)
     ranks = join_ranks(config.device, sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
-    logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, format="%(message)s")
+    output = logging.StreamHandler()
+    output.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, handlers=[output])
     # Tensor-parallel ranks compute the same tokens: their dropout must be the same.
     seed_everything(config.seed, ranks.rank // ranks.tensor_parallel_size)
     return ranks

@@ -9,7 +9,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from areal_core.agent.conversation import BROKEN
-from areal_debug.record.render import CONTROLS, print_legend, style_of
+from areal_debug.record.render import print_legend, style_of
 from areal_debug.render import console, format_number, format_seconds, styled
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def print_turn(turn: "TurnFacts") -> None:
         out.print(styled("  [yellow]{}[/yellow]: {}", BROKEN[turn.branch], turn.prefix_mismatch))
     for message in turn.new_messages:
         out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
-    sampled = Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in turn.tokens))
+    sampled = Text.assemble(*((token.text, style_of(token)) for token in turn.tokens))
     out.print(Text(f"  {'sampled':<10}", style="bold blue") + sampled)
     for call in turn.tool_calls:
         out.print(
@@ -119,7 +119,7 @@ def print_turn(turn: "TurnFacts") -> None:
 
 def shown(content: Any) -> str:
     """Return message content as indented text with control characters as symbols."""
-    return str(content).translate(CONTROLS).replace("\n", "\n" + " " * 12)
+    return str(content).replace("\n", "\n" + " " * 12)
 
 
 def print_stress(report: "StressReport") -> None:

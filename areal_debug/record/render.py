@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from recorder.samples import Branch, Sample, Token
 
 MAX_LINES = 40
-# a model may generate escape sequences, which would move the cursor: show them as symbols
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 FINISH_REASONS = ("stop", "length", "abort")
 # lowest probability of each band, its colour, and its label in the legend
 BANDS = (
@@ -53,7 +51,7 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
     }
     for name, value in facts.items():
-        out.print(Text(f"{name:<20}", style="dim") + Text(str(value if value is not None else "-")))
+        out.print(styled("[dim]{:<20}[/dim]{}", name, value if value is not None else "-"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("step", "weights", "rows", "tokens", "size", "mean reward"):
         table.add_column(heading, justify="right")
@@ -162,10 +160,8 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
     """Return the row's text in colours; without a tokenizer the recorded text, uncoloured."""
     if recorded is not None:
         line = recorded[sample.row]
-        return Text(line["prompt"].translate(CONTROLS), style="dim") + Text(
-            line["completion"].translate(CONTROLS)
-        )
-    return Text.assemble(*((token.text.translate(CONTROLS), style_of(token)) for token in sample.tokens))
+        return Text(line["prompt"], style="dim") + Text(line["completion"])
+    return Text.assemble(*((token.text, style_of(token)) for token in sample.tokens))
 
 
 def token_table(sample: "Sample") -> Table:
@@ -207,7 +203,7 @@ def print_verification(report: "VerifyReport") -> None:
         )
     )
     for problem in report.problems:
-        out.print(Text(f"  {problem}"))
+        out.print(styled("  {}", problem))
     if report.steps_missing:
         out.print(styled("steps missing: {}", ", ".join(map(str, report.steps_missing))))
     out.print(

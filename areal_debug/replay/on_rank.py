@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_debug.terminal import open_standard_streams
 from areal_debug.train.script import collect_garbage_rarely, mistakes_as_sentences
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def main(task: str, *arguments: str) -> None:
     """Run a task on this rank. A user's error ends it with one sentence instead of a traceback."""
     collect_garbage_rarely()
+    open_standard_streams()
     with mistakes_as_sentences():
         TASKS[task](*arguments)
 

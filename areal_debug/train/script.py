@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_core.safety.printable import printable_block
+
 
 def main(arguments: list[str]) -> None:
     """Run the script as `__main__`, with its own arguments and its folder on the path."""
@@ -90,7 +92,7 @@ def end(message: str, code: int) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank meanwhile
-    print(message, file=sys.stderr, flush=True)
+    print(printable_block(message), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)
 

@@ -121,7 +121,7 @@ def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal
 
 def test_show_makes_escape_sequences_of_the_model_visible(tmp_path, bytes_tokenizer):
     record = record_of_one_row(tmp_path, bytes_tokenizer, "2+2=\x1b[2Jgone")
-    assert "2+2=␛[2Jgone" in run("show", record).output
+    assert "2+2=\\x1b[2Jgone" in run("show", record).output
 
 
 def test_show_as_json_gives_every_token(record_of_text):

@@ -1,0 +1,289 @@
+"""Text of a record, a run, a config or a path cannot control a terminal, nor be taken for markup.
+
+Every verb runs on a real terminal with inputs whose every text is hostile. A new verb must be added
+to `commands`.
+"""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from areal_core.safety.printable import UNPRINTABLE, printable
+from areal_debug.cli import main
+from areal_debug.render import console, styled
+from recorder.environment import folder_identity
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
+from recorder.writer import RecordingOptions, RecordWriter
+
+# A title, the clipboard, a cleared screen, C1, closing and opening markup, direction, hidden text.
+CODES = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\x08\x7f\u202e\u2066\u200b\u2028\ufe0f\U000e0041"
+MARKUP = "[bold]\\[/oops][/oops][link=http://evil.example]:smile:"
+EVIL = f"{CODES}{MARKUP}\r\nFORGED"
+NAME = f"run [/oops] {CODES}"  # of a file: two parts of a path
+STYLES = re.compile(
+    r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\x1b\[1;31m"
+)  # colours and progress bars of ours
+TEXT_BLOCKS = {"record show"}  # print the lines of a text as lines
+
+DRIVER = """
+import json, os, sys, traceback
+from areal_debug.cli import main
+for name, arguments in json.load(open(sys.argv[1])):
+    code = "crash"
+    os.write(1, f"<<{name}>>\\n".encode())
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(1, f"<<exit {code}>>\\n".encode())
+"""
+
+
+def runnable(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from runnable(command, (*path, name))
+        if not isinstance(command, click.Group) or command.invoke_without_command:
+            yield " ".join((*path, name))
+
+
+class HostileTokenizer:
+    def decode(self, ids, **_):
+        return EVIL
+
+    def batch_decode(self, rows, **_):
+        return [EVIL] * len(rows)
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def write_record(folder: Path, model: dict, value: float = 1.0) -> Path:
+    """A record whose every text is hostile: header, config, plan, statistics, names, texts."""
+    writer = RecordWriter(folder, options=RecordingOptions(text=True))
+    folder.mkdir(parents=True)
+    environment = {"torch": {"build": EVIL}, "code": {"commit": EVIL, "dirty_sha256": EVIL}, EVIL: EVIL}
+    header = replace(
+        SCRIPTED_HEADER, created=EVIL, allocation=EVIL, model=model, environment=environment,
+        config={"seed": 1, EVIL: {EVIL: EVIL + str(value)}, "actor": {"path": EVIL, "lr": value}},
+    )  # fmt: skip
+    write_header(folder, header)
+    writer.tokenizer = HostileTokenizer()
+    for step in range(2):
+        ids = list(EVIL.encode())
+        batch = scripted_batch([len(ids), len(ids)], seed=step)
+        batch["input_ids"] = np.array([ids, ids], np.int32)
+        batch["rewards"] *= np.float32(value)
+
+        def send(event: str, **facts: object) -> None:
+            if event == "step":
+                facts |= {"stats": {EVIL: value, "grad_norm": value}, "checksums": {EVIL: f"{value:08.0f}"}}
+                facts |= {"plan": {"learning_rate": value, EVIL: EVIL}}
+            writer(event, **facts)
+
+        send_step(send, step, batch)
+    writer("end", steps=2, error=EVIL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    """The hostile inputs, all below folders with hostile names."""
+    top = tmp_path_factory.mktemp("hostile") / NAME
+    write_tokenizer(top / "model")
+    identity = folder_identity(str(top / "model"))
+    found = {
+        "record": write_record(top / "record", identity),
+        "without": write_record(top / "without tokenizer", {"path": EVIL, "files": {}}, value=2.0),
+        "top": top,
+    }
+    lines = [
+        json.dumps({"step": step, EVIL: step % 3, "ppo_actor/update/grad_norm": 10.0**step})
+        for step in range(60)
+    ]
+    found["stats"] = top / "stats.jsonl"
+    found["stats"].write_text("\n".join(lines))
+    found["config"] = top / "config.yaml"
+    found["config"].write_text(
+        json.dumps({"experiment_name": EVIL, "actor": {"path": EVIL, "bogus": EVIL}, EVIL: EVIL})
+    )
+    found["script"] = top / "script.py"
+    found["script"].write_text("raise SystemExit(1)\n")
+    found["stacks"] = top / "stacks"
+    found["stacks"].mkdir()
+    for rank in range(2):
+        threads = (
+            f'Thread 1 (idle): "{EVIL}"\n    {EVIL} ({EVIL}.py:7)\n    all_reduce (torch/distributed.py:1)\n'
+        )
+        (found["stacks"] / f"rank_{rank}.txt").write_text(f"Process {rank}: python {EVIL}\n{threads}")
+    found["rollouts"] = top / "rollouts.jsonl"
+    found["rollouts"].write_text(json.dumps({"input": EVIL, "output": EVIL, "score": 1.0, EVIL: EVIL}))
+    events = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "cat": "step",
+            "name": EVIL,
+            "ts": 0,
+            "dur": 5,
+            "args": {"step": 0, EVIL: EVIL},
+        },
+    ]
+    found["trace"] = top / "trace.json"
+    found["trace"].write_text(json.dumps({"traceEvents": events, "otherData": {EVIL: EVIL, "ranks": []}}))
+    return found
+
+
+def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
+    """Every verb with hostile arguments; those that would run for minutes get a wrong one."""
+    text = {name: str(path) for name, path in at.items()}
+    record, without, top = text["record"], text["without"], text["top"]
+    absent = f"{top}/absent {EVIL}".replace("\0", "")
+    return [
+        ("demo", ["demo", "-o", top]),
+        ("train", ["train", text["script"], "--config", text["config"]]),
+        ("train", ["train", absent]),
+        ("config", ["config", EVIL]),
+        ("preflight", ["preflight", "--config", text["config"]]),
+        ("preflight", ["preflight", without, EVIL]),
+        ("parity", ["parity", absent]),
+        ("replay", ["replay", record]),
+        ("replay", ["replay", record, "--explain", "1"]),
+        ("replay", ["replay", record, "--filter", EVIL]),
+        ("replay", ["replay", record, "--set", f"{EVIL}=1"]),
+        ("goto", ["goto", record, "--step", "1"]),
+        ("diff", ["diff", record, without, "--all"]),
+        ("diff", ["diff", record, absent]),
+        ("bisect", ["bisect", record, "--good", EVIL, "--bad", EVIL]),
+        ("bisect-step", ["bisect-step", record, without]),
+        ("consistency", ["consistency", record]),
+        ("consistency", ["consistency", record, "--model", absent]),
+        ("hang", ["hang", "--pid", "999999999"]),
+        ("hang diagnose", ["hang", "diagnose", text["stacks"], "-o", f"{top}/hang.html", "-o", f"{top}/hang.md"]),
+        ("hang explain", ["hang", "explain", EVIL]),
+        ("hang collect", ["hang", "collect", "--to", f"{top}/collected", "--pid", "999999999"]),
+        ("hang watch", ["hang", "watch", "-o", f"{top}/watch", "--", f"{top}/no such program"]),
+        ("doctor", ["doctor", text["stats"], "-o", f"{top}/doctor.html"]),
+        ("doctor", ["doctor", absent]),
+        ("trace", ["trace", text["trace"]]),
+        ("trace", ["trace", absent]),
+        ("record ls", ["record", "ls", record]),
+        ("record ls", ["record", "ls", absent]),
+        ("record show", ["record", "show", record]),
+        ("record show", ["record", "show", without]),
+        ("record show", ["record", "show", record, "--tokens"]),
+        ("record verify", ["record", "verify", record]),
+        ("record archive", ["record", "archive", record, "--to", f"{top}/archive.zip"]),
+        ("record extract", ["record", "extract", f"{top}/archive.zip", "--to", f"{top}/extracted"]),
+        ("record import", ["record", "import", text["rollouts"], "--to", f"{top}/imported"]),
+        ("record export", ["record", "export", record, "--format", "jsonl", "--to", f"{top}/exported.jsonl"]),
+        ("view", ["view", record, "-o", f"{top}/view.html"]),
+        ("view", ["view", record, "--redact", f"({EVIL}"]),
+        ("serve", ["serve", "--model", absent, "--backend", "embedded", "--names", top]),
+        ("serve", ["serve", "--status", "--logs", top]),
+        ("agent run", ["agent", "run", f"{top}/no agent.py:{EVIL}", "--data", absent]),
+        ("agent stress", ["agent", "stress", f"{EVIL}:Agent", "--data", absent, "--model", absent]),
+        ("agent rollout", ["agent", "rollout", "x.py:Agent", "--config", text["config"], "-o", f"{top}/rollout"]),
+        ("chaos", ["chaos", text["config"]]),
+        ("rollout-sim", ["rollout-sim", "--servers", EVIL]),
+        *((name, [*name.split(), "--no-such", EVIL]) for name in sorted(runnable(main))),
+    ]  # fmt: skip
+
+
+def on_a_terminal(arguments: list[str], cwd: Path) -> str:
+    """Run a program on a pseudo-terminal and return what it printed."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "4000", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=cwd, env=environment
+    )
+    os.close(theirs)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # every writer has closed it
+            break
+        chunks.append(chunk)
+        if not chunk:
+            break
+    os.close(ours)
+    process.wait()
+    return b"".join(chunks).decode("utf-8", "replace")
+
+
+@pytest.fixture(scope="module")
+def outputs(places, tmp_path_factory) -> list[tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "commands.json").write_text(json.dumps(commands(places)))
+    printed = on_a_terminal([sys.executable, "driver.py", "commands.json"], folder)
+    found = re.findall(r"<<([^>]*)>>\r\n(.*?)<<exit (\S+)>>\r\n", printed, re.DOTALL)
+    return [(name, text) for name, text, code in found]
+
+
+def test_every_verb_is_tried_with_hostile_text(places, outputs):
+    tried = [name for name, _ in commands(places)]
+    assert set(tried) == set(runnable(main))
+    assert [name for name, _ in outputs] == tried
+
+
+def test_no_verb_prints_a_control_code_or_takes_data_for_markup(outputs):
+    wrong = {}
+    for name, text in outputs:
+        plain = STYLES.sub("", text).replace("\r\n", "\n").replace("\r", "")
+        problems = sorted({printable(found) for found in UNPRINTABLE.findall(plain)})
+        problems += [
+            word for word in ("Traceback", "MarkupError", "link=http://evil.example\x1b") if word in text
+        ]
+        if name not in TEXT_BLOCKS and re.search("^FORGED", plain, re.MULTILINE):
+            problems.append("a line of its own")
+        if problems:
+            wrong[name] = (problems, plain[-600:])
+    assert wrong == {}
+
+
+def test_hostile_text_is_shown_and_not_dropped(outputs):
+    plain = [(name, STYLES.sub("", text)) for name, text in outputs]
+    shown = {name for name, text in plain if "\\x1b]52;c;ZXZpbA==" in text and "[/oops]" in text}
+    assert {"record ls", "record show", "diff", "view", "record archive", "doctor"} <= shown
+
+
+def test_a_template_styles_its_own_text_and_leaves_data_alone():
+    text = styled("[bold]{}[/bold] of {:,} [dim]{!r}[/dim]", "[/bold][red]x", 12345, "a\nb")
+    assert text.plain == "[/bold][red]x of 12,345 'a\\nb'"
+    assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 13, "bold"), (24, 30, "dim")]
+    nested = styled("{} and {}", styled("[red]no[/red]"), "\x1b\n[/]")
+    assert (nested.plain, [str(span.style) for span in nested.spans]) == ("no and \\x1b [/]", ["red"])
+
+
+def test_a_console_prints_strings_as_they_are(capsys):
+    console().print("[red]a[/red] \\[/oops] :smile: \x1b]52;c;\x07")
+    assert capsys.readouterr().out == "[red]a[/red] \\[/oops] :smile: \\x1b]52;c;\\x07\n"
