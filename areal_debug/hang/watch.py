@@ -94,7 +94,8 @@ def watch(
     plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts)  # type: ignore[arg-type]
     notify = (lambda text: None) if is_quiet() else report
     if job:
-        sys.exit(watch_command(list(job), plan, diagnose, notify))
+        code = watch_command(list(job), plan, diagnose, notify)
+        sys.exit(code if code >= 0 else 128 - code)  # as a shell shows a signal
     sys.exit(watch_pids(pids, plan, diagnose, notify))
 
 

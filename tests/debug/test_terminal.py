@@ -1,0 +1,144 @@
+"""Standard output that is closed, full, cut off or of few characters: one sentence, never a traceback."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from areal_debug.cli import main
+from recorder.testing import write_scripted_record
+
+COMMAND = [sys.executable, "-m", "areal_debug"]
+# Run each command in a process of its own, which has imported what all need.
+DRIVER = """
+import json, os, sys
+import areal_debug.record.command, areal_debug.record.render, recorder
+from areal_debug.cli import main
+output, encoding, commands = sys.argv[1], sys.argv[2], json.load(open(sys.argv[3]))
+for number, arguments in enumerate(commands):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{number}.err", os.O_WRONLY | os.O_CREAT), 2)
+        os.close(1)
+        sys.stdout = None if output == "closed" else open(output.format(number), "w", encoding=encoding)
+        main(arguments)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    print(json.dumps([code, open(f"{number}.err").read()]), flush=True)
+"""
+CLOSED = "Error: standard output is closed: redirect it to a file, or to /dev/null\n"
+FULL = "Error: standard output cannot be written: No space left on device\n"
+
+
+def runnable(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from runnable(command, (*path, name))
+        yield [*path, name]
+
+
+def run_each(folder: Path, commands: list[list[str]], output: str, encoding: str = "utf-8", **variables: str):
+    """Return exit code and messages of each command, run with the same standard output."""
+    folder.mkdir(exist_ok=True)
+    (folder / "commands.json").write_text(json.dumps(commands))
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, output, encoding, "commands.json"],
+        cwd=folder, capture_output=True, text=True, env=os.environ | variables, check=True,
+    )  # fmt: skip
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[list[str]]:
+    """Commands that print a report, with characters that not every encoding has."""
+    folder = tmp_path_factory.mktemp("terminal")
+    write_scripted_record(folder / "récord", num_steps=30)
+    record, stats = str(folder / "récord"), folder / "stats.jsonl"
+    stats.write_text(
+        "\n".join(json.dumps({"step": i, "grad_norm": 2.0**i, "reward": 0.1}) for i in range(60))
+    )
+    return [
+        ["record", "ls", record],
+        ["record", "ls", record, "--json"],
+        ["record", "show", record],
+        ["record", "show", record, "--tokens"],
+        ["record", "verify", record],
+        ["record", "archive", record, "--to", "a.zip", "--force"],
+        ["record", "export", record, "--format", "jsonl", "--to", "e.jsonl", "--force"],
+        ["diff", record, record],
+        ["bisect-step", record, record],
+        ["view", record, "-o", "v.html", "--force"],
+        ["doctor", str(stats)],
+        ["config", "actor.optimizer"],
+        ["hang", "explain"],
+        ["--help"],
+        ["record", "ls", "é [/absent]"],
+    ]  # fmt: skip
+
+
+def test_every_verb_refuses_a_closed_standard_output_in_one_sentence(tmp_path):
+    verbs = list(runnable(main))
+    assert run_each(tmp_path, verbs, "closed") == [(2, CLOSED)] * len(verbs)
+
+
+def test_every_verbs_help_reports_a_full_disk_in_one_sentence(tmp_path):
+    verbs = [[*verb, "--help"] for verb in runnable(main)]
+    assert run_each(tmp_path, verbs, "/dev/full") == [(2, FULL)] * len(verbs)
+
+
+def test_every_report_on_a_full_disk_ends_with_one_sentence(reports, tmp_path):
+    ended = run_each(tmp_path, reports[:-1], "/dev/full")
+    assert ended == [(2, FULL)] * (len(reports) - 1)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_an_encoding_lacks_are_replaced(reports, tmp_path, encoding):
+    ended = run_each(tmp_path, reports, "{}.out", encoding)
+    assert [code for code, _ in ended] == [0] * 10 + [1, 0, 0, 0, 2]
+    assert [text for _, text in ended[:-1]] == [""] * 14
+    listing = (tmp_path / "0.out").read_bytes()
+    assert b"30 steps" in listing
+    assert b"mean reward         ?????" in listing
+    (tmp_path / "13.out").read_bytes().decode(encoding)
+
+
+def test_one_column_is_enough_for_every_report(reports, tmp_path):
+    ended = run_each(tmp_path, reports, "{}.out", COLUMNS="1")
+    assert [text for _, text in ended[:-1]] == [""] * 14
+
+
+def test_a_reader_that_ends_ends_the_verb_silently(reports):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*COMMAND, *reports[0]], stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_closed_streams_are_not_reused_by_files(reports, tmp_path):
+    """The first file that is opened would get number 2, and messages of children with it."""
+    script = f'cd {tmp_path}; exec {" ".join(COMMAND)} "$@" <&- 2>&-'
+    done = subprocess.run(["bash", "-c", script, "bash", *reports[9]], stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert (tmp_path / "v.html").read_bytes().startswith(b"<!doctype html>")
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
+    arguments = [*COMMAND, "rollout-sim", "--servers", "4", "--requests", "100000000"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    while not any("aiohttp" in line for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()):
+        time.sleep(0.05)
+        assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(b"Traceback|Abort", messages) is None
