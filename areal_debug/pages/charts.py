@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from areal_core.safety.printable import printable
+
 WIDTH, HEIGHT, MARGIN = 360, 170, 24
 ACROSS, DOWN = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
 GROUND = HEIGHT - MARGIN
@@ -74,4 +76,14 @@ def framed(inside: str, first: str, last: str) -> Markup:
     return Markup(
         '<svg viewBox="0 0 {0} {1}" role="img">{2}<line class="axis" x1="{3}" y1="{4}" x2="{5}" y2="{4}"/>'
         '<text x="{3}" y="{6}">{7}</text><text x="{5}" y="{6}" text-anchor="end">{8}</text></svg>'
-    ).format(WIDTH, HEIGHT, Markup(inside), MARGIN, GROUND, WIDTH - MARGIN, HEIGHT - 8, first, last)
+    ).format(
+        WIDTH,
+        HEIGHT,
+        Markup(inside),
+        MARGIN,
+        GROUND,
+        WIDTH - MARGIN,
+        HEIGHT - 8,
+        printable(first),
+        printable(last),
+    )

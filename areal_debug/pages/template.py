@@ -5,18 +5,29 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from areal_core.safety.printable import printable_block
 
 PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs that fill them
 
 
 def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
-    """Write a page. Everything in `facts` is escaped; a name that `facts` lacks is an error.
+    """Write a page. Everything in `facts` is made printable and escaped; a name that `facts` lacks is
+    an error.
 
     Args:
         template: path below `areal_debug`.
     """
-    pages = Environment(loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined)
+    pages = Environment(
+        loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, finalize=shown
+    )
     text = pages.get_template(template).render(facts)
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.rename(file)
+
+
+def shown(value: Any) -> Any:
+    """Return text with control codes shown; pictures, which are markup of ours, as they are."""
+    return printable_block(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_core.safety.printable import printable
 from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
 from recorder.errors import StepNotRecorded
 from recorder.reader import Record, RecordedStep
@@ -232,4 +233,9 @@ def run_json(run: RunView) -> str:
         name: [value if math.isfinite(value) else None for value in values]
         for name, values in run.curves.items()
     }
-    return json.dumps(asdict(run) | {"curves": curves}, allow_nan=False)
+    document = asdict(run) | {
+        "record": printable(run.record),
+        "header": {name: printable(value) for name, value in run.header.items()},
+        "curves": curves,
+    }
+    return json.dumps(document, allow_nan=False)

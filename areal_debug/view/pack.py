@@ -12,6 +12,7 @@ import json
 
 import numpy as np
 
+from areal_core.safety.printable import printable_block
 from areal_debug.view.data import StepView
 
 TYPES = {"float32": "Float32Array", "int32": "Int32Array", "uint32": "Uint32Array", "uint16": "Uint16Array"}
@@ -28,9 +29,11 @@ def pack_step(view: StepView) -> bytes:
     header = {
         "step": view.step,
         "version": view.version,
-        "texts": view.text.texts,
+        "texts": [printable_block(text) for text in view.text.texts],
         "ids": view.text.ids,
-        "recorded": view.recorded_text,
+        "recorded": None
+        if view.recorded_text is None
+        else [[printable_block(text) for text in texts] for texts in view.recorded_text],
         "missing": view.missing,
         "columns": [
             {"kind": kind, "name": name, "type": TYPES[array.dtype.name], "length": len(array)}

@@ -1,17 +1,22 @@
-"""The page as one file: style, script and data are inline, its policy forbids requests."""
+"""The page as one file: style, script and data are inline.
+
+Its policy forbids requests, and any script and style but these, which it names by their hashes.
+"""
 
 import base64
+import hashlib
 import re
 from functools import cache
 from html import escape
 from pathlib import Path
 
+from areal_core.safety.printable import printable
 from areal_debug.view.data import RunView, StepView, run_json
 from areal_debug.view.pack import pack_step
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("load", "colours", "charts", "table", "sample", "app")
-PLACEHOLDER = re.compile(r"\{(connect|title|style|run|step|script)\}")
+PLACEHOLDER = re.compile(r"\{(connect|title|style_hash|style|run|step|script_hash|script)\}")
 
 
 def static_page(run: RunView, step: StepView) -> str:
@@ -27,15 +32,24 @@ def served_page(run: RunView) -> str:
 
 def filled(title: str, connect: str, run: RunView, step: str) -> str:
     """Fill each placeholder of the template once, so that no data is taken for a placeholder."""
+    style = page_file("view.css")
+    script = "\n".join(['"use strict";', *(page_file(f"{name}.js") for name in SCRIPTS)])
     values = {
-        "title": escape(title),
+        "title": escape(printable(title)),
         "connect": connect,
-        "style": page_file("view.css"),
+        "style": style,
+        "style_hash": hash_source(style),
         "run": run_json(run).replace("<", "\\u003c"),
         "step": step,
-        "script": "\n".join(page_file(f"{name}.js") for name in SCRIPTS),
+        "script": script,
+        "script_hash": hash_source(script),
     }
     return PLACEHOLDER.sub(lambda place: values[place[1]], page_file("view.html"))
+
+
+def hash_source(text: str) -> str:
+    """Return an inline element as a source of a Content-Security-Policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @cache

@@ -11,12 +11,15 @@ another host is refused.
 
 import http.server
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
+from areal_debug.render import note
 from areal_debug.view.data import (
     MAX_CURVE_STEPS,
     RunView,
@@ -33,7 +36,7 @@ from areal_debug.view.text import Decode
 from recorder import RecordError, open_record
 
 KEPT_STEPS = 4
-STEP_PATH = re.compile(r"/step/(\d+)")
+STEP_PATH = re.compile(r"/step/([0-9]{1,18})")
 
 
 class FollowedRecord:
@@ -81,7 +84,16 @@ def point_at(run: RunView, place: int) -> dict[str, float]:
     return {name: values[place] for name, values in run.curves.items()}
 
 
-def make_server(followed: FollowedRecord, port: int) -> http.server.ThreadingHTTPServer:
+class PageServer(http.server.ThreadingHTTPServer):
+    """A server whose failed requests are one line on standard error; a browser may leave silently."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):
+            note(f"a request of the page failed: {type(error).__name__}: {error}")
+
+
+def make_server(followed: FollowedRecord, port: int) -> PageServer:
     """Make a server at `127.0.0.1:port` that is not yet serving; port 0 takes any free one."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -120,4 +132,4 @@ def make_server(followed: FollowedRecord, port: int) -> http.server.ThreadingHTT
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: the terminal is for the user."""
 
-    return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return PageServer(("127.0.0.1", port), Handler)

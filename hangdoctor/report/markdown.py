@@ -9,6 +9,9 @@ from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis
 from hangdoctor.report.text import merged_tree, tree_lines
 
+# Words that an issue tracker links, or notifies somebody for, even where `@` or `#` is escaped.
+LINKED = re.compile(r"(\S*(?:@|://|www\.|#\d)\S*)", re.IGNORECASE)
+
 
 def markdown(diagnosis: Diagnosis) -> str:
     """Return the complete report; text from dumps is escaped so that it cannot become markup."""
@@ -58,7 +61,7 @@ def tree(diagnosis: Diagnosis) -> str:
     """Return the merged stacks as a code block."""
     lines = tree_lines(merged_tree(diagnosis.groups))[:200]
     shown = [
-        f"{'  ' * line.indent}{'* ' if line.fork else ''}{printable(line.text)}{f'  [{line.ranks}]' if line.ranks else ''}"
+        f"{'  ' * line.indent}{'* ' if line.fork else ''}{printable(line.text)}{f'  [{printable(line.ranks)}]' if line.ranks else ''}"
         for line in lines
     ]
     body = "\n".join(shown).replace("```", "'''")
@@ -66,8 +69,15 @@ def tree(diagnosis: Diagnosis) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape Markdown in text from dumps."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~@])", r"\\\1", printable(text))
+    """Escape Markdown in text from dumps: one paragraph without markup, links or mentions."""
+    words = LINKED.split(printable(text).strip())  # every second one would be linked
+    shown = "".join(f"`{code(word)}`" if place % 2 else escaped(word) for place, word in enumerate(words))
+    return re.sub(r"^(\d*)(?=[-+=.)])", r"\1\\", shown)  # a list, a number or an underline
+
+
+def escaped(text: str) -> str:
+    """Put a backslash before each character that Markdown reads."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~@&$!])", r"\\\1", text)
 
 
 def code(text: str) -> str:

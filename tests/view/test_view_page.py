@@ -1,12 +1,15 @@
 """The page in a real browser: numbers, keys, filters, colour schemes, a growing record."""
 
 import http.client
+import socket
 import threading
+import urllib.request
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
 from areal_debug.view.command import command
 from areal_debug.view.server import FollowedRecord, make_server
@@ -197,6 +200,32 @@ def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
     assert len(page.requests) == 1
 
 
+HIDDEN = "\x1b]52;c;x\x07 \x9b2J \u202e \u200b \u2028 \U000e0041"
+SHOWN = r"\x1b]52;c;x\x07 \x9b2J \u202e \u200b \u2028 \U000e0041"
+
+
+def test_control_and_direction_codes_of_a_model_are_shown(page, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "THOUGHTS", (HIDDEN,) * 4)
+    record = write_chats(tmp_path / HIDDEN.replace(" ", ""), num_rows=4, num_steps=1)
+    open_ready(page, write_page(record, tmp_path / "page.html"))
+    assert SHOWN in page.evaluate("document.getElementById('sample').textContent")
+    assert SHOWN in page.evaluate("textOf(app.step, 0)")
+    assert page.evaluate("app.run.record").endswith(SHOWN.replace(" ", ""))
+    assert not UNPRINTABLE.search(page.evaluate("document.documentElement.textContent + document.title"))
+
+
+def test_the_policy_allows_this_script_and_style_only(page, url):
+    open_ready(page, url)
+    policy = page.evaluate("document.querySelector('meta[http-equiv]').content")
+    assert "unsafe" not in policy
+    assert page.evaluate("getComputedStyle(document.querySelector('header')).display") == "flex"
+    add = "(node => { node.textContent = '%s'; document.body.append(node); })(document.createElement('%s'))"
+    page.evaluate(add % ("globalThis.owned = true", "script"))
+    page.evaluate(add % ("header { display: none }", "style"))
+    assert page.evaluate("globalThis.owned") is None
+    assert page.evaluate("getComputedStyle(document.querySelector('header')).display") == "flex"
+
+
 @pytest.fixture
 def served(tmp_path):
     """Return a function that adds a step to a record of one step, and the address of its page."""
@@ -245,6 +274,42 @@ def test_a_page_of_another_site_gets_nothing_from_the_server(served):
         connection.close()
         assert reply.status == status
     assert b"step 9 is not recorded" in body
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (b"/step/" + b"9" * 6000, 404),
+        (b"/step/" + b"9" * 18, 404),
+        (b"/step/-1", 404),
+        (b"/step/\xd9\xa3", 404),
+        (b"/%00\x1b]0;x\x07", 404),
+        (b"/" + b"a" * 70_000, 414),
+        (b"//", 200),
+    ],
+    ids=["digits", "large", "negative", "arabic digit", "escape", "long", "slashes"],
+)
+def test_an_absurd_path_is_answered_and_prints_nothing(served, capfd, path, status):
+    _, address = served
+    with socket.create_connection(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))) as connection:
+        connection.sendall(b"GET " + path + b" HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        answer = connection.recv(20)
+    assert answer.split()[1] == str(status).encode()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_request_that_fails_is_one_line_on_standard_error(served, capfd, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the record\x1b[2J is gone")
+
+    monkeypatch.setattr(FollowedRecord, "run", fail)
+    _, address = served
+    with pytest.raises(http.client.RemoteDisconnected):
+        urllib.request.urlopen(address)
+    assert capfd.readouterr() == (
+        "",
+        "a request of the page failed: RuntimeError: the record\\x1b[2J is gone\n",
+    )
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 // One sample: its tokens tinted by a value, as one text or as a conversation; an overview map; a
 // tooltip with values.
 
-const CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
 const SPECIAL = /^\s*<\|?[\w/][^<>\s]*\|?>\s*$/;
 
 class SampleView {
@@ -132,7 +131,7 @@ class SampleView {
   tokens(first, last) {
     const { step, mode } = this, { mask, version, index } = step.tokens, blocks = [element("div")];
     for (let at = first; at < last; at++) {
-      const text = step.texts[index[at]].replace(CONTROL, c => String.fromCharCode(0x2400 + c.charCodeAt(0)));
+      const text = step.texts[index[at]];
       const span = element("span", { className: mask[at] ? "" : "out" });
       span.dataset.at = at;
       text.split("\n").forEach((part, line) => {
