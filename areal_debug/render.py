@@ -134,8 +134,12 @@ def field_text(value: object, spec: str, conversion: str | None) -> Text:
     """Format the value of a field as text."""
     if isinstance(value, Text):
         return value.copy()
-    text = format(repr(value) if conversion == "r" else value, spec)
-    return Text(printable(text, len(text)))
+    return one_line(format(repr(value) if conversion == "r" else value, spec))
+
+
+def one_line(text: str, style: str = "") -> Text:
+    """Return data as text on one line, with control codes shown."""
+    return Text(printable(text, len(text)), style)
 
 
 def note(text: str) -> None:

@@ -9,8 +9,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from areal_core.agent.conversation import BROKEN
+from areal_core.safety.printable import printable_block
 from areal_debug.record.render import print_legend, style_of
-from areal_debug.render import console, format_number, format_seconds, styled
+from areal_debug.render import console, format_number, format_seconds, one_line, styled
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
@@ -79,7 +80,7 @@ def print_tree(turns: "list[TurnFacts]") -> None:
             branch = (tree if turn.parent is None else branches[turn.parent][0]).add(label)
             after = "" if turn.parent is None else f"after turn {turn.parent}: "
             why = BROKEN.get(turn.branch) or BRANCH_WORDS[turn.branch]
-            reasons.append((label, Text(f"  {after}{why}", "yellow" if turn.branch in BROKEN else "dim")))
+            reasons.append((label, one_line(f"  {after}{why}", "yellow" if turn.branch in BROKEN else "dim")))
         branches[turn.turn] = branch, label
     for label, reason in reasons:
         label.append(reason)
@@ -106,12 +107,12 @@ def print_turn(turn: "TurnFacts") -> None:
     if turn.prefix_mismatch:
         out.print(styled("  [yellow]{}[/yellow]: {}", BROKEN[turn.branch], turn.prefix_mismatch))
     for message in turn.new_messages:
-        out.print(Text(f"  {message['role']:<10}", style="bold blue") + Text(shown(message["content"])))
-    sampled = Text.assemble(*((token.text, style_of(token)) for token in turn.tokens))
+        out.print(one_line(f"  {message['role']:<10}", "bold blue") + Text(shown(message["content"])))
+    sampled = Text.assemble(*((printable_block(token.text), style_of(token)) for token in turn.tokens))
     out.print(Text(f"  {'sampled':<10}", style="bold blue") + sampled)
     for call in turn.tool_calls:
         out.print(
-            Text(f"  {'tool call':<10}", style="bold blue") + Text(f"{call['name']}({call['arguments']})")
+            Text(f"  {'tool call':<10}", style="bold blue") + one_line(f"{call['name']}({call['arguments']})")
         )
     if turn.reward is not None:
         out.print(Text(f"  {'reward':<10}", style="bold blue") + Text(format_number(turn.reward)))
@@ -119,7 +120,7 @@ def print_turn(turn: "TurnFacts") -> None:
 
 def shown(content: Any) -> str:
     """Return message content as indented text with control characters as symbols."""
-    return str(content).replace("\n", "\n" + " " * 12)
+    return printable_block(str(content)).replace("\n", "\n" + " " * 12)
 
 
 def print_stress(report: "StressReport") -> None:
@@ -165,7 +166,7 @@ def print_stress(report: "StressReport") -> None:
     for group in report.errors:
         out.print(styled("[red]{:,} episodes[/red]: {}", group.count, group.message))
         for line in group.traceback.rstrip().splitlines()[-MAX_STACK_LINES:]:
-            out.print(Text(f"    {line}", style="dim"))
+            out.print(one_line(f"    {line}", "dim"))
 
 
 def verdict(report: "StressReport") -> Text:
@@ -224,7 +225,7 @@ def print_stalls(loop: "LoopReport") -> None:
             )
         )
         for line in stall.stack[-MAX_STACK_LINES:]:
-            out.print(Text(f"    {line}", style="dim"))
+            out.print(one_line(f"    {line}", "dim"))
     if not loop.stalls and loop.late_s > loop.watched_s / 5:
         places = ", ".join(f"{share:.0%} {place}" for place, share in loop.busiest)
         out.print(styled("[yellow]{} loop busy[/yellow], not blocked; most at {}", loop.name, places))

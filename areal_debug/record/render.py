@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from areal_core.safety.printable import printable_block
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
@@ -160,8 +161,8 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
     """Return the row's text in colours; without a tokenizer the recorded text, uncoloured."""
     if recorded is not None:
         line = recorded[sample.row]
-        return Text(line["prompt"], style="dim") + Text(line["completion"])
-    return Text.assemble(*((token.text, style_of(token)) for token in sample.tokens))
+        return Text(printable_block(line["prompt"]), style="dim") + Text(printable_block(line["completion"]))
+    return Text.assemble(*((printable_block(token.text), style_of(token)) for token in sample.tokens))
 
 
 def token_table(sample: "Sample") -> Table:

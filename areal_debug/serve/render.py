@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server
-from areal_debug.render import format_seconds
+from areal_debug.render import format_seconds, one_line
 from areal_debug.serve.facts import ServerFacts, worth_checking
 from areal_debug.serve.health import ServerHealth, ask_health
 from areal_debug.serve.ledger import Ledger, LedgerEntry
@@ -59,12 +59,12 @@ def address_line(address: str) -> str:
 
 def print_facts(out: Console, facts: ServerFacts, state: ServerState) -> None:
     """Print what runs, what to check, and the address, last and on a line of its own."""
-    out.print(Text(f"{facts.version} serves {facts.model_path} on {facts.device}", style="bold"))
+    out.print(one_line(f"{facts.version} serves {facts.model_path} on {facts.device}", style="bold"))
     for name, value in shown_facts(facts, state).items():
-        out.print(Text(f"  {name:<16}", style="dim") + Text(value))
+        out.print(one_line(f"  {name:<16}", style="dim") + one_line(value))
     for note in worth_checking(facts):
-        out.print(Text("  check           ", style="yellow") + Text(note))
-    out.print(Text(address_line(facts.address)))
+        out.print(one_line("  check           ", style="yellow") + one_line(note))
+    out.print(one_line(address_line(facts.address)))
 
 
 def shown_facts(facts: ServerFacts, state: ServerState) -> dict[str, str]:
@@ -107,21 +107,21 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
         up = format_seconds(time.time() - state.keeper_started) if status.is_well else "-"
         table.add_row(
             state.address,
-            Text(status.now, style=STYLES.get(status.now, "red")),
+            one_line(status.now, style=STYLES.get(status.now, "red")),
             state.engine,
             up,
             *health_cells(status.health),
             state.run or "-",
-            Text(os.path.relpath(state.model) if len(state.model) > 60 else state.model),
-            Text(state.log),
+            one_line(os.path.relpath(state.model) if len(state.model) > 60 else state.model),
+            one_line(state.log),
         )
     out.print(table)
     for status in statuses:
         if status.state.message:
-            out.print(Text(f"{status.state.address} {status.state.message}", style="red"))
+            out.print(one_line(f"{status.state.address} {status.state.message}", style="red"))
     ready = [status.state.address for status in statuses if status.now == "ready"]
     if ready:
-        out.print(Text(address_line(",".join(ready))))
+        out.print(one_line(address_line(",".join(ready))))
 
 
 def health_cells(health: ServerHealth | None) -> list[str]:
@@ -157,14 +157,14 @@ def print_ledger(out: Console, ledger: Ledger) -> None:
     for entry in ledger.servers:
         table.add_row(*ledger_cells(entry))
     out.print()
-    out.print(Text(f"servers as the run sees them, {ago(ledger.updated)} ({ledger.file})", style="bold"))
+    out.print(one_line(f"servers as the run sees them, {ago(ledger.updated)} ({ledger.file})", style="bold"))
     out.print(table)
     for entry in ledger.servers:
         if entry.errors:
-            out.print(Text(f"{entry.address} errors: {listed(entry.errors)}", style="yellow"))
+            out.print(one_line(f"{entry.address} errors: {listed(entry.errors)}", style="yellow"))
         if entry.rejected:
             rejected = f"{listed(entry.rejected_rules)}; the last: {entry.example}"
-            out.print(Text(f"{entry.address} rejected replies: {rejected}", style="red"))
+            out.print(one_line(f"{entry.address} rejected replies: {rejected}", style="red"))
 
 
 def listed(counts: dict[str, int]) -> str:
@@ -177,8 +177,8 @@ def ledger_cells(entry: LedgerEntry) -> list[Text]:
     numbers = (entry.requests, entry.ok, sum(entry.errors.values()), entry.rejected)
     counts = [entry.version or "-", *(f"{number:,}" for number in numbers)]
     latencies = [shown(ms, " ms") for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms)]
-    state = Text(entry.state, style=STYLES.get(entry.state, "red"))
-    return [Text(entry.address), state, Text(ago(entry.since)), *map(Text, (*counts, *latencies))]
+    state = one_line(entry.state, style=STYLES.get(entry.state, "red"))
+    return [one_line(entry.address), state, one_line(ago(entry.since)), *map(one_line, (*counts, *latencies))]
 
 
 def ago(moment: str) -> str:

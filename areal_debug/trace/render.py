@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_debug.render import format_seconds
+from areal_debug.render import format_seconds, one_line
 from areal_debug.trace.read import Episode, RunTrace
 from areal_debug.trace.steps import SLOW, Spread, StepTimes, TraceReport
 
@@ -34,14 +34,16 @@ def print_report(out: Console, trace: RunTrace, report: TraceReport, max_lines: 
     """Print verdict, evidence, what to change, what would refute it, and the path of the file."""
     out.print(verdict(report))
     if trace.choice:
-        out.print(Text(trace.choice, style="yellow"))
+        out.print(one_line(trace.choice, style="yellow"))
     out.print(table_of(report.steps, max_lines))
     print_shown(out, report)
     statuses = ", ".join(f"{count:,} {status}" for status, count in report.episodes.items())
-    out.print(Text(f"steps {len(report.steps)}, ranks {trace.num_ranks}, episodes {statuses or 'none'}"))
+    out.print(one_line(f"steps {len(report.steps)}, ranks {trace.num_ranks}, episodes {statuses or 'none'}"))
     for error in trace.errors:
-        out.print(Text(f"the run ended with {error}", style="red"))
-    out.print(Text(f"the complete trace, for ui.perfetto.dev or chrome://tracing: {trace.file}", style="dim"))
+        out.print(one_line(f"the run ended with {error}", style="red"))
+    out.print(
+        one_line(f"the complete trace, for ui.perfetto.dev or chrome://tracing: {trace.file}", style="dim")
+    )
 
 
 def verdict(report: TraceReport) -> Text:
@@ -52,11 +54,11 @@ def verdict(report: TraceReport) -> Text:
     if report.slow:
         listed = ", ".join(map(str, report.slow[:10])) + (" ..." if len(report.slow) > 10 else "")
         plural = "s" if len(report.slow) > 1 else ""
-        return Text(
+        return one_line(
             f"Slow: step{plural} {listed} took more than {SLOW:g} times the median of {median}; {share}",
             style="bold red",
         )
-    return Text(
+    return one_line(
         f"Steady: no step took more than {SLOW:g} times the median of {median}; {share}", style="bold"
     )
 
@@ -83,7 +85,7 @@ def table_of(steps: list[StepTimes], max_lines: int) -> Table:
 def cells(times: StepTimes) -> list[Text]:
     """Return a step as a row of the table, its longest stage highlighted."""
     stages = [
-        Text(short(times.stages[stage]), style="yellow" if stage == times.bottleneck else "")
+        one_line(short(times.stages[stage]), style="yellow" if stage == times.bottleneck else "")
         for stage in HEADINGS
     ]
     staleness = "-" if times.staleness is None else f"{times.staleness[0]:.2f}/{times.staleness[1]:.0f}"
@@ -93,7 +95,7 @@ def cells(times: StepTimes) -> list[Text]:
         staleness,
         "-" if times.longest is None else describe(times.longest),
     )
-    return [Text(str(times.step)), Text(format_seconds(times.seconds)), *stages, *map(Text, rest)]
+    return [one_line(str(times.step)), one_line(format_seconds(times.seconds)), *stages, *map(one_line, rest)]
 
 
 def format_spread(seconds: Spread | None) -> str:
@@ -117,21 +119,21 @@ def print_shown(out: Console, report: TraceReport) -> None:
     """Print the step that the finding is about."""
     shown, finding = report.shown, report.finding
     out.print()
-    out.print(Text(f"Step {shown.step}: {format_seconds(shown.seconds)}", style="bold"))
-    out.print(Text(f"  time      {spent(shown)}"))
+    out.print(one_line(f"Step {shown.step}: {format_seconds(shown.seconds)}", style="bold"))
+    out.print(one_line(f"  time      {spent(shown)}"))
     if shown.longest is not None:
         e = shown.longest
         out.print(
-            Text(
+            one_line(
                 f"  longest   {describe(e)}: generation {format_seconds(e.generation_s)}, reward "
                 f"{format_seconds(e.reward_s)}, {e.num_tokens:,} tokens"
             )
         )
     if shown.last is not None:
-        out.print(Text(f"  last      {describe(shown.last)} completed the batch"))
-    out.print(Text(f"  because   {finding.because}"))
-    out.print(Text(f"  change    {finding.change}", style="green"))
-    out.print(Text(f"  refuted   by {finding.refuted_by}", style="dim"))
+        out.print(one_line(f"  last      {describe(shown.last)} completed the batch"))
+    out.print(one_line(f"  because   {finding.because}"))
+    out.print(one_line(f"  change    {finding.change}", style="green"))
+    out.print(one_line(f"  refuted   by {finding.refuted_by}", style="dim"))
     out.print()
 
 

@@ -84,7 +84,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def write_record(folder: Path, model: dict, value: float = 1.0) -> Path:
+def write_record(folder: Path, model: dict, ids: list[int], value: float = 1.0) -> Path:
     """A record whose every text is hostile: header, config, plan, statistics, names, texts."""
     writer = RecordWriter(folder, options=RecordingOptions(text=True))
     folder.mkdir(parents=True)
@@ -96,7 +96,6 @@ def write_record(folder: Path, model: dict, value: float = 1.0) -> Path:
     write_header(folder, header)
     writer.tokenizer = HostileTokenizer()
     for step in range(2):
-        ids = list(EVIL.encode())
         batch = scripted_batch([len(ids), len(ids)], seed=step)
         batch["input_ids"] = np.array([ids, ids], np.int32)
         batch["rewards"] *= np.float32(value)
@@ -116,11 +115,11 @@ def write_record(folder: Path, model: dict, value: float = 1.0) -> Path:
 def places(tmp_path_factory) -> dict[str, Path]:
     """The hostile inputs, all below folders with hostile names."""
     top = tmp_path_factory.mktemp("hostile") / NAME
-    write_tokenizer(top / "model")
+    ids = write_tokenizer(top / "model").encode(EVIL).ids
     identity = folder_identity(str(top / "model"))
     found = {
-        "record": write_record(top / "record", identity),
-        "without": write_record(top / "without tokenizer", {"path": EVIL, "files": {}}, value=2.0),
+        "record": write_record(top / "record", identity, ids),
+        "without": write_record(top / "without tokenizer", {"path": EVIL, "files": {}}, ids, value=2.0),
         "top": top,
     }
     lines = [

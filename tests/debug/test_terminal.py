@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,20 @@ def test_characters_that_an_encoding_lacks_are_replaced(reports, tmp_path, encod
 def test_one_column_is_enough_for_every_report(reports, tmp_path):
     ended = run_each(tmp_path, reports, "{}.out", COLUMNS="1")
     assert [text for _, text in ended[:-1]] == [""] * 14
+
+
+def test_a_path_that_is_not_utf8_is_read_or_refused_in_one_sentence(reports, tmp_path):
+    record, stats = (str(tmp_path / f"r\udcff{name}") for name in ("", ".jsonl"))
+    shutil.copytree(reports[0][-1], record)
+    shutil.copy(reports[10][-1], stats)
+    names = {reports[0][-1]: record, reports[10][-1]: stats}
+    commands = [[names.get(word, word) for word in command] for command in reports]
+    commands += [["record", "extract", "a.zip", "--to", "x\udcff"], ["record", "import", stats, "--to", "y\udcff"],
+                
+                 ["hang", "diagnose", stats], ["trace", stats], ["consistency", record], ["replay", record], ["config", "\udcff"]]  # fmt: skip
+    ended = run_each(tmp_path, commands, "{}.out")
+    assert [text for _, text in ended if "Traceback" in text or len(text.splitlines()) > 1] == []
+    assert [code for code, _ in ended[:11]] == [0] * 10 + [1]
 
 
 def test_a_reader_that_ends_ends_the_verb_silently(reports):
