@@ -122,9 +122,9 @@ def test_a_path_that_is_not_utf8_is_read_or_refused_in_one_sentence(reports, tmp
     shutil.copy(reports[10][-1], stats)
     names = {reports[0][-1]: record, reports[10][-1]: stats}
     commands = [[names.get(word, word) for word in command] for command in reports]
-    commands += [["record", "extract", "a.zip", "--to", "x\udcff"], ["record", "import", stats, "--to", "y\udcff"],
-                
-                 ["hang", "diagnose", stats], ["trace", stats], ["consistency", record], ["replay", record], ["config", "\udcff"]]  # fmt: skip
+    commands += [["record", "extract", "a.zip", "--to", "x\udcff"], ["hang", "diagnose", stats]]
+    commands += [["record", "import", stats, "--to", "y\udcff"], ["trace", stats], ["config", "\udcff"]]
+    commands += [["consistency", record], ["replay", record]]
     ended = run_each(tmp_path, commands, "{}.out")
     assert [text for _, text in ended if "Traceback" in text or len(text.splitlines()) > 1] == []
     assert [code for code, _ in ended[:11]] == [0] * 10 + [1]
