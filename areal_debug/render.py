@@ -149,8 +149,12 @@ def note(text: str) -> None:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """End the command with one sentence on standard error; 2 is misuse, 1 a problem found."""
-    console(stderr=True).print(styled("[red]Error:[/red] {}", message))
+    """End the command with one sentence on standard error; 2 is misuse, 1 a problem found.
+
+    Further lines, of a list of problems, are indented: none can look like one of the verb's own.
+    """
+    error = styled("[red]Error:[/red] ").append(printable_block(message.replace("\n", "\n  ")))
+    console(stderr=True).print(error)
     raise SystemExit(code)
 
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_core.safety.printable import UNPRINTABLE, printable
 from areal_debug.cli import main
-from areal_debug.render import console, styled
+from areal_debug.render import console, fail, styled
 from recorder.environment import folder_identity
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
@@ -286,3 +286,9 @@ def test_a_template_styles_its_own_text_and_leaves_data_alone():
 def test_a_console_prints_strings_as_they_are(capsys):
     console().print("[red]a[/red] \\[/oops] :smile: \x1b]52;c;\x07")
     assert capsys.readouterr().out == "[red]a[/red] \\[/oops] :smile: \\x1b]52;c;\\x07\n"
+
+
+def test_a_list_of_problems_keeps_its_lines_indented(capsys):
+    with pytest.raises(SystemExit):
+        fail("the first\nthe second \x1b[2J")
+    assert capsys.readouterr().err == "Error: the first\n  the second \\x1b[2J\n"
