@@ -215,7 +215,7 @@ def print_verification(report: "VerifyReport") -> None:
 def print_signed(signed: "Signed") -> None:
     """Print who signed a record, and each file that is not as it was signed."""
     out = console()
-    out.print(Text(f"signed by {signed.signer}: {signed.num_files} files"))
+    out.print(styled("signed by {}: {} files", signed.signer, signed.num_files))
     for words, names in (("changed", signed.changed), ("added", signed.added), ("removed", signed.removed)):
         for name in names:
-            out.print(Text(f"  {printable(name)}: {words} since it was signed", style="red"))
+            out.print(styled("[red]  {}: {} since it was signed[/red]", name, words))
