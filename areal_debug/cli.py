@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from areal_core.safety.private import keep_files_private
 from areal_debug.terminal import INTERRUPTED, guarded
 
 SECTIONS = {
@@ -183,6 +184,7 @@ def main() -> None:
     Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse, 130
     interrupted, 141 the reader of its output has ended.
     """
+    keep_files_private()  # what verbs write has prompts, completions and configs in it
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON.")

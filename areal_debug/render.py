@@ -153,16 +153,20 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
     Further lines, of a list of problems, are indented: none can look like one of the verb's own.
     """
-    error = styled("[red]Error:[/red] ").append(printable_block(message.replace("\n", "\n  ")))
-    console(stderr=True).print(error)
+    from areal_core.safety.secrets import masker  # an URL of a message may have credentials
+
+    shown = printable_block(masker().text(message).replace("\n", "\n  "))
+    console(stderr=True).print(styled("[red]Error:[/red] ").append(shown))
     raise SystemExit(code)
 
 
 def print_log_end(log: Path, num_lines: int = 15) -> None:
     """Print the last lines of a log file, if it exists, on standard error."""
     if log.is_file():
+        from areal_core.safety.secrets import masker
+
         lines = log.read_text(errors="replace").splitlines()[-num_lines:]
-        console(stderr=True).print("\n".join(lines))
+        console(stderr=True).print(masker().text("\n".join(lines)))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.config.loading import apply_override
 from areal_core.config.names import sections_of
+from areal_core.safety.private import default_root
 from recorder import Record
 
 C = TypeVar("C", bound=PPOConfig)
@@ -117,6 +118,8 @@ def is_new_option_at_default(option: str, value: Any, recorded: Mapping[str, Any
 def without_side_effects(config: C) -> C:
     """Change the config: separate logs, no checkpoints, nothing sent to other services."""
     config.trial_name += "-replay"
+    if config.cluster.fileroot.startswith("/tmp/areal-"):  # maybe of another user
+        config.cluster.fileroot = default_root()
     config.saver.freq_epochs = config.saver.freq_steps = config.saver.freq_secs = None
     config.saver.save_last = False
     config.recover.mode = "disabled"

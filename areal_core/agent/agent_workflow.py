@@ -17,10 +17,12 @@ import contextlib
 import gc
 import logging
 import math
+import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,7 +37,7 @@ from areal_core.agent.export import export_rows, rewards_by_id
 from areal_core.agent.failures import describe_raised, failure_of
 from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy
-from areal_core.agent.proxy_server import InProcessTransport, ProxyServer
+from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
 from areal_core.agent.sessions import Session
 from areal_core.agent.subprocesses import AgentProcesses
 from areal_core.config import AgentConfig
@@ -83,10 +85,14 @@ class AgentWorkflow:
         self.options = options or AgentConfig()
         self.name = name_of(agent)
         self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
-        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), self.options.admin_api_key)
+        admin_key = self.options.admin_api_key or secrets.token_urlsafe(32)
+        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), admin_key)
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
+        self.key_file: Path | None = None
         if self.options.mode == "online":
-            logger.info("episodes wait for POST %s/rl/start_session", self.server.base_url)
+            self.key_file = write_admin_key(self.server.port, admin_key)
+            message = "episodes wait for POST %s/rl/start_session, with the admin key that is in %s"
+            logger.info(message, self.server.base_url, self.key_file)
         self.agents = LoopThread("agents")
         self.few_per_turn = FewPerTurn()
         transport = InProcessTransport(self.server, self.few_per_turn)
@@ -172,6 +178,8 @@ class AgentWorkflow:
             ending.result(UNWIND_S)
         self.agents.close(UNWIND_S)
         self.server.close()
+        if self.key_file is not None:
+            self.key_file.unlink(missing_ok=True)
 
     async def _close_agents(self) -> None:
         await self.http_client.aclose()

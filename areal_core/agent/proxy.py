@@ -89,6 +89,7 @@ DIALECTS = {
 }
 # Count the tokens of the prompt of a request, without a completion.
 COUNTED = {"/messages/count_tokens": MESSAGES, "/responses/input_tokens": RESPONSES}
+CHANGES = ("/rl/start_session", "/rl/set_reward", "/rl/end_session", "/export_trajectories")
 
 
 @dataclass
@@ -166,6 +167,8 @@ class AgentProxy:
                 self._require_admin(key)
                 session = self.sessions.with_id(take(parse_object(body), "session_id", str))
                 return {"session_id": session.id, "interactions": facts_of(session)}
+        if method != "POST" and path in (*DIALECTS, *COUNTED, *CHANGES):
+            raise BadRequest(f"{path} answers POST and not {method}", 405, "method_not_allowed")
         raise BadRequest(f"there is no route {method} {path}", 404, "not_found")
 
     def _start_offered(self) -> dict[str, Any]:

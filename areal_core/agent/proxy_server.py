@@ -8,7 +8,8 @@ An agent that blocks its thread stops the other agents of that thread, but neith
 agents that use the port.
 """
 
-import ipaddress
+import os
+from pathlib import Path
 
 import httpx
 from aiohttp import web
@@ -17,8 +18,10 @@ from areal_core.agent.errors import UnreachableProxy, UnsafeProxy
 from areal_core.agent.proxy import AgentProxy, Reply
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.loop_thread import FewPerTurn
+from areal_core.safety.http_requests import is_loopback
+from areal_core.safety.private import default_root, make_private
 
-DEFAULT_ADMIN_KEY = "areal-admin-key"
+KNOWN_ADMIN_KEY = "areal-admin-key"  # the default of AReaL's own files
 SHORTEST_ADMIN_KEY = 16
 # The engine's client has retried a failed request already; another retry is the agent's own choice.
 NO_RETRY = {"x-should-retry": "false"}
@@ -108,23 +111,25 @@ def too_large(max_body_bytes: int) -> Reply:
     return Reply(413, f'{{"error": {{"message": "{message}", "type": "invalid_request_error"}}}}'.encode())
 
 
+def write_admin_key(port: int, admin_key: str) -> Path:
+    """Write the key of the proxy at a port into a file that only this user can read."""
+    folder = Path(default_root())
+    make_private(folder)
+    file = folder / f"agent_admin_key_{port}"
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
+        new.write(admin_key)
+    return file
+
+
 def check_exposure(host: str, admin_key: str) -> None:
     """Raise UnsafeProxy if other machines could reach a proxy with a guessable key."""
     if is_loopback(host):
         return
-    if admin_key == DEFAULT_ADMIN_KEY or len(admin_key) < SHORTEST_ADMIN_KEY:
-        kind = "the default" if admin_key == DEFAULT_ADMIN_KEY else f"only {len(admin_key)} characters long"
+    if admin_key == KNOWN_ADMIN_KEY or len(admin_key) < SHORTEST_ADMIN_KEY:
+        kind = "AReaL's default" if admin_key == KNOWN_ADMIN_KEY else f"only {len(admin_key)} characters long"
         raise UnsafeProxy(
             f"the agent proxy would listen on {host}, where other machines reach it, and rollout.agent.admin_api_key is "
-            f"{kind}: set one of at least {SHORTEST_ADMIN_KEY} characters, or rollout.agent.host to 127.0.0.1"
+            f"{kind}: set one of at least {SHORTEST_ADMIN_KEY} characters, leave it empty for a random one, or set "
+            "rollout.agent.host to 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -22,7 +22,7 @@ from areal_core.config.generation import (
     SGLangConfig,
     VLLMConfig,
 )
-from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, without_keys
+from areal_core.config.loading import config_from_dict, config_to_dict, load_expr_config, masked_options
 from areal_core.config.services import ClusterSpecConfig, LauncherConfig, StatsLoggerConfig
 from areal_core.config.train_engine import (
     DPOEngineConfig,
@@ -74,5 +74,5 @@ __all__ = [
     "config_from_dict",
     "config_to_dict",
     "load_expr_config",
-    "without_keys",
+    "masked_options",
 ]

@@ -133,6 +133,10 @@ class DebugConfig:
         "When recording fails, by a full disk or otherwise: the run stops, or continues without recording.",
         ("stop", "continue"),
     )
+    group_readable: bool = option(
+        False,
+        "Let the user's group read logs, records and checkpoints: modes 0640 and 0750, not 0600 and 0700.",
+    )
     max_keep: int | None = option(
         None, "Number of recorded steps to keep, the latest ones; empty: all.", limits=AT_LEAST_1
     )

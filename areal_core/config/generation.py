@@ -49,11 +49,15 @@ class AgentConfig:
 
     agent_cls_path: str | None = option(None, "Import path of the agent class.")
     host: str = option(
-        "127.0.0.1", "Interface of the proxy; any other than loopback requires your own admin key."
+        "127.0.0.1",
+        "Interface of the proxy; any other than loopback requires an admin key that nobody can guess.",
     )
     port: int = option(0, "Port of the proxy; 0 for a free one.", limits=AT_LEAST_0)
     max_body_bytes: int = option(8 << 20, "Maximum size of a request to the proxy.", limits=AT_LEAST_1)
-    admin_api_key: str = option("areal-admin-key", "Key for the administrative endpoints of the proxy.")
+    admin_api_key: str = option(
+        "",
+        "Key for the administrative endpoints of the proxy; empty: a random one, in a file that is logged.",
+    )
     mode: str = option(
         "inline",
         "Where the agent runs: in the trainer's process, in worker processes, or in a client that opens sessions.",

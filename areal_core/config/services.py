@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, option, section
+from areal_core.safety.private import default_names_root, default_root
 
 
 @dataclass
@@ -74,7 +75,9 @@ class NameResolveConfig:
     """Service discovery between processes."""
 
     type: str = option("nfs", "Kind of store.", ("nfs", "etcd3", "ray"))
-    nfs_record_root: str = option("/tmp/areal/name_resolve", "Folder that all processes share.")
+    nfs_record_root: str = section(
+        default_names_root, "Folder that all processes share, by default one of this user."
+    )
     etcd3_addr: str = option("localhost:2379", "Address of etcd.")
     ray_actor_name: str = option("ray_kv_store", "Name of the Ray actor.")
 
@@ -85,7 +88,10 @@ class ClusterSpecConfig:
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, "Service discovery between processes.")
     cluster_name: str = option("local", "Name of the cluster.")
-    fileroot: str = option("/tmp/areal/", "Root of logs, checkpoints and records; shared by all machines.")
+    fileroot: str = section(
+        default_root,
+        "Root of logs, checkpoints and records, shared by all machines; by default a folder of this user.",
+    )
     n_nodes: int = option(32, "Number of machines.", limits=AT_LEAST_1)
     n_gpus_per_node: int = option(8, "GPUs per machine.", limits=AT_LEAST_0)
 

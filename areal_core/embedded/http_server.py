@@ -13,7 +13,6 @@ penalties, streaming) with 400.
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -28,9 +27,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from areal_core.embedded.engine import InterruptibleSampler, Sampled
 from areal_core.embedded.replica import Replica
 from areal_core.embedded.weights import ServedWeights
-from areal_core.embedded.wire import BadRequest, generate_reply, parse_request, succeeded
+from areal_core.embedded.wire import (
+    BadRequest,
+    generate_reply,
+    parse_body,
+    parse_request,
+    succeeded,
+    take,
+)
 from areal_core.engine.errors import ModelError
 from areal_core.rollout.errors import PromptTooLong, UnsupportedSampling
+from areal_core.rollout.http_thread import refuse_web_pages
 from areal_core.rollout.types import ModelRequest
 
 SPEAKS = "0.5.23"  # the SGLang whose routes these are
@@ -120,13 +127,13 @@ class EmbeddedServer:
             "/update_weights_from_distributed": weights.load_from_group,
             "/end_weight_update": weights.end_update,
         }.items():
-            application.router.add_route("*", path, blocking(handler))
+            application.router.add_post(path, blocking(handler))
         return application
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        wanted = parse_request(body, self.tokenizer, self.identity.context_length)
-        adapter = body.get("lora_path")
+        body = parse_body(await request.read())
+        wanted = parse_request(body, self.tokenizer, self.identity.context_length, self.identity.vocab_size)
+        adapter = take(body, "lora_path", str, None)
         self._weights.check_adapter(adapter)
         started = time.monotonic()
         sampled = await self._answer(wanted)
@@ -184,9 +191,10 @@ class EmbeddedServer:
         return succeeded("Generation continued successfully.")
 
     def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not body.get("abort_all") and not body.get("rid"):
+        aborts_all, rid = take(body, "abort_all", bool, False), take(body, "rid", str, None)
+        if not aborts_all and not rid:
             raise BadRequest("give rid, or abort_all")
-        self.sampler.abort(None if body.get("abort_all") else body["rid"])
+        self.sampler.abort(None if aborts_all else rid)
         return succeeded("")
 
     def _flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -199,8 +207,8 @@ def blocking(handler: Any, *arguments: Any) -> Any:
     """Return an aiohttp handler that calls `handler(*arguments, body)` on a thread."""
 
     async def handle(request: web.Request) -> web.Response:
-        text = await request.text()
-        body = json.loads(text) if text else {}
+        raw = await request.read()
+        body = parse_body(raw) if raw else {}
         return web.json_response(await asyncio.to_thread(partial(handler, *arguments), body))
 
     return handle
@@ -211,22 +219,19 @@ async def failures_as_json(request: web.Request, handler: Any) -> web.StreamResp
     """Reply 400 with a message to client errors; others stay 500, with a traceback in the log."""
     try:
         return await handler(request)
-    except (BadRequest, ModelError, PromptTooLong, UnsupportedSampling, json.JSONDecodeError) as error:
+    except (BadRequest, ModelError, PromptTooLong, UnsupportedSampling) as error:
         body = {"success": False, "message": str(error), "error": {"message": str(error)}}
         return web.json_response(body, status=400)
-    except KeyError as error:
-        message = f"field {error} is missing"
-        return web.json_response(
-            {"success": False, "message": message, "error": {"message": message}}, status=400
-        )
 
 
 def serve(model_path: str, host: str, port: int, **options: Any) -> None:
     """Serve until the process ends. Raises `ModelError` if the model cannot be loaded."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     server = EmbeddedServer(model_path, **options)
+    application = server.application()
+    refuse_web_pages(application, host)
     web.run_app(
-        server.application(),
+        application,
         host=host,
         port=port,
         print=lambda text: print(f"embedded server of {model_path} on {host}:{port}", flush=True),

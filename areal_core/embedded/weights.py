@@ -20,7 +20,7 @@ from torch import Tensor
 
 from areal_core.embedded.engine import InterruptibleSampler
 from areal_core.embedded.replica import Replica
-from areal_core.embedded.wire import BadRequest, succeeded
+from areal_core.embedded.wire import BadRequest, succeeded, take
 from areal_core.engine.lora import FILE_PREFIX, merged_weight
 from areal_core.rollout.fleet.update_group import form_group
 from areal_core.rollout.fleet.verification import sha256_of
@@ -44,12 +44,14 @@ class ServedWeights:
         self._next: tuple[str, dict[str, Tensor]] | None = None
 
     def load_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._sampler.load(tensors_of(Path(body["model_path"])), body.get("weight_version"))
+        self._sampler.load(
+            tensors_of(Path(take(body, "model_path", str))), take(body, "weight_version", str, None)
+        )
         self._adapter, self._next, self._beneath = None, None, {}
         return succeeded("Succeeded to update model weights.")
 
     def load_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, folder = body["lora_name"], Path(body["lora_path"])
+        name, folder = take(body, "lora_name", str), Path(take(body, "lora_path", str))
         if name == self._adapter:
             raise BadRequest(f"Failed to load LoRA adapter {name} because it is already loaded")
         layers, scaling = read_adapter(folder)
@@ -66,8 +68,8 @@ class ServedWeights:
         return {**succeeded(""), "loaded_adapters": {name: str(folder)}}
 
     def unload_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body["lora_name"] != self._adapter:
-            raise BadRequest(f"LoRA with name {body['lora_name']} does not exist")
+        if (name := take(body, "lora_name", str)) != self._adapter:
+            raise BadRequest(f"LoRA with name {name} does not exist")
         self._merge(None, {}, None)
         return {**succeeded(""), "loaded_adapters": {}}
 
@@ -86,12 +88,13 @@ class ServedWeights:
             raise BadRequest(f"the request names the LoRA adapter {name}, and the server has {self._adapter}")
 
     def rename_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        version = take(body, "new_version", str)
         if self._next is not None:
-            self._merge(*self._next, body["new_version"])
+            self._merge(*self._next, version)
         else:
-            self._sampler.load(iter(()), body["new_version"])
+            self._sampler.load(iter(()), version)
             self._adapter_of[self._sampler.version] = self._adapter
-        return succeeded(f"Weight version updated to {body['new_version']}")
+        return succeeded(f"Weight version updated to {version}")
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("action", "checksum") != "checksum":
@@ -104,25 +107,31 @@ class ServedWeights:
         return {**succeeded("Success."), "ranks": [rank]}
 
     def join_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, world_size = body["group_name"], body["world_size"]
+        name, world_size = take(body, "group_name", str), take(body, "world_size", int)
         # Documented by torch, but not in its __all__.
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            body["master_address"],
-            int(body["master_port"]),
+            take(body, "master_address", str),
+            take(body, "master_port", int),
             world_size,
             wait_for_workers=False,
             timeout=GROUP_TIMEOUT,
         )
         self._groups[name] = form_group(
-            store, body["rank_offset"], world_size, body["backend"], name, GROUP_TIMEOUT
+            store, take(body, "rank_offset", int), world_size, take(body, "backend", str), name, GROUP_TIMEOUT
         )
         return succeeded("Succeeded to initialize custom process group.")
 
     def leave_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        if (group := self._groups.pop(body["group_name"], None)) is None:
-            raise BadRequest(f"no group {body['group_name']!r}")
+        name = take(body, "group_name", str)
+        if (group := self._groups.pop(name, None)) is None:
+            raise BadRequest(f"no group {name!r}")
         dist.destroy_process_group(group)
         return succeeded("Succeeded to destroy custom process group.")
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            raise BadRequest(f"no group {name!r}")
+        return self._groups[name]
 
     def begin_update(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._in_session:
@@ -136,10 +145,10 @@ class ServedWeights:
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         try:
-            tensors = list(received(self._groups[body["group_name"]], body))
+            tensors = list(received(self._group(take(body, "group_name", str)), body))
         except RuntimeError as error:  # the other end is gone
             raise BadRequest(f"Failed to receive weights: {error}") from error
-        self._sampler.load(iter(tensors), body.get("weight_version"))
+        self._sampler.load(iter(tensors), take(body, "weight_version", str, None))
         return succeeded("Succeeded to update parameter online.")
 
     def end_update(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +187,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], float]
 
 def received(group: dist.ProcessGroup, body: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that rank 0 of the group broadcasts, in order."""
-    for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    names, dtypes, shapes = (take(body, name, list) for name in ("names", "dtypes", "shapes"))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest("names, dtypes and shapes must be lists of the same length")
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if not isinstance(dtype := getattr(torch, str(dtype), None), torch.dtype):
+            raise BadRequest(f"the dtype of {name} is not one of torch")
+        tensor = torch.empty(shape, dtype=dtype)
         dist.broadcast(tensor, src=0, group=group)
         yield name, tensor

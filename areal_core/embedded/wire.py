@@ -1,8 +1,9 @@
 """The server side of SGLang's `/generate`: parse a request's JSON, build a reply's JSON."""
 
 import itertools
+import json
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,15 @@ GENERATE_FIELDS = {
 }
 RENAMED = {"temperature", "top_k", "min_new_tokens", "max_new_tokens"}
 PLAIN = {"top_p", "stop_token_ids", "stop", "ignore_eos", "skip_special_tokens", "frequency_penalty"}
+KINDS: dict[str, type] = {
+    "top_p": float,
+    "stop_token_ids": list,
+    "ignore_eos": bool,
+    "skip_special_tokens": bool,
+    "frequency_penalty": float,
+}
+REQUIRED: Any = object()
+T = TypeVar("T")
 
 
 class BadRequest(ValueError):
@@ -32,37 +42,69 @@ def succeeded(message: str) -> dict[str, Any]:
     return {"success": True, "message": message}
 
 
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Parse a request's JSON. Raises `BadRequest` unless it is an object of texts in UTF-8."""
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is a {type(body).__name__}; expected a JSON object")
+    return body
+
+
+def take(body: dict[str, Any], name: str, kind: type[T], default: Any = REQUIRED) -> Any:
+    """Return the value of a field; the default if it is absent or null. Raises `BadRequest`."""
+    value = body.get(name)
+    if value is None:
+        if default is REQUIRED:
+            raise BadRequest(f"field '{name}' is missing")
+        return default
+    is_right = isinstance(value, (int, float) if kind is float else kind)
+    if not is_right or (kind in (int, float) and isinstance(value, bool)):
+        raise BadRequest(f"{name} is {str(value)[:100]!r}; expected a value of type {kind.__name__}")
+    return value
+
+
 def parse_request(
-    body: dict[str, Any], tokenizer: PreTrainedTokenizerBase, context_length: int
+    body: dict[str, Any], tokenizer: PreTrainedTokenizerBase, context_length: int, vocab_size: int
 ) -> ModelRequest:
     """A `/generate` body. Raises `BadRequest` for anything unsupported."""
     if unknown := set(body) - GENERATE_FIELDS:
         raise BadRequest(f"the embedded engine does not support {', '.join(sorted(unknown))}")
     if body.get("stream"):
         raise BadRequest("stream is true; the embedded engine answers in one piece")
-    input_ids = tokenizer(body["text"])["input_ids"] if "text" in body else body["input_ids"]
-    if not input_ids or not all(isinstance(token, int) for token in input_ids):
-        raise BadRequest("input_ids must be one list of token ids, not empty")
-    params = body.get("sampling_params", {})
+    text = take(body, "text", str, None)
+    input_ids = take(body, "input_ids", list) if text is None else tokenizer(text)["input_ids"]
+    if not input_ids or not all(type(token) is int and 0 <= token < vocab_size for token in input_ids):
+        raise BadRequest(f"input_ids must be one list of token ids below {vocab_size}, not empty")
+    params = take(body, "sampling_params", dict, {})
     if unknown := set(params) - RENAMED - PLAIN:
         raise BadRequest(f"the embedded engine does not support sampling_params.{', '.join(sorted(unknown))}")
-    wanted = params.get("max_new_tokens", 128)
+    for name, kind in KINDS.items():
+        take(params, name, kind, None)
+    if not all(type(token) is int for token in params.get("stop_token_ids") or ()):
+        raise BadRequest("sampling_params.stop_token_ids must be a list of token ids")
+    wanted = take(params, "max_new_tokens", int, 128)
     if len(input_ids) + wanted > context_length:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {context_length} tokens: "
             f"{len(input_ids)} of the prompt and {wanted} of the completion"
         )
-    temperature = params.get("temperature", 1.0)
+    temperature = take(params, "temperature", float, 1.0)
     sampling = Sampling(
         max_new_tokens=wanted,
-        min_new_tokens=params.get("min_new_tokens", 0),
+        min_new_tokens=take(params, "min_new_tokens", int, 0),
         max_tokens=context_length,
         greedy=temperature == 0,
         temperature=temperature or 1.0,
-        top_k=TOP_K_OFF if params.get("top_k", -1) < 1 else params["top_k"],
+        top_k=top_k if (top_k := take(params, "top_k", int, -1)) >= 1 else TOP_K_OFF,
         **{name: value for name, value in params.items() if name in PLAIN and value is not None},
     )
-    return ModelRequest(input_ids=input_ids, sampling=sampling, rid=body.get("rid") or uuid.uuid4().hex)
+    return ModelRequest(
+        input_ids=input_ids, sampling=sampling, rid=take(body, "rid", str, "") or uuid.uuid4().hex
+    )
 
 
 def generate_reply(

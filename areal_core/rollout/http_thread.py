@@ -1,14 +1,38 @@
 """A web application that is served from a thread, for the calls of other threads and processes."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from areal_core.rollout.loop_thread import LoopThread
+from areal_core.safety.http_requests import refusal_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def refuse_web_pages(application: web.Application, listens_at: str) -> None:
+    """Let an application refuse requests that a web page could make a browser send.
+
+    The reason is in the form of the OpenAI API, and of the routes of SGLang.
+    """
+
+    @web.middleware
+    async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = refusal_of(request.method, request.headers, listens_at)
+        if refusal is None:
+            return await handler(request)
+        error = {"message": refusal.reason, "type": "invalid_request_error"}
+        body = {"success": False, "message": refusal.reason, "error": error}
+        return web.json_response(body, status=refusal.status)
+
+    application.middlewares.insert(0, refuse)
 
 
 class HttpThread:
     """An aiohttp application that listens in its own thread until it is closed.
+
+    It refuses requests of web pages (`areal_core/safety/http_requests.py`).
 
     Args:
         application: its routes.
@@ -34,6 +58,7 @@ class HttpThread:
         backlog: int = 128,
     ) -> None:
         self.thread = LoopThread(name)
+        refuse_web_pages(application, host)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         try:
             self._listener = self.thread.run(self._listen(host, port, backlog))

@@ -5,8 +5,10 @@ A value is masked because of its name (`wandb_api_key`, `--hf-token`, `Authoriza
 a name elsewhere: a token of the environment is also found in the middle of a log line.
 """
 
+import json
 import os
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -130,20 +132,25 @@ def is_distinctive(value: str) -> bool:
 class Masker:
     """Masks texts, command lines and trees of options; `count` is the number of masked values.
 
+    Threads may share one.
+
     Args:
         values: secrets that are masked wherever they occur, such as `secret_values(os.environ)`.
     """
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         self.count = 0
+        self._lock = threading.Lock()
         self._known: set[str] = set()
         self._search: re.Pattern[str] | None = None
         self.learn(values)
 
     def learn(self, values: Iterable[str]) -> None:
         """Add secrets; plain words and short texts are ignored."""
-        new = {value for value in values if is_distinctive(value)} - self._known
-        if new:
+        new = {value for value in values if is_distinctive(value)}
+        with self._lock:
+            if new <= self._known:
+                return
             self._known |= new
             forms = self._known | {quote(value, safe="") for value in self._known}
             longest_first = sorted(forms, key=len, reverse=True)
@@ -152,6 +159,13 @@ class Masker:
     def text(self, text: str) -> str:
         """Return a text with every credential replaced by `***`."""
         return self._masked(text, is_command=False)
+
+    def document(self, text: str) -> str:
+        """Return a JSON text, masked value by value so that it stays JSON; other text as `text`."""
+        try:
+            return json.dumps(self.tree(json.loads(text)))
+        except (ValueError, RecursionError):
+            return self.text(text)
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return a command line, masked; its secrets are masked in later texts, too."""
@@ -182,7 +196,8 @@ class Masker:
 
     def _mask(self, secret: str) -> str:
         self.learn([secret])
-        self.count += 1
+        with self._lock:
+            self.count += 1
         return MASK
 
     def _masked(self, text: str, is_command: bool) -> str:

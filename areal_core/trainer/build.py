@@ -26,7 +26,7 @@ from areal_core.config import (
     SFTConfig,
     TrainEngineConfig,
     config_to_dict,
-    without_keys,
+    masked_options,
 )
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
@@ -45,7 +45,7 @@ from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.errors import ConfigError
-from areal_core.paths import run_folder
+from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.printable import PrintableFormatter
 from areal_core.telemetry import (
     JsonlLogger,
@@ -71,6 +71,7 @@ def start_process(config: AnyConfig) -> Ranks:
     """Set up determinism, threads, the process group and seeds, in this order; a collective."""
     if config.deterministic:
         enforce_determinism(config.device)
+    make_run_folders(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity(logging.ERROR)
     sizes = trainer_sizes(config)
@@ -321,7 +322,7 @@ def build_loggers(
             return
         folder = run_folder(config, "logs")
         loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder, steps[0])]
-        shown = without_keys(config_to_dict(config))
+        shown = masked_options(config_to_dict(config))
         (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
         with StatsLogger(loggers, printers=[lines]) as logger:
             yield logger
@@ -349,7 +350,7 @@ def build_services(config: BaseExperimentConfig, folder: Path, first_step: int =
                 trackio.space_id,
                 project=trackio.project or config.experiment_name,
                 name=trackio.name or config.trial_name,
-                config=without_keys(config_to_dict(config)),
+                config=masked_options(config_to_dict(config)),
             )
         )
     return built
@@ -375,6 +376,6 @@ def wandb_arguments(config: BaseExperimentConfig) -> dict[str, Any]:
         "job_type": options.job_type,
         "notes": options.notes,
         "tags": options.tags,
-        "config": without_keys(options.config or config_to_dict(config)),
+        "config": masked_options(options.config or config_to_dict(config)),
         "settings": account or None,
     }

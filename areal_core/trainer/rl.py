@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_core.config import PPOConfig, config_to_dict, without_keys
+from areal_core.config import PPOConfig, config_to_dict, masked_options
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.ranks import leave_ranks
@@ -21,6 +21,7 @@ from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
+from areal_core.safety.secrets import masker
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
@@ -328,7 +329,7 @@ class PPOTrainer:
             self._observe_start()
             yield
         except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            error = masker().text(f"{type(raised).__name__}: {raised}")
             raise
         finally:
             self._observe("end", steps=self.version, error=error)
@@ -336,7 +337,7 @@ class PPOTrainer:
     def _observe_start(self) -> None:
         self._observe(
             "start",
-            config=without_keys(config_to_dict(self.config)),
+            config=masked_options(config_to_dict(self.config)),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             data_parallel_rank=self.ranks.data_parallel_rank,

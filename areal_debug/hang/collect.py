@@ -183,5 +183,7 @@ def _summary(manifest: Manifest, to: Path) -> list[str]:
             f"{len(manifest.elsewhere)} ranks of hosts that were not queried or did not answer: not collected"
         )
     lines += [f"host {host.host}: {host.status}: {host.detail}" for host in manifest.hosts if host.detail]
+    if manifest.num_masked:
+        lines.append(f"{manifest.num_masked} values that look like credentials are masked")
     lines.append(f"{dumped} of {len(ranks)} ranks dumped into {to}. Next: areal-debug hang diagnose {to}")
     return lines

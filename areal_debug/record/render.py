@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_core.safety.printable import printable_block
+from areal_core.safety.secrets import num_masked
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         "scope": describe_recording(header.recording),
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
+        "masked": f"{num_masked(header.config)} values of the config" if num_masked(header.config) else None,
         "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
     }
     for name, value in facts.items():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from areal_core.safety.private import default_names_root
 from areal_debug.cli import Verb, json_option
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, styled
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dtype", default="auto", show_default=True, help="Data type of the weights.")
 @click.option("--context-length", type=int, help="Longest sequence; by default the model's.")
-@click.option("--names", "names_root", default="/tmp/areal/name_resolve", show_default=True,
+@click.option("--names", "names_root", default=default_names_root, show_default="of this user in /tmp",
               help="Folder of the run's names (cluster.name_resolve.nfs_record_root).")  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to become ready."

@@ -73,7 +73,7 @@ def command(
     OPTION=VALUE changes an option of the config: actor.optimizer.lr=1e-5.
     """
     from areal_core.launch.debug_env import debug_environment, make_folders
-    from areal_core.paths import run_folder
+    from areal_core.paths import make_run_folders, run_folder
     from areal_debug.train.script_options import (
         check_reward_functions,
         find_script,
@@ -99,6 +99,7 @@ def command(
     env = debug_environment(debug_env, logs)
     if watch:
         raise SystemExit(watch_run(logs))
+    make_run_folders(config)
     make_folders(env)
     with hidden_output() if is_quiet() else nullcontext():
         code = run_script(path, arguments, config, allocation, env, logs)

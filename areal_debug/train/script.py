@@ -45,6 +45,8 @@ def mistakes_as_sentences() -> Iterator[None]:
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, NonFiniteError, RewardError
     from areal_core.rollout import errors as rollout
+    from areal_core.safety.file_names import UnsafeName
+    from areal_core.safety.private import ForeignOwner
     from recorder import DamagedRecord, RecordError
     from replayer.errors import ReplayError
 
@@ -60,6 +62,8 @@ def mistakes_as_sentences() -> Iterator[None]:
         AgentError,
         RecordError,
         ReplayError,
+        ForeignOwner,
+        UnsafeName,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (
@@ -90,9 +94,11 @@ def end(message: str, code: int) -> None:
 
     Other ranks may wait in a collective, and a clean exit would wait for them.
     """
+    from areal_core.safety.secrets import masker
+
     if os.environ.get("RANK", "0") != "0":
         time.sleep(2)  # a mistake of all ranks is printed once: torchrun ends this rank meanwhile
-    print(printable_block(message), file=sys.stderr, flush=True)
+    print(printable_block(masker().text(message)), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
+from areal_core.safety.http_requests import refusal_of
 from areal_debug.render import note
 from areal_debug.view.data import (
     MAX_CURVE_STEPS,
@@ -98,9 +99,8 @@ def make_server(followed: FollowedRecord, port: int) -> PageServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = self.headers["Host"] or ""
-            if host.partition(":")[0] not in ("127.0.0.1", "localhost"):
-                self.answer(HTTPStatus.FORBIDDEN, b"this page is available on this machine only")
+            if refusal := refusal_of(self.command, self.headers, "127.0.0.1"):
+                self.answer(HTTPStatus(refusal.status), refusal.reason.encode())
             elif self.path == "/":
                 self.answer(HTTPStatus.OK, served_page(followed.run()).encode(), "text/html; charset=utf-8")
             elif self.path == "/run.json":

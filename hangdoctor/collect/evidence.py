@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_core.safety.secrets import names_secret
 from hangdoctor.collect.process import PROC
 
 KEPT_VARIABLE = re.compile(
@@ -24,7 +25,6 @@ KEPT_VARIABLE = re.compile(
     r"SLURM_\w+|NCCL_\w+|TORCH_(?:NCCL|FR|DISTRIBUTED|INCLUDE|CPP_LOG)\w*|GLOO_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|"
     r"OMP_NUM_THREADS)$"
 )
-LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS(?:WORD|WD)?|CREDENTIALS?|AUTH|COOKIE|JWT", re.IGNORECASE)
 MAX_TAIL_BYTES = 256 << 10
 MAX_ERROR_FILE_BYTES = 4 << 20
 RAS_PORT = 28028
@@ -40,29 +40,8 @@ def selected_environment(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if KEPT_VARIABLE.match(name) and not LOOKS_SECRET.search(name)
+        if KEPT_VARIABLE.match(name) and not names_secret(name)
     }
-
-
-def without_credentials(command: tuple[str, ...]) -> list[str]:
-    """Return a command line with the values of `--api-key VALUE` and `--api-key=VALUE` replaced by
-    `***`.
-    """
-    shown: list[str] = []
-    for previous, word in zip(("", *command), command, strict=False):
-        name, equals, _ = word.partition("=")
-        if previous.startswith("-") and "=" not in previous and _names_a_credential(previous):
-            shown.append("***")
-        elif equals and name.startswith("-") and _names_a_credential(name):
-            shown.append(f"{name}=***")
-        else:
-            shown.append(word)
-    return shown
-
-
-def _names_a_credential(option: str) -> bool:
-    """True for `--api-key` and `--hf_token`, false for `--tokenizer` and `--max-tokens`."""
-    return any(LOOKS_SECRET.fullmatch(part) for part in re.split(r"[-_.]", option))
 
 
 def log_tail(pid: int, num_lines: int) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from areal_core.safety.secrets import Masker, masker, secret_values
 from hangdoctor.collect import evidence, pyspy
 from hangdoctor.collect.discover import Job, Search, Target, find_job
 from hangdoctor.collect.evidence import source_lines
@@ -38,6 +39,8 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     """
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())
+    mask = _masker_of(job)
+    commands = {target.name: " ".join(mask.command(target.process.command)) for target in job.targets}
     outcomes: list[dict[str, Outcome]] = []
     times: list[float] = []
     with ThreadPoolExecutor(PARALLEL_DUMPS) as pool:
@@ -45,30 +48,40 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
             if sample:
                 time.sleep(options.interval_s)
             times.append(time.time())
-            one = partial(dump_target, tool=tool, folder=folder, sample=sample, options=options)
+            one = partial(dump_target, tool=tool, folder=folder, sample=sample, options=options, mask=mask)
             outcomes.append(
                 dict(zip([target.name for target in job.targets], pool.map(one, job.targets), strict=True))
             )
             if cards := evidence.gpus():
                 write_json(folder / f"gpu/{sample}/{options.host}.json", [asdict(card) for card in cards])
-        list(pool.map(partial(_keep_source, folder=folder), job.targets))
-        list(pool.map(partial(_surroundings, folder=folder, options=options), job.targets))
+        list(pool.map(partial(_keep_source, folder=folder, mask=mask), job.targets))
+        list(pool.map(partial(_surroundings, folder=folder, options=options, mask=mask), job.targets))
     ras = evidence.nccl_ras()
     if ras is not None:
-        write_text(folder / f"ras/{options.host}.txt", ras)
-    manifest = _manifest(job, outcomes, times, options.host)
+        write_text(folder / f"ras/{options.host}.txt", mask.text(ras))
+    manifest = _manifest(job, outcomes, commands, times, options.host, mask.count)
     write_manifest(folder, manifest)
     return manifest
 
 
-def _keep_source(target: Target, folder: Path) -> None:
+def _masker_of(job: Job) -> Masker:
+    """Return a masker that knows the secrets of every process: a log may show those of another."""
+    mask = masker()
+    for target in job.targets:
+        mask.learn(secret_values(target.process.environment or {}))
+    return mask
+
+
+def _keep_source(target: Target, folder: Path, mask: Masker) -> None:
     """Save the source lines that its stacks point at, over all samples."""
     dumps = sorted(folder.glob(f"samples/*/{target.name}.json"))
     if dumps:
-        write_json(folder / f"source/{target.name}.json", source_lines(path.read_text() for path in dumps))
+        write_json(
+            folder / f"source/{target.name}.json", mask.tree(source_lines(path.read_text() for path in dumps))
+        )
 
 
-def _surroundings(target: Target, folder: Path, options: Options) -> None:
+def _surroundings(target: Target, folder: Path, options: Options, mask: Masker) -> None:
     """Save environment, log tail, error files and Flight Recorder dump of one rank; children share
     those of their rank.
     """
@@ -76,14 +89,15 @@ def _surroundings(target: Target, folder: Path, options: Options) -> None:
         return
     environment = target.process.environment or {}
     if target.role != "launcher":
-        write_json(folder / f"env/{target.name}.json", evidence.selected_environment(environment))
+        variables = mask.tree(evidence.selected_environment(environment))
+        write_json(folder / f"env/{target.name}.json", variables)
     tail = evidence.log_tail(target.pid, options.log_lines)
     if tail is not None:
-        write_text(folder / f"logs/{target.name}.log", tail)
+        write_text(folder / f"logs/{target.name}.log", mask.text(tail))
     if target.role != "trainer" or target.rank is None:
         return
     for rank, text in evidence.error_files(environment).items():
-        write_text(folder / f"errors/rank_{rank}.json", text)
+        write_text(folder / f"errors/rank_{rank}.json", mask.document(text))
     started = read_facts(target.pid).start_time or 0.0
     recorded = evidence.flight_recorder_dump(target.rank, environment, started)
     if recorded is not None:
@@ -92,22 +106,37 @@ def _surroundings(target: Target, folder: Path, options: Options) -> None:
         path.write_bytes(recorded)
 
 
-def _manifest(job: Job, outcomes: list[dict[str, Outcome]], times: list[float], host: str) -> Manifest:
-    found = [_entry(target, [sample[target.name] for sample in outcomes], host) for target in job.targets]
+def _manifest(
+    job: Job,
+    outcomes: list[dict[str, Outcome]],
+    commands: dict[str, str],
+    times: list[float],
+    host: str,
+    num_masked: int,
+) -> Manifest:
+    found = [
+        _entry(target, [sample[target.name] for sample in outcomes], commands[target.name], host)
+        for target in job.targets
+    ]
     gone = [gone_rank(rank, host, "no process on this host claims this rank") for rank in job.gone]
     return Manifest(
-        times[0], job.world_size, job.elsewhere, (HostEntry(host),), tuple(times), (*found, *gone)
+        times[0],
+        job.world_size,
+        job.elsewhere,
+        (HostEntry(host),),
+        tuple(times),
+        (*found, *gone),
+        num_masked,
     )
 
 
-def _entry(target: Target, outcomes: list[Outcome], host: str) -> ProcessEntry:
+def _entry(target: Target, outcomes: list[Outcome], command: str, host: str) -> ProcessEntry:
     """Return the status of a process over all samples: stopped in the last one, else dumped if any
     sample was.
     """
     last = outcomes[-1]
     dumped = any(outcome.status == "dumped" for outcome in outcomes)
     status = "dumped" if dumped and last.status != "stopped" else last.status
-    command = " ".join(evidence.without_credentials(target.process.command))
     return ProcessEntry(
         target.name, target.rank, target.role, host, target.pid, target.parent, status, last.detail, command
     )

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from areal_core.safety.secrets import Masker
 from hangdoctor.collect.discover import Target
 from hangdoctor.collect.process import read_facts, read_stat
 from hangdoctor.collect.write import write_json, write_text
@@ -180,7 +181,9 @@ class Outcome:
     detail: str
 
 
-def dump_target(target: Target, tool: str, folder: Path, sample: int, options: Options) -> Outcome:
+def dump_target(
+    target: Target, tool: str, folder: Path, sample: int, options: Options, mask: Masker
+) -> Outcome:
     """Dump one process in one sample: /proc facts first, since py-spy's own reading would change
     them.
     """
@@ -193,11 +196,11 @@ def dump_target(target: Target, tool: str, folder: Path, sample: int, options: O
         return Outcome("not_python", f"{target.process.executable} is no Python")
     done = dump(tool, target.pid, options.timeout_s)
     if done.status != "dumped":
-        write_text(place.with_name(f"{target.name}.error.txt"), done.complaint or done.detail)
+        write_text(place.with_name(f"{target.name}.error.txt"), mask.text(done.complaint or done.detail))
     else:
-        write_text(place.with_name(f"{target.name}.json"), done.output)
+        write_text(place.with_name(f"{target.name}.json"), mask.document(done.output))
         if options.native and stat.state != "T":
-            _second_pass(target, tool, place, options)
+            _second_pass(target, tool, place, options, mask)
     if stat.state in "Tt":
         return Outcome("stopped", f"pid {target.pid} is stopped (state {stat.state}): SIGCONT would wake it")
     if done.status == "not_permitted":
@@ -205,12 +208,11 @@ def dump_target(target: Target, tool: str, folder: Path, sample: int, options: O
     return Outcome(done.status, done.detail)
 
 
-def _second_pass(target: Target, tool: str, place: Path, options: Options) -> None:
+def _second_pass(target: Target, tool: str, place: Path, options: Options, mask: Masker) -> None:
     """Dump native frames, which py-spy cannot combine with JSON; a failure saves its message and
     keeps the first pass.
     """
     done = dump(tool, target.pid, options.timeout_s, native=True)
     ending = "native.txt" if done.status == "dumped" else "native.error.txt"
-    write_text(
-        place.with_name(f"{target.name}.{ending}"), done.output if done.status == "dumped" else done.complaint
-    )
+    text = done.output if done.status == "dumped" else done.complaint
+    write_text(place.with_name(f"{target.name}.{ending}"), mask.text(text))

@@ -9,6 +9,7 @@ The hosts need nothing but Python 3.11; nothing is left on them.
 """
 
 import io
+import re
 import shlex
 import subprocess
 import tarfile
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_core.safety.printable import printable
 from hangdoctor.collect.__main__ import NOTHING_TO_COLLECT, arguments_for
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import Options, find_pyspy
@@ -33,11 +35,13 @@ try:
     tarfile.open(fileobj=io.BytesIO(sys.stdin.buffer.read()), mode="r:gz").extractall(folder)
     sys.path.insert(0, folder)
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + folder
-    from hangdoctor.collect.__main__ import main
+    from areal_core.safety.printable import printable
+from hangdoctor.collect.__main__ import main
     sys.exit(main(sys.argv[1:]))
 finally:
     shutil.rmtree(folder)
 """
+HOST = re.compile(r"[\w\[][^\s\x00-\x1f]*")  # a name that begins with a dash would be an option
 HOSTS_AT_ONCE = 64
 START_S = 60.0
 REFUSED_WORDS = ("permission denied", "not authorized", "forbidden")
@@ -100,7 +104,7 @@ def slurm_command(job: str, host: str, collector: list[str]) -> list[str]:
 
 def ssh_command(host: str, collector: list[str]) -> list[str]:
     """Return ssh without prompts; the remote shell parses one string."""
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, shlex.join(collector)]
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host, shlex.join(collector)]
 
 
 def kubernetes_pods(selector: str, namespace: str) -> list[str]:
@@ -218,8 +222,14 @@ def collect_hosts(
     `all_queried` states that the job has no other hosts.
 
     Raises:
+        HostsUnknown: a host name is not valid.
         NoRanksFound: no host had a rank.
     """
+    for host in hosts:
+        if not HOST.fullmatch(host):
+            raise HostsUnknown(
+                f"the host name {printable(host, 100)!r} is not valid: give names or addresses of hosts"
+            )
     commands = {host: command_for(host, collector_command(python, search, options, host)) for host in hosts}
     return merge_answers(query_hosts(commands, time_limit_s(options)), folder, all_queried)
 

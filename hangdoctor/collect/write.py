@@ -45,7 +45,8 @@ class Manifest:
     """collection.json. Times are seconds since the epoch.
 
     `elsewhere` are ranks of hosts that were not collected: they are not expected here, since a
-    reader treats a rank that is expected and not found as dead.
+    reader treats a rank that is expected and not found as dead. `num_masked` counts the credentials
+    that were replaced by `***` in all files.
     """
 
     created: float
@@ -54,6 +55,7 @@ class Manifest:
     hosts: tuple[HostEntry, ...]
     sample_times: tuple[float, ...]
     processes: tuple[ProcessEntry, ...]
+    num_masked: int
 
 
 def gone_rank(rank: int, host: str, detail: str) -> ProcessEntry:
@@ -84,6 +86,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "world_size": None if manifest.elsewhere else manifest.job_size,
             "job_size": manifest.job_size,
             "elsewhere": list(manifest.elsewhere),
+            "masked": manifest.num_masked,
             "hosts": [asdict(host) for host in (*manifest.hosts, *_other_hosts(manifest))],
             "samples": [{"time": time} for time in manifest.sample_times],
             "processes": [asdict(process) for process in manifest.processes],
@@ -111,6 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
         tuple(HostEntry(**host) for host in raw["hosts"] if host["host"] != OTHER_HOSTS),
         tuple(sample["time"] for sample in raw["samples"]),
         tuple(ProcessEntry(**process) for process in raw["processes"]),
+        raw["masked"],
     )
 
 
@@ -185,6 +189,7 @@ def merge(parts: Iterable[Path], failed: Iterable[HostEntry], folder: Path, all_
         hosts=hosts,
         sample_times=manifests[0].sample_times if manifests else (),
         processes=(*taken.values(), *gone.values()),
+        num_masked=sum(manifest.num_masked for manifest in manifests),
     )
     write_manifest(folder, merged)
     return merged

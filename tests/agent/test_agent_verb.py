@@ -148,7 +148,7 @@ def test_run_refuses_text_as_a_reward(agent):
         ("Plain", ("--say", "a", "--arg", "num_turns"), "--arg is 'num_turns'; expected NAME=VALUE"),
         ("Plain", ("--say", "a", "--arg", "turns=1"), "Plain cannot be constructed from {'turns': 1}"),
         ("Plain", ("--say", "a", "rollout.agent.mod=x"), "did you mean 'rollout.agent.mode'?"),
-        ("Plain", ("--say", "a", "rollout.agent.host=0.0.0.0"), "admin_api_key is the default: set one of at least 16"),
+        ("Plain", ("--say", "a", "rollout.agent.host=0.0.0.0", "rollout.agent.admin_api_key=short"), "set one of at least 16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_one_sentence_and_code_2(agent, name, arguments, sentence):

@@ -351,7 +351,7 @@ def test_an_agent_with_a_synchronous_client_does_not_deadlock(episode, scripted_
 @pytest.mark.parametrize(
     ("host", "key", "error_text"),
     [
-        ("0.0.0.0", "areal-admin-key", "would listen on 0.0.0.0, .*admin_api_key is the default"),
+        ("0.0.0.0", "areal-admin-key", "would listen on 0.0.0.0, .*admin_api_key is AReaL's default"),
         ("10.1.2.3", "short", "only 5 characters long"),
         ("example.org", "x" * 15, "only 15 characters long"),
     ],

@@ -10,7 +10,10 @@ import pytest
 from areal_core.agent.errors import AgentError, WrongReward
 
 AGENT = f"{Path(__file__).parent}/environment_agent.py:EnvironmentAgent"
-ADMIN = {"authorization": "Bearer areal-admin-key"}
+
+
+def admin_of(workflow) -> dict[str, str]:
+    return {"authorization": f"Bearer {workflow.key_file.read_text()}"}
 
 
 def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, scripted_engine):
@@ -47,17 +50,19 @@ def test_an_external_client_runs_the_waiting_episodes(make_workflow, scripted_en
     url = workflow.server.base_url
 
     async def outside(client):
-        started = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+        started = await client.post(f"{url}/rl/start_session", headers=admin_of(workflow))
         while started.status_code == 429:
             await asyncio.sleep(0.005)
-            started = await client.post(f"{url}/rl/start_session", headers=ADMIN)
+            started = await client.post(f"{url}/rl/start_session", headers=admin_of(workflow))
         session = started.json()
         key = {"authorization": f"Bearer {session['api_key']}"}
         body = {"messages": [{"role": "user", "content": session["data"]["ask"]}]}
         await client.post(f"{url}/v1/chat/completions", headers=key, json=body)
         await client.post(f"{url}/rl/set_reward", headers=key, json={"reward": 0.25})
         exported = await client.post(
-            f"{url}/export_trajectories", headers=ADMIN, json={"session_id": session["session_id"]}
+            f"{url}/export_trajectories",
+            headers=admin_of(workflow),
+            json={"session_id": session["session_id"]},
         )
         await client.post(f"{url}/rl/end_session", headers=key)
         return started, exported.json()
@@ -73,7 +78,7 @@ def test_an_external_client_runs_the_waiting_episodes(make_workflow, scripted_en
     (interaction,) = exported["interactions"]
     assert interaction["input_tokens"] + interaction["output_tokens"] == rows["input_ids"][0].tolist()
     assert (interaction["reward"], interaction["message"]["content"]) == (0.25, "a")
-    idle = httpx.post(f"{url}/rl/start_session", headers=ADMIN)
+    idle = httpx.post(f"{url}/rl/start_session", headers=admin_of(workflow))
     assert (idle.status_code, idle.json()["error"]["code"]) == (429, "no_capacity")
 
 

@@ -19,6 +19,7 @@ from areal_core.config.checks import flat_values
 from areal_core.config.names import all_options
 from areal_core.config.not_yet import NOT_YET, not_yet
 from areal_core.errors import ConfigError
+from areal_core.safety.private import default_root
 
 
 def sound_config() -> PPOConfig:
@@ -208,7 +209,7 @@ def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defa
         ({"cluster.name_resolve.etcd3_addr": "x:1"}, "cluster.name_resolve.etcd3_addr is 'x:1'"),
         ({"scheduler.deploy_mode": "colocation"}, "scheduler.deploy_mode is 'colocation'"),
         ({"sglang.enable_multimodal": True}, "sglang.enable_multimodal is True"),
-        ({"saver.fileroot": "/other"}, "saver.fileroot is '/other' and cluster.fileroot is '/tmp/areal/'"),
+        ({"saver.fileroot": "/other"}, "saver.fileroot is '/other' and cluster.fileroot is '/tmp/areal-"),
         ({"actor.experiment_name": "b"}, "actor.experiment_name is 'b' and experiment_name is 'a'"),
         ({"ref": PPOActorConfig(scheduling_spec=[{"env_vars": {"A": 1}}])}, "ref.scheduling_spec.env_vars has no"),
         (
@@ -226,7 +227,7 @@ def test_an_option_without_effect_has_one_note(changes, sentence):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout.experiment_name": "a", "stats_logger.trial_name": "b", "saver.fileroot": "/tmp/areal/"},
+        {"rollout.experiment_name": "a", "stats_logger.trial_name": "b", "saver.fileroot": default_root()},
         {"actor.scheduling_spec": [{"gpu": 1, "cmd": "x", "task_type": "worker", "env_vars": {"A": "1"}}]},
         {"ref": PPOActorConfig(scheduling_strategy={"type": "colocation", "target": "actor"})},
     ],

@@ -27,6 +27,7 @@ from areal_core.rollout.fleet.server import (
     servers_from_environment,
     wait_until_healthy,
 )
+from areal_core.safety.private import check_owner, make_private, read_owned
 
 ENTRY = "ENTRY"  # file name of an entry's text
 ATTEMPTS = 1000  # to write an entry into a folder that others delete while it is empty
@@ -59,7 +60,11 @@ class NameService(Protocol):
 
 
 class FolderNames:
-    """A `NameService` in a folder, for processes that share a file system."""
+    """A `NameService` in a folder, for processes of one user that share a file system.
+
+    The first component of a name is a folder that only its user can write: entries that somebody
+    else has planted there, with addresses of other servers, raise `ForeignOwner`.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -82,6 +87,7 @@ class FolderNames:
         new = folder / f".{uuid.uuid4().hex}"
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
+                make_private(self.root / folder.relative_to(self.root).parts[0])
                 folder.mkdir(parents=True, exist_ok=True)
                 new.write_text(value)
                 break
@@ -91,8 +97,10 @@ class FolderNames:
         return new
 
     def get(self, name: str) -> str:
+        parts = parts_of(name)
         try:
-            return self.root.joinpath(*parts_of(name), ENTRY).read_text()
+            check_owner(self.root / parts[0])
+            return read_owned(self.root.joinpath(*parts, ENTRY))
         except FileNotFoundError as error:
             raise NoSuchName(f"there is no {name} under {self.root}") from error
 
@@ -111,6 +119,8 @@ class FolderNames:
 
     def below(self, name: str) -> dict[str, str]:
         found = {}
+        with suppress(FileNotFoundError):
+            check_owner(self.root / parts_of(name)[0])
         for file in sorted(self.root.joinpath(*parts_of(name)).rglob(ENTRY)):
             entry = file.parent.relative_to(self.root).as_posix()
             try:

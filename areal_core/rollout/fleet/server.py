@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WrongServer
+from areal_core.safety.secrets import masker
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
 LOGS_VARIABLE = "AREAL_LLM_SERVER_LOGS"
@@ -45,11 +46,15 @@ class Server:
 
 
 def last_lines(path: Path, num_lines: int = 15, max_bytes: int = 16384) -> str:
-    """Return the end of a log file, indented, without empty lines; very long lines are cut."""
+    """Return the end of a log file, indented, without empty lines and credentials.
+
+    Very long lines are cut.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - max_bytes))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return "\n".join(f"    {line[:LINE_LIMIT]}" for line in lines[-num_lines:])
+    shown = masker().text("\n".join(lines[-num_lines:])).splitlines()
+    return "\n".join(f"    {line[:LINE_LIMIT]}" for line in shown)
 
 
 def servers_from_environment(environ: Mapping[str, str] = os.environ) -> list[Server]:

@@ -28,7 +28,7 @@ def collection(folder, host, *processes, job_size=4, elsewhere=()):
     for process in processes:
         if process.pid:
             write_text(folder / f"samples/0/{process.name}.json", f"{host} {process.name}")
-    write_manifest(folder, Manifest(7.0, job_size, elsewhere, (HostEntry(host),), (8.0, 9.0), processes))
+    write_manifest(folder, Manifest(7.0, job_size, elsewhere, (HostEntry(host),), (8.0, 9.0), processes, 1))
     return folder
 
 
@@ -111,6 +111,7 @@ def test_manifest_on_disk_has_the_documented_shape(tmp_path):
         "elsewhere": [],
         "hosts": [{"host": "a", "status": "ok", "detail": ""}],
         "samples": [{"time": 8.0}, {"time": 9.0}],
+        "masked": 1,
         "processes": [
             {
                 "name": "rank_0",
