@@ -145,7 +145,8 @@ class FaultProxy:
     async def _ask(self, request: web.Request) -> tuple[int, bytes, str]:
         """Send a request to the server behind; return status, body and content type."""
         url = f"http://{self.behind.server.address}{request.path_qs}"
-        kind, body = {"Content-Type": request.content_type}, await request.read()
+        kind = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+        body = await request.read()
         async with self._session.request(request.method, url, data=body, headers=kind) as reply:
             return reply.status, await reply.read(), reply.content_type
 

@@ -35,8 +35,7 @@ try:
     tarfile.open(fileobj=io.BytesIO(sys.stdin.buffer.read()), mode="r:gz").extractall(folder)
     sys.path.insert(0, folder)
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + folder
-    from areal_core.safety.printable import printable
-from hangdoctor.collect.__main__ import main
+    from hangdoctor.collect.__main__ import main
     sys.exit(main(sys.argv[1:]))
 finally:
     shutil.rmtree(folder)

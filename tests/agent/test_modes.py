@@ -105,3 +105,36 @@ def test_a_reward_that_is_no_finite_number_is_refused_over_http(make_workflow, s
         "reward is '1'; expected a number",
         "the body is []; expected a JSON object",
     ]
+
+
+def test_the_admin_key_is_random_and_in_a_file_of_the_user(make_workflow, caplog):
+    with caplog.at_level("INFO"):
+        workflow, other = make_workflow(None, mode="online"), make_workflow(None, mode="online")
+    key = workflow.key_file.read_text()
+    assert len(key) == 43
+    assert key != other.key_file.read_text()
+    assert workflow.key_file.stat().st_mode & 0o777 == 0o600
+    assert workflow.key_file.parent.stat().st_mode & 0o777 == 0o700
+    assert str(workflow.key_file) in caplog.text
+    assert key not in caplog.text
+    url = f"{workflow.server.base_url}/rl/start_session"
+    assert httpx.post(url, headers={"authorization": "Bearer areal-admin-key"}).status_code == 401
+    assert httpx.post(url, headers=admin_of(workflow)).status_code == 429
+
+
+def test_the_proxy_refuses_requests_that_a_web_page_could_send(make_workflow):
+    workflow = make_workflow(None, mode="online")
+    url, admin = workflow.server.base_url, admin_of(workflow)
+
+    def status(method: str, path: str, **headers: str) -> int:
+        content = b"{}" if method == "POST" else None
+        return httpx.request(method, url + path, headers=admin | headers, content=content).status_code
+
+    assert status("POST", "/rl/start_session") == 429
+    assert status("POST", "/rl/start_session", host="evil.example") == 403
+    assert status("POST", "/rl/start_session", origin="http://evil.example") == 403
+    assert status("POST", "/rl/start_session", **{"content-type": "text/plain"}) == 415
+    assert status("POST", "/export_trajectories", host="evil.example", origin="http://evil.example") == 403
+    assert status("GET", "/rl/start_session") == 405
+    assert status("GET", "/v1/chat/completions") == 405
+    assert status("GET", "/health", host=f"[::1]:{workflow.server.port}") == 200

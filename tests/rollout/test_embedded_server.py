@@ -249,3 +249,61 @@ def test_a_request_whose_client_has_gone_is_not_sampled_on(embedded, gate):
     with embedded.sampler._changed:
         assert embedded.sampler._changed.wait_for(lambda: not embedded.sampler._wave, 20)
     assert gate.calls == 5
+
+
+def test_requests_that_a_web_page_could_send_are_refused(embedded, serve_application):
+    address = serve_application(embedded.application()).address
+
+    def status(method: str, path: str, body: str | None = None, **headers: str) -> int:
+        connection = http.client.HTTPConnection(address, timeout=30)
+        connection.request(
+            method, path, body, {name.replace("_", "-"): text for name, text in headers.items()}
+        )
+        found = connection.getresponse().status
+        connection.close()
+        return found
+
+    update = json.dumps({"model_path": "/no/model"})
+    assert status("GET", "/health") == 200
+    assert status("GET", "/pause_generation") == 405
+    assert status("POST", "/pause_generation", "{}", Origin="http://evil.example") == 403
+    assert status("GET", "/server_info", Host="evil.example") == 403
+    assert status("POST", "/update_weights_from_disk", update, Content_Type="text/plain") == 415
+    assert status("POST", "/update_weights_from_disk", update, Content_Type="application/json") == 400
+    assert status("POST", "/continue_generation") == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "complaint"),
+    [
+        ("/generate", "[1]", "the body is a list; expected a JSON object"),
+        ("/pause_generation", "5", "the body is a int"),
+        ("/generate", "[" * 100_000, "the body is not JSON"),
+        ("/generate", '{"text": "\\ud800"}', "surrogates not allowed"),
+        ("/generate", "\xff", "the body is not JSON"),
+        ("/generate", '{"input_ids": [1, 99999999]}', "token ids below "),
+        ("/generate", '{"input_ids": [-1]}', "token ids below "),
+        ("/generate", '{"input_ids": [true]}', "token ids below "),
+        ("/generate", '{"input_ids": 5}', "input_ids is '5'; expected a value of type list"),
+        ("/generate", '{"text": 5}', "text is '5'; expected a value of type str"),
+        ("/generate", '{"input_ids": [1], "sampling_params": {"temperature": "x"}}', "temperature is 'x'"),
+        (
+            "/generate",
+            '{"input_ids": [1], "sampling_params": {"stop_token_ids": ["a"]}}',
+            "a list of token ids",
+        ),
+        ("/generate", '{"input_ids": [1], "sampling_params": []}', "sampling_params is '[]'"),
+        ("/update_weights_from_disk", '{"model_path": 5}', "model_path is '5'; expected a value of type str"),
+        ("/update_weights_from_disk", "{}", "field 'model_path' is missing"),
+        ("/init_weights_update_group", '{"group_name": "g", "world_size": "2"}', "world_size is '2'"),
+        ("/abort_request", '{"rid": 5}', "rid is '5'"),
+        ("/load_lora_adapter", '{"lora_name": "a", "lora_path": {}}', "lora_path is '{}'"),
+    ],
+)
+def test_malformed_requests_are_the_clients_fault(embedded, serve_application, path, body, complaint):
+    connection = http.client.HTTPConnection(serve_application(embedded.application()).address, timeout=30)
+    connection.request("POST", path, body.encode("latin-1"))
+    reply = connection.getresponse()
+    assert reply.status == 400
+    assert complaint in json.loads(reply.read())["message"]
+    connection.close()

@@ -212,3 +212,53 @@ def test_command_that_finds_nothing_leaves_nothing(tmp_path):
         "Error: No rank was found. Looked for a Python process with a command line that matches"
     )
     assert not (tmp_path / "out").exists()
+
+
+SECRET = "S3CRET-of-the-job"
+SAYS = """
+import os, sys, time
+print("connecting to https://me:hunter2-x@h/ with", os.environ["HF_TOKEN"], "--api-key k9-k9-k9k", flush=True)
+open(os.environ["READY"], "w").close()
+time.sleep(600)
+"""
+
+
+def test_a_collection_of_a_process_with_secrets_has_none(tmp_path):
+    arguments = [
+        f"stats_logger.wandb.wandb_api_key={SECRET}",
+        *("--api-key", SECRET),
+        f"--wandbkey={SECRET}",
+        *("--header", f"Authorization: Bearer {SECRET}"),
+        f"s3://KEY:{SECRET}@bucket/rows",
+        f'{{"hf_token": "{SECRET}"}}',
+        "gconfig.max_tokens=512",
+    ]
+    environment = os.environ | {"RANK": "0", "HF_TOKEN": SECRET, "READY": str(tmp_path / "ready")}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAYS, *arguments], env=environment, stdout=log, start_new_session=True
+        )
+    try:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        to = ["--to", str(tmp_path / "collection"), "--pid", str(process.pid), "--samples", "1"]
+        done = CliRunner().invoke(collect, to)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert done.exit_code == 0, done.output
+    files = [path for path in (tmp_path / "collection").rglob("*") if path.is_file()]
+    texts = {path.name: path.read_text() for path in files}
+    assert [
+        name for name, text in texts.items() if "S3CRET" in text or "hunter2" in text or "k9-k9" in text
+    ] == []
+    manifest = read_manifest(tmp_path / "collection")
+    command = manifest.processes[0].command
+    assert command.endswith(
+        "stats_logger.wandb.wandb_api_key=*** --api-key *** --wandbkey=*** --header Authorization: *** "
+        's3://***@bucket/rows {"hf_token": "***"} gconfig.max_tokens=512'
+    )
+    assert texts["rank_0.log"] == "connecting to https://***@h/ with *** --api-key ***\n"
+    assert f"{manifest.num_masked} values that look like credentials are masked" in done.output
+    assert manifest.num_masked >= 9

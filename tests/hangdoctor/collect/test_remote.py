@@ -8,15 +8,24 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.hang.collect import collect
-from hangdoctor.collect.remote import Answer, merge_answers, slurm_command, slurm_hosts
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.pyspy import Options
+from hangdoctor.collect.remote import (
+    Answer,
+    collect_hosts,
+    merge_answers,
+    slurm_command,
+    slurm_hosts,
+    ssh_command,
+)
 from hangdoctor.collect.write import read_manifest
 from hangdoctor.errors import HostsUnknown
 
 SSH = """#!/bin/sh
-# ssh -o BatchMode=yes -o ConnectTimeout=10 HOST COMMAND: HOST `down` does not answer, the others are this machine.
-[ "$5" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
-[ "$5" = closed ] && { echo "me@closed: Permission denied (publickey)." >&2; exit 255; }
-exec sh -c "$6"
+# ssh -o BatchMode=yes -o ConnectTimeout=10 -- HOST COMMAND: HOST `down` does not answer, the others are this machine.
+[ "$6" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
+[ "$6" = closed ] && { echo "me@closed: Permission denied (publickey)." >&2; exit 255; }
+exec sh -c "$7"
 """
 KUBECTL = """#!/bin/sh
 echo "$@" | cut -c -70 >>"$0.calls"
@@ -125,3 +134,11 @@ def test_missing_ssh_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = run_collect(tmp_path, "--ssh", "a")
     assert "a: unreachable: ssh is not on PATH here" in done.output
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "--", "", "a b", "a\x1b[2J"])
+def test_a_host_that_ssh_would_take_for_an_option_is_refused(host, tmp_path):
+    command = ssh_command("node-1", ["python3", "-c", "x"])
+    assert command[-3:] == ["--", "node-1", "python3 -c x"]
+    with pytest.raises(HostsUnknown, match="is not valid: give names or addresses of hosts"):
+        collect_hosts([host], ssh_command, Search(), tmp_path, Options(), "python3", all_queried=False)

@@ -1,0 +1,104 @@
+"""A real run that was given credentials leaves none behind, and nothing that others can read."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from recorder import open_record
+
+TOKEN, PASSWORD, KEY = "S3CRETtoken1", "S3CRETpass2", "S3CRETkey3"
+GIVEN = (
+    f"stats_logger.wandb.wandb_api_key={KEY}",
+    f"stats_logger.wandb.wandb_base_url=https://me:{PASSWORD}@wandb.example",
+    f"stats_logger.wandb.notes=token {TOKEN} of the environment",
+    f"launcher.trainer_env_vars=SOME=1,HF_TOKEN={TOKEN}",
+)
+
+
+def modes_below(folder: Path) -> set[int]:
+    return {stat.S_IMODE(os.lstat(path).st_mode) for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def run(areal_debug, tiny_model, tmp_path_factory):
+    here = Path(__file__).parent
+    folder = tmp_path_factory.mktemp("private")
+    done = areal_debug(
+        *("train", here / "train_tiny.py", "--config", here / "tiny.yaml", "--dump-rollout", folder / "record"),
+        *(f"cluster.fileroot={folder}/files", f"actor.path={tiny_model}", "saver.freq_steps=1", "recover.mode=auto"),
+        *("recover.freq_steps=1", "perf_tracer={enabled: true}", "total_train_steps=2", *GIVEN),
+        HF_TOKEN=TOKEN,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_no_file_of_a_run_has_a_credential(run):
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [path for path in files if b"S3CRET" in path.read_bytes()] == []
+    (config,) = run.glob("files/logs/*/tiny/test/config.json")
+    for options in (json.loads(config.read_text()), open_record(run / "record").header.config):
+        wandb = options["stats_logger"]["wandb"]
+        assert wandb["wandb_api_key"] == "***"
+        assert wandb["wandb_base_url"] == "https://***@wandb.example"
+        assert wandb["notes"] == "token *** of the environment"
+        assert options["launcher"]["trainer_env_vars"] == "SOME=1,HF_TOKEN=***"
+        assert options["gconfig"]["max_tokens"] == 32768
+
+
+def test_everything_that_a_run_leaves_is_its_users_only(run):
+    (logs,), (checkpoints,) = run.glob("files/logs/*"), run.glob("files/checkpoints/*")
+    for folder in (logs, checkpoints, run / "record"):
+        assert modes_below(folder) <= {0o600, 0o700}
+
+
+def test_a_record_with_masked_values_is_counted_and_replays(areal_debug, run):
+    listed = areal_debug("record", "ls", run / "record")
+    assert "4 values of the config" in listed.stdout
+    done = areal_debug("replay", run / "record", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["identical"] is True
+
+
+def test_what_verbs_write_is_private_too(areal_debug, run, tmp_path):
+    for verb in (["record", "archive", run / "record", "--to", tmp_path / "a.zip"],
+                 ["record", "extract", tmp_path / "a.zip", "--to", tmp_path / "extracted"],
+                 ["view", run / "record", "-o", tmp_path / "page.html"]):  # fmt: skip
+        done = areal_debug(*verb)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert modes_below(tmp_path / "extracted") == {0o600, 0o700}
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.zip", "page.html")} == {0o600}
+
+
+def test_the_group_reads_a_run_that_is_group_readable(train, areal_debug, tiny_model, tmp_path):
+    here = Path(__file__).parent
+    done = areal_debug(
+        *(
+            "train",
+            here / "train_tiny.py",
+            "--config",
+            here / "tiny.yaml",
+            "--dump-rollout",
+            tmp_path / "record",
+        ),
+        *(f"cluster.fileroot={tmp_path}/files", f"actor.path={tiny_model}", "total_train_steps=1"),
+        "debug.group_readable=true",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (logs,) = tmp_path.glob("files/logs/*")
+    assert modes_below(logs) == modes_below(tmp_path / "record") == {0o640, 0o750}
+
+
+def test_an_error_does_not_show_the_password_of_a_url(areal_debug, tiny_model, tmp_path):
+    here = Path(__file__).parent
+    done = areal_debug(
+        *("train", here / "train_tiny.py", "--config", here / "tiny.yaml", f"cluster.fileroot={tmp_path}"),
+        f"actor.path=https://me:{PASSWORD}@models.example/m",
+    )
+    assert done.returncode == 2
+    assert "https://***@models.example/m" in done.stdout + done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
