@@ -73,6 +73,8 @@ def submit(job: Job, placement: Placement) -> int:
     """Submit the job, show its output and wait for its end; cancel it if this process is ended."""
     job.log_dir.mkdir(parents=True, exist_ok=True)
     description = job.log_dir / "slurm_job.json"
+    description.touch(mode=0o600)  # the job needs the values of its variables and keys
+    description.chmod(0o600)
     description.write_text(json.dumps(job_to_json(job), indent=1))
     script = job.log_dir / "slurm_job.sh"
     script.write_text(batch_script(job, placement, description))
@@ -262,6 +264,8 @@ def start_server_step(
         memory_mib=size * options.inference_server_mem_per_gpu,
     )
     file = job.log_dir / f"llm_server_{index}.json"
+    file.touch(mode=0o600)
+    file.chmod(0o600)
     file.write_text(json.dumps(asdict(plan)))
     listen = "127.0.0.1" if placement.num_nodes == 1 else host
     server = [sys.executable, "-m", "areal_core.launch.slurm_server", str(file), listen]

@@ -79,7 +79,7 @@ ASSIGNED_VALUE = re.compile(
     r"(?P<quote>\\*[\"'])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\n]))*)"
     r"|(?P<plain>\$\{[^}\s]*\}|[^\s,;&\"'<>{}()\[\]\\]+)(?P<call>[(\[])?"
 )
-# `--name value`; in a log line the value must look like a secret, since words of a sentence may follow
+# `--name value`; in a log line the value must look like a secret: a sentence may continue there
 DASHED = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,99})(\s{1,4})(?![-\"'$*])([^\s\"'`,;]+)")
 DASHED_QUOTED = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,99})(\s{1,4}([\"']))([^\"'\n]+)\3")
 
@@ -245,7 +245,7 @@ class Masker:
 
 
 def is_assigned_secret(found: re.Match[str]) -> bool:
-    """Return whether what follows `password=` is a value: no call, as in code, and no small number."""
+    """Return whether what follows `password=` is a value: no call, as in code, no small number."""
     value = found["quoted"] if found["quote"] else found["plain"]
     is_number = value.isdigit() and len(value) < SHORTEST_VALUE
     return is_value(value) and not found["call"] and not is_number

@@ -136,6 +136,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from dataclasses import asdict
 
     from areal_core.config.loading import load_with_notes
+    from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.render import print_dry_run
     from areal_debug.train.script_options import check_record, check_reward_functions, config_class
@@ -151,7 +152,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
         print_json({"would_run": False, "problems": str(error).splitlines()})
         return 2
     if as_json:
-        print_json({"would_run": True, **asdict(run)})
+        print_json(masker().tree({"would_run": True, **asdict(run)}))
     else:
         print_dry_run(console(), run)
     return 0

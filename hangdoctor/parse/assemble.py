@@ -8,8 +8,9 @@ first stack.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from areal_core.safety.secrets import masker
 from hangdoctor.model import (
     CollectiveRecord,
     ErrorFile,
@@ -88,14 +89,18 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         ]
         world_size = world_size or reading.contents.world_size
     world_size = world_size or world_size_of(reading)
+    mask = masker()  # reports quote logs and errors, also those that no collector has masked
     return Snapshot(
         dumps=dumps,
         expected=expected_ranks(listed.values(), dumps, world_size, refused_ranks(reading)),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
         records=tuple(reading.records),
         ras=tuple(reading.ras),
-        logs=tuple(reading.logs),
-        errors=tuple(reading.errors),
+        logs=tuple(replace(log, lines=tuple(map(mask.text, log.lines))) for log in reading.logs),
+        errors=tuple(
+            replace(error, message=mask.text(error.message), traceback=mask.text(error.traceback))
+            for error in reading.errors
+        ),
         gpus=tuple(reading.gpus),
         source=reading.source,
         notes=tuple(reading.notes),
@@ -152,7 +157,7 @@ def dump_of(reading: Reading, listed: dict[str, location.ExpectedProcess], key: 
         threads=merge_native(reading.stacks.get(key, ()), reading.natives.get(key, ())),
         facts=reading.facts.get(key, ProcessFacts()),
         environment=reading.environments.get(name, ()),
-        command=entry.command if entry else reading.commands.get(name, ""),
+        command=masker().text(entry.command if entry else reading.commands.get(name, "")),
         source=reading.sources.get(key, ""),
     )
 

@@ -1,4 +1,4 @@
-"""Users of one machine: each has folders of their own, and uses nothing that another one planted."""
+"""Users of one machine: each has folders of their own and uses nothing that another one planted."""
 
 import os
 import stat
