@@ -14,6 +14,7 @@ from typing import Any
 
 from crc32c import crc32c
 
+from areal_core.safety.secrets import masker
 from recorder.difference import Difference, find_differences
 
 LIBRARIES = (
@@ -155,9 +156,9 @@ def file_identity(path: Path) -> dict[str, Any]:
 def folder_identity(path: str) -> dict[str, Any]:
     """Return the identity of a model or tokenizer folder: size and crc32c of each of its files.
 
-    `files` is empty if the path is not a local folder.
+    `files` is empty if the path is not a local folder. A credential in the path is masked.
     """
     folder = Path(path)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     kept = [file for file in files if file.is_file() and file.suffix in WEIGHT_SUFFIXES]
-    return {"path": path, "files": {file.name: file_identity(file) for file in kept}}
+    return {"path": masker().text(path), "files": {file.name: file_identity(file) for file in kept}}

@@ -6,12 +6,15 @@ They run on rank 0 only. A callable is called as `(step, stats)`.
 import importlib
 import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol, TextIO
 
 from areal_core.errors import ConfigError
+from areal_core.safety.secrets import masker
 
 Stats = dict[str, float]
 
@@ -83,13 +86,25 @@ class WandbLogger:
 
     def __init__(self, **options: Any) -> None:
         wandb = import_service("wandb", options["mode"])
-        self._run = wandb.init(resume="allow", **without_none(options))
+        with masked_arguments():
+            self._run = wandb.init(resume="allow", **without_none(options))
 
     def __call__(self, step: int, stats: Stats) -> None:
         self._run.log(stats, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def masked_arguments() -> Iterator[None]:
+    """Mask the arguments of this process, which Weights & Biases sends with a run."""
+    arguments = sys.argv
+    sys.argv = masker().command(arguments)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 class TrackioLogger:

@@ -87,11 +87,12 @@ def error_files(environment: dict[str, str]) -> dict[int, str]:
     return found
 
 
-def flight_recorder_dump(rank: int, environment: dict[str, str], started: float) -> bytes | None:
+def flight_recorder_dump(rank: int, environment: dict[str, str], started: float, uid: int) -> bytes | None:
     """Return a rank's Flight Recorder dump, or None.
 
     It is requested through the rank's pipe where it listens on one; else it is a file written since
-    `started` (seconds since the epoch; older files belong to another run).
+    `started` (seconds since the epoch; older files belong to another run) by the rank's user: others
+    may put one into /tmp.
     """
     now = time.time()
     requested = _request_dump(rank, environment)
@@ -101,7 +102,7 @@ def flight_recorder_dump(rank: int, environment: dict[str, str], started: float)
     prefixes = [prefix] if prefix else [str(cache / "torch/comm_lib_trace_rank_"), "/tmp/nccl_trace_rank_"]
     while True:
         for candidate in prefixes:
-            if content := _settled(Path(f"{candidate}{rank}"), since):
+            if content := _settled(Path(f"{candidate}{rank}"), since, uid):
                 return content
         if time.time() >= deadline:
             return None
@@ -124,13 +125,13 @@ def _request_dump(rank: int, environment: dict[str, str]) -> bool:
     return True
 
 
-def _settled(path: Path, since: float) -> bytes | None:
+def _settled(path: Path, since: float, uid: int) -> bytes | None:
     """Return the file's bytes once it was written after `since` (file times are coarse: 50 ms) and
     stops growing.
     """
     try:
         before = path.stat()
-        if before.st_mtime < since - 0.05 or before.st_size == 0:
+        if before.st_mtime < since - 0.05 or before.st_size == 0 or before.st_uid not in (uid, 0):
             return None
         time.sleep(0.05)
         return path.read_bytes() if path.stat().st_size == before.st_size else None

@@ -99,7 +99,7 @@ def _surroundings(target: Target, folder: Path, options: Options, mask: Masker) 
     for rank, text in evidence.error_files(environment).items():
         write_text(folder / f"errors/rank_{rank}.json", mask.document(text))
     started = read_facts(target.pid).start_time or 0.0
-    recorded = evidence.flight_recorder_dump(target.rank, environment, started)
+    recorded = evidence.flight_recorder_dump(target.rank, environment, started, target.process.uid)
     if recorded is not None:
         path = folder / f"fr/{target.name}.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.safety.printable import printable
+from areal_core.safety.secrets import masker
 from hangdoctor.collect.__main__ import NOTHING_TO_COLLECT, arguments_for
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import Options, find_pyspy
@@ -202,6 +203,7 @@ def _unpack_answer(answer: Answer, part: Path) -> HostEntry | None:
         return HostEntry(answer.host, "timed_out", reason)
     if answer.returncode == NOTHING_TO_COLLECT:
         return HostEntry(answer.host, "ok", answer.stderr.strip())
+    reason = masker().text(reason)
     refused = any(words in answer.stderr.lower() for words in REFUSED_WORDS)
     return HostEntry(answer.host, "not_permitted" if refused else "unreachable", reason)
 

@@ -133,6 +133,7 @@ def test_the_real_weights_and_biases_package_writes_every_step_offline(config, t
     wandb = pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config.stats_logger.wandb.mode, config.stats_logger.wandb.wandb_api_key = "offline", ""
+    monkeypatch.setattr("sys.argv", ["train.py", "stats_logger.wandb.wandb_api_key=S3CRET-key", "seed=7411"])
     with StatsLogger(build_services(config, tmp_path)) as logger:
         logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
         logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
@@ -141,6 +142,9 @@ def test_the_real_weights_and_biases_package_writes_every_step_offline(config, t
     assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in rows] == [(0, 0.25), (1, 0.1 + 0.2)]
     [run] = tmp_path.glob("wandb/offline-run-*")
     assert run.name.endswith("-math_a-b_train")
+    [written] = run.glob("*.wandb")
+    assert b"seed=7411" in written.read_bytes()  # the package stores the command line
+    assert b"S3CRET-key" not in written.read_bytes()
 
 
 @pytest.mark.long

@@ -94,5 +94,14 @@ def test_flight_recorder_file_of_an_earlier_run_is_left_alone(tmp_path):
     path.write_bytes(b"dump")
     os.utime(path, (1000, 1000))
     environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
-    assert evidence.flight_recorder_dump(1, environment, started=2000.0) is None
-    assert evidence.flight_recorder_dump(1, environment, started=500.0) == b"dump"
+    assert evidence.flight_recorder_dump(1, environment, started=2000.0, uid=os.getuid()) is None
+    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) == b"dump"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user")
+def test_flight_recorder_file_of_another_user_is_left_alone(tmp_path):
+    (tmp_path / "fr_1").write_bytes(b"planted")
+    os.chown(tmp_path / "fr_1", 12001, -1)
+    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
+    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) is None
+    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=12001) == b"planted"
