@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_core.safety.file_names import UnsafeName
 
 PRIVATE, GROUP_READABLE = 0o077, 0o027  # umasks
-OTHERS_MAY_WRITE = 0o022
+OTHERS_MAY_WRITE, GROUP_MAY_READ = 0o022, 0o050
 
 
 class ForeignOwner(ValueError):
@@ -59,12 +59,13 @@ def make_private(folder: Path, group_readable: bool = False) -> None:
     """
     make_shared(folder.parent)
     try:
-        folder.mkdir(mode=0o777 & ~(GROUP_READABLE if group_readable else PRIVATE))
+        folder.mkdir(mode=0o700)
     except FileExistsError:
         check_owner(folder)
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & OTHERS_MAY_WRITE:
-        folder.chmod(mode & ~OTHERS_MAY_WRITE)
+    wanted = mode & ~OTHERS_MAY_WRITE | (GROUP_MAY_READ if group_readable else 0)
+    if wanted != mode:
+        folder.chmod(wanted)
 
 
 def check_owner(path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_group_reads_a_run_that_is_group_readable(areal_debug, tiny_model, t
     assert done.returncode == 0, done.stdout + done.stderr
     (logs,) = tmp_path.glob("files/logs/*/tiny/test")
     found = {
-        path.name: modes_below(path) for path in (*logs.iterdir(), tmp_path / "record", *logs.parents[:3])
+        path.name: modes_below(path) for path in (*logs.iterdir(), tmp_path / "record", *logs.parents[:2])
     }
     assert {name: modes for name, modes in found.items() if not modes <= {0o640, 0o750}} == {}
 
