@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
-SHORTEST_VALUE = 8  # of a secret that is masked wherever it reappears; a shorter one is masked by name only
+# Lengths of secrets that are masked wherever they reappear; others are masked by name or form only.
+SHORTEST_VALUE, LONGEST_VALUE = 8, 1000
+MOST_FOUND = 100  # secrets of texts that are searched for in later ones, at a cost in each of them
 
 # Words of a name that make it one of a credential, unless the last word says that it is about one.
 STRONG = re.compile(
@@ -126,7 +128,8 @@ def secret_values(variables: Mapping[str, str]) -> set[str]:
 
 def is_distinctive(value: str) -> bool:
     """Return whether a secret would hardly occur by chance, and is not a plain word."""
-    return len(value) >= SHORTEST_VALUE and is_value(value) and not (value.isalpha() and value.islower())
+    is_word = value.isalpha() and value.islower()
+    return SHORTEST_VALUE <= len(value) <= LONGEST_VALUE and is_value(value) and not is_word
 
 
 class Masker:
@@ -142,19 +145,16 @@ class Masker:
         self.count = 0
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self._search: re.Pattern[str] | None = None
+        self._search: re.Pattern[str] | None = None  # of the known values; None: to be compiled
         self.learn(values)
 
     def learn(self, values: Iterable[str]) -> None:
         """Add secrets; plain words and short texts are ignored."""
         new = {value for value in values if is_distinctive(value)}
         with self._lock:
-            if new <= self._known:
-                return
-            self._known |= new
-            forms = self._known | {quote(value, safe="") for value in self._known}
-            longest_first = sorted(forms, key=len, reverse=True)
-            self._search = re.compile("|".join(re.escape(form) for form in longest_first))
+            if not new <= self._known:
+                self._known |= new
+                self._search = None
 
     def text(self, text: str) -> str:
         """Return a text with every credential replaced by `***`."""
@@ -195,15 +195,25 @@ class Masker:
         return self.text(value) if isinstance(value, str) else value
 
     def _mask(self, secret: str) -> str:
-        self.learn([secret])
+        if len(self._known) < MOST_FOUND:
+            self.learn([secret])
         with self._lock:
             self.count += 1
         return MASK
 
+    def _mask_known(self, text: str) -> str:
+        with self._lock:
+            if self._search is None and self._known:
+                forms = self._known | {quote(value, safe="") for value in self._known}
+                longest_first = sorted(forms, key=len, reverse=True)
+                self._search = re.compile("|".join(re.escape(form) for form in longest_first))
+            search = self._search
+        return text if search is None else search.sub(lambda found: self._mask(found[0]), text)
+
     def _masked(self, text: str, is_command: bool) -> str:
         text = PRIVATE_KEY.sub(lambda found: self._mask(found[0]), text)
-        text = URL.sub(lambda found: f"{found[1] or found[2] or found[3]}{self._mask(found[0])}@", text)
-        text = HEADER.sub(lambda found: (found[1] or found[3]) + self._mask(found[2] or found[4]), text)
+        text = URL.sub(self._url, text)
+        text = HEADER.sub(self._header, text)
         text = PARAMETER.sub(self._parameter, text)
         text = self._assigned(text)
         text = DASHED_QUOTED.sub(self._dashed_quoted, text)
@@ -211,7 +221,15 @@ class Masker:
         text = SHAPES.sub(lambda found: self._mask(found[0]), text)
         text = BEARER.sub(lambda found: found[1] + self._mask(found[2]), text)
         text = WANDB_LOGIN.sub(lambda found: found[1] + self._mask(found[0][len(found[1]) :]), text)
-        return text if self._search is None else self._search.sub(lambda found: self._mask(found[0]), text)
+        return self._mask_known(text)
+
+    def _url(self, found: re.Match[str]) -> str:
+        scheme = found[1] or found[2] or found[3]
+        user, _, password = found[0].removeprefix(scheme)[:-1].partition(":")
+        return f"{scheme}{self._mask(password or user)}@"
+
+    def _header(self, found: re.Match[str]) -> str:
+        return (found[1] or found[3]) + self._mask((found[2] or found[4]).split()[-1])
 
     def _parameter(self, found: re.Match[str]) -> str:
         mark, name, value = found.groups()
