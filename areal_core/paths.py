@@ -23,9 +23,9 @@ def make_run_folders(config: BaseExperimentConfig) -> None:
         ForeignOwner: the user's folder belongs to somebody else.
     """
     debug: DebugConfig = config.debug
+    keep_files_private(debug.group_readable)
     for kind in ("logs", "checkpoints"):
         make_private(Path(config.cluster.fileroot) / kind / getpass.getuser(), debug.group_readable)
-    keep_files_private(debug.group_readable)
 
 
 def record_folder(config: BaseExperimentConfig) -> Path:

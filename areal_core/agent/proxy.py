@@ -186,7 +186,7 @@ class AgentProxy:
         return {"session_id": session.id, "rewards": session.rewards}
 
     def _require_admin(self, key: str) -> None:
-        if not hmac.compare_digest(key.encode(), self.admin_key.encode()):
+        if not hmac.compare_digest(key.encode(errors="replace"), self.admin_key.encode()):
             raise BadRequest(
                 "the admin key is wrong: it is rollout.agent.admin_api_key", 401, "authentication_error"
             )
@@ -216,4 +216,5 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 def json_reply(facts: dict[str, Any], status: int = 200) -> Reply:
     """Return a reply with a JSON body."""
-    return Reply(status, json.dumps(facts, ensure_ascii=False).encode())
+    # A path or header that is not UTF-8 has lone surrogates, and an error quotes it.
+    return Reply(status, json.dumps(facts, ensure_ascii=False).encode(errors="replace"))

@@ -47,7 +47,8 @@ def refusal_of(method: str, headers: Headers, listens_at: str) -> Refusal | None
         return Refusal(
             403, f"the request comes from a page of {origin[:100]!r}, which may not use this server"
         )
-    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+    is_link = method == "GET" and headers.get("Sec-Fetch-Mode", "") == "navigate"  # shown, not read
+    if not is_link and headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         return Refusal(403, "the request comes from a page of another site, which may not use this server")
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if method not in ("GET", "HEAD", "OPTIONS") and kind and not is_json(kind):

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def start_process(config: AnyConfig) -> Ranks:
     """Set up determinism, threads, the process group and seeds, in this order; a collective."""
     if config.deterministic:
         enforce_determinism(config.device)
-    make_run_folders(config)
+    with suppress(OSError):  # a replay or a check may run where the run's folder cannot be created
+        make_run_folders(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity(logging.ERROR)
     sizes = trainer_sizes(config)

@@ -1,6 +1,7 @@
 """Agents outside the process of the trainer: in subprocesses, or in an external HTTP client."""
 
 import asyncio
+import http.client
 import os
 from pathlib import Path
 
@@ -138,3 +139,20 @@ def test_the_proxy_refuses_requests_that_a_web_page_could_send(make_workflow):
     assert status("GET", "/rl/start_session") == 405
     assert status("GET", "/v1/chat/completions") == 405
     assert status("GET", "/health", host=f"[::1]:{workflow.server.port}") == 200
+
+
+def test_a_key_or_path_that_is_no_utf8_is_the_clients_fault(make_workflow):
+    workflow = make_workflow(None, mode="online")
+    connection = http.client.HTTPConnection("127.0.0.1", workflow.server.port, timeout=20)
+    statuses = []
+    for method, path in (
+        ("POST", "/rl/start_session"),
+        ("POST", "/rl/set_reward"),
+        ("GET", "/v1/models/%FF"),
+    ):
+        connection.request(method, path, headers={"authorization": b"Bearer \xff\xfe"})
+        reply = connection.getresponse()
+        reply.read()
+        statuses.append(reply.status)
+    connection.close()
+    assert statuses == [401, 401, 401]

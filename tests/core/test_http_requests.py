@@ -40,6 +40,11 @@ def test_requests_of_pages_are_refused(headers, status):
     assert refused(**headers) == status
 
 
+def test_a_link_on_another_page_may_be_followed():
+    link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert (refused("GET", **link), refused("POST", **link)) == (None, 403)
+
+
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", ""])
 @pytest.mark.parametrize("listens_at", ["127.0.0.1", "0.0.0.0"])
 def test_a_name_that_somebody_else_may_own_is_refused(host, listens_at):
