@@ -49,6 +49,7 @@ SECTIONS = {
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+USUAL_UMASK = "areal_debug.umask"  # key in a context's meta: of the user, for jobs that are theirs
 VERBOSITY = "areal_debug.verbosity"  # key in a context's meta: "quiet" or "verbose"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -184,7 +185,8 @@ def main() -> None:
     Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse, 130
     interrupted, 141 the reader of its output has ended.
     """
-    keep_files_private()  # what verbs write has prompts, completions and configs in it
+    # what verbs write has prompts, completions and configs in it
+    click.get_current_context().meta[USUAL_UMASK] = keep_files_private()
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON.")

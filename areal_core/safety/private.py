@@ -30,11 +30,11 @@ def default_names_root() -> str:
     return f"{default_root()}/name_resolve"
 
 
-def keep_files_private(group_readable: bool = False) -> None:
+def keep_files_private(group_readable: bool = False) -> int:
     """Let this process and those that it starts create files with mode 0600 and folders with 0700,
-    or with 0640 and 0750.
+    or with 0640 and 0750; return the umask that it had.
     """
-    os.umask(GROUP_READABLE if group_readable else PRIVATE)
+    return os.umask(GROUP_READABLE if group_readable else PRIVATE)
 
 
 def make_shared(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from areal_debug.cli import Verb, json_option, output_option
+from areal_debug.cli import USUAL_UMASK, Verb, json_option, output_option
 from areal_debug.render import errors_as_sentences, is_quiet
 from hangdoctor.model import Diagnosis
 
@@ -91,7 +91,8 @@ def watch(
             report(f"{diagnosis.label}: {diagnosis.summary} Post-mortem: {place}")
         return diagnosis
 
-    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts)  # type: ignore[arg-type]
+    umask = click.get_current_context().meta.get(USUAL_UMASK, -1)
+    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts, umask)  # type: ignore[arg-type]
     notify = (lambda text: None) if is_quiet() else report
     if job:
         code = watch_command(list(job), plan, diagnose, notify)

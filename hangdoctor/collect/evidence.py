@@ -91,8 +91,8 @@ def flight_recorder_dump(rank: int, environment: dict[str, str], started: float,
     """Return a rank's Flight Recorder dump, or None.
 
     It is requested through the rank's pipe where it listens on one; else it is a file written since
-    `started` (seconds since the epoch; older files belong to another run) by the rank's user: others
-    may put one into /tmp.
+    `started` (seconds since the epoch; older files belong to another run) by the rank's user, since
+    anybody may put one into /tmp.
     """
     now = time.time()
     requested = _request_dump(rank, environment)

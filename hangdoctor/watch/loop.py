@@ -42,7 +42,7 @@ STUCK = 1
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to watch and what to do. `folder` receives one post-mortem folder per finding; `hook` is
-    a shell command.
+    a shell command; `umask` is that of the job, by default our own.
     """
 
     folder: Path
@@ -51,6 +51,7 @@ class Plan:
     then: Then = "notify"
     hook: str = ""
     max_restarts: int = 3
+    umask: int = -1
     options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
 
 
@@ -87,7 +88,7 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, report: Re
     for attempt in range(plan.max_restarts + 1):
         beats = plan.folder.resolve() / f"beats-{attempt}"
         beats.mkdir(parents=True)
-        child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)})
+        child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
         with signals_forwarded_to(child):
             search = Search(variable=(VARIABLE, str(beats)))
             watched = _watch(search, beats, plan, diagnose, report, child.poll)

@@ -105,3 +105,14 @@ def test_an_error_does_not_show_the_password_of_a_url(areal_debug, tiny_model, t
     assert done.returncode == 2
     assert "https://***@models.example/m" in done.stdout + done.stderr
     assert PASSWORD not in done.stdout + done.stderr
+
+
+def test_a_watched_job_keeps_the_users_umask(areal_debug, tmp_path):
+    usual = os.umask(0o022)
+    try:
+        done = areal_debug("hang", "watch", "-o", tmp_path / "watch", "--", "touch", tmp_path / "written")
+    finally:
+        os.umask(usual)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert stat.S_IMODE((tmp_path / "written").stat().st_mode) == 0o644
+    assert modes_below(tmp_path / "watch") <= {0o600, 0o700}
