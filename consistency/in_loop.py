@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from areal_core.algorithm.alignment import to_next_token
+from areal_core.safety.durable import append_lines
 from consistency.case import Noise
 from consistency.measure import k3
 from consistency.source import published_noise
@@ -199,8 +200,7 @@ class InLoop:
             "suspicion": None if suspicion is None else asdict(suspicion),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(facts) + "\n")
+        append_lines(self.file, json.dumps(facts) + "\n")
 
 
 def noise_of_run(config: dict[str, Any]) -> Noise:

@@ -5,7 +5,6 @@ float32 `[tokens, vocab]` never exists.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
+from areal_core.safety.durable import replacing
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 
@@ -291,12 +291,8 @@ def key_text(key: ScoringKey) -> npt.NDArray[np.str_]:
 def save_scores(file: Path, key: ScoringKey, scores: Scores) -> None:
     """Write scores atomically: the file is complete or absent."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("wb") as out:
+    with replacing(file) as out:
         np.savez(out, question=key_text(key), **vars(scores))
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(file)
 
 
 def load_scores(file: Path, key: ScoringKey) -> Scores:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_core.safety.durable import commit_file, disk_errors_as_warnings
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -56,7 +58,8 @@ def main() -> None:
         sys.exit(128 + ended.sigval)
     except ChildFailedError as error:
         failure = first_failure(error, ends)
-        (logs / "failure.json").write_text(json.dumps(asdict(failure)))
+        with disk_errors_as_warnings("the job's exit code may be that of another node"):
+            commit_file(logs / "failure.json", json.dumps(asdict(failure)))
         print(describe(failure, logs, error.failures[failure.rank].local_rank), file=sys.stderr)
         sys.exit(failure.exit_code)
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from areal_core.launch.node import RANK_LOGS
 from areal_core.launch.processes import end_tree, hurry, start, thread_limits
+from areal_core.safety.durable import disk_errors_as_warnings, write_all
 
 GRACE_S = 30.0
 POLL_S = 0.2
@@ -106,7 +107,7 @@ def run_command(
         The exit code as a shell would show it: 128 and the number for a signal.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with ended_on_signals(), log.open("wb") as file:
+    with ended_on_signals(), log.open("wb", buffering=0) as file:
         process = start(command, env, subprocess.PIPE)
         assert process.stdout is not None
         copying = threading.Thread(target=copy_output, args=(process.stdout, file, echo), daemon=True)
@@ -150,11 +151,18 @@ def shell_code(code: int) -> int:
     return 128 - code
 
 
-def copy_output(source: BinaryIO, log: BinaryIO, echo: bool) -> None:
-    """Copy bytes as they arrive, to the log and, if `echo`, to standard output."""
+def copy_output(source: BinaryIO, log: IO[bytes], echo: bool) -> None:
+    """Copy bytes as they arrive, to the log and, if `echo`, to standard output.
+
+    A log that cannot be written gets no more: ranks whose output nobody reads would wait.
+    """
+    logs = True
     while chunk := os.read(source.fileno(), 65536):
-        log.write(chunk)
-        log.flush()
+        if logs:
+            logs = False
+            with disk_errors_as_warnings("the log of the ranks ends here"):
+                write_all(log, chunk)
+                logs = True
         if echo:
             try:
                 sys.stdout.buffer.write(chunk)

@@ -32,6 +32,7 @@ from areal_core.rollout.fleet.weight_update import WeightUpdate
 from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
 from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.safety.durable import disk_errors_as_warnings
 from areal_core.telemetry.stats import Reduce, Stats
 
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
@@ -105,7 +106,8 @@ class LiveRollouts:
             with self.stats.scope("rollout"):
                 self.stats.scalar(**self.health.summary())
             if self.health_file is not None:
-                self.health.write(self.health_file)
+                with disk_errors_as_warnings("the health of the servers is not written"):
+                    self.health.write(self.health_file)
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
         """Send the weights to the engine, then start the prompts that the new version allows."""

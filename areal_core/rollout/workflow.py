@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import FINISH_REASONS
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse, TokenSampler, sampling_from
+from areal_core.safety.durable import append_lines
 
 RewardFn = Callable[..., Awaitable[float]]
 
@@ -122,10 +123,9 @@ class WrittenWorkflow:
         if rows is not None:
             file = self._folder / str(version) / f"{engine.prompt_id}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as lines:
-                for line in text_lines(rows, self._tokenizer):
-                    named = {"prompt_id": engine.prompt_id, "sample_id": engine.sample_id, **line}
-                    lines.write(json.dumps(named, ensure_ascii=False) + "\n")
+            sample = {"prompt_id": engine.prompt_id, "sample_id": engine.sample_id}
+            lines = [sample | line for line in text_lines(rows, self._tokenizer)]
+            append_lines(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         return rows
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from areal_core.errors import ConfigError
+from areal_core.safety.durable import append_lines, remove_partial_line
 from areal_core.safety.secrets import masker
 
 Stats = dict[str, float]
@@ -41,15 +42,14 @@ class JsonlLogger:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        remove_partial_line(self.path)
 
     def __call__(self, step: int, stats: Stats) -> None:
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in stats.items()}
-        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()  # a run that dies keeps its last line
+        append_lines(self.path, json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is buffered."""
 
 
 class TensorBoardLogger:
@@ -189,6 +189,10 @@ class StatsLogger:
 
 
 def read_stats(path: str | Path) -> list[Stats]:
-    """Read the lines of a `JsonlLogger`, with numbers restored; `step` is one of the names."""
+    """Read the lines of a `JsonlLogger`, with numbers restored; `step` is one of the names.
+
+    A last line that a killed run did not complete is left out.
+    """
     with Path(path).open(encoding="utf-8") as lines:
-        return [{name: float(value) for name, value in json.loads(line).items()} for line in lines]
+        complete = (line for line in lines if line.endswith("\n"))
+        return [{name: float(value) for name, value in json.loads(line).items()} for line in complete]

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from areal_core.safety.durable import remove_partial_line
+
 logger = logging.getLogger(__name__)
 
 TRAINER_TRACK = 0
@@ -215,12 +217,3 @@ class Trace:
 def rank_file(folder: Path, rank: int) -> Path:
     """Return the file of a rank's events."""
     return folder / f"rank-{rank:05d}.jsonl"
-
-
-def remove_partial_line(file: Path) -> None:
-    """Remove the incomplete last line of a file, left by a rank that was killed."""
-    if not file.exists():
-        return
-    with file.open("rb+") as events:
-        content = events.read()
-        events.truncate(content.rfind(b"\n") + 1)

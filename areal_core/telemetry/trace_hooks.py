@@ -8,8 +8,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from areal_core.rollout.fleet.weight_update import NamedTensors, WeightUpdate
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
+from areal_core.safety.durable import disk_errors_as_warnings
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
 
@@ -245,15 +246,6 @@ class SessionLog:
         self.flush()
         with disk_errors_as_warnings(f"{self._file.name} may lack its end"):
             self._file.close()
-
-
-@contextmanager
-def disk_errors_as_warnings(consequence: str) -> Iterator[None]:
-    """Log an OSError as a warning: a full disk must not end a run because of its trace."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s: %s", consequence, error)
 
 
 class StepProfiler:

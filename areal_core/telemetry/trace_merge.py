@@ -6,12 +6,12 @@ before it is kept.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.durable import replacing
 from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_TRACK, rank_file
 
 MERGED = "trace.json"
@@ -85,18 +85,17 @@ def merge(folder: Path) -> Path:
     world_size = next(rank_events(first))[0].world_size
     files = [file for rank in range(world_size) if (file := rank_file(folder, rank)).exists()]
     start_ns = min(next(rank_events(file))[0].start_ns for file in files)
-    unfinished = folder / f"{MERGED}.{os.getpid()}.tmp"
-    with unfinished.open("w", encoding="utf-8") as out:
+    with replacing(folder / MERGED) as out:
         ranks = [header.__dict__ for file in files for header in [next(rank_events(file))[0]]]
         about = {"start_ns": start_ns, "world_size": world_size, "ranks": ranks}
-        out.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n')
+        out.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'.encode())
         separator = ""
         for file in files:
             for event in placed_events(file, start_ns):
-                out.write(separator + json.dumps(event, separators=(",", ":")))
+                out.write((separator + json.dumps(event, separators=(",", ":"))).encode())
                 separator = ",\n"
-        out.write("\n]}\n")
-    return unfinished.replace(folder / MERGED)
+        out.write(b"\n]}\n")
+    return folder / MERGED
 
 
 def placed_events(file: Path, start_ns: int) -> Iterator[dict[str, Any]]:

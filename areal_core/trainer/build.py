@@ -46,6 +46,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.errors import ConfigError
 from areal_core.paths import make_run_folders, run_folder
+from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
 from areal_core.telemetry import (
     JsonlLogger,
@@ -324,7 +325,7 @@ def build_loggers(
         folder = run_folder(config, "logs")
         loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder, steps[0])]
         shown = masked_options(config_to_dict(config))
-        (folder / "config.json").write_text(json.dumps(shown, indent=2, default=str))
+        commit_file(folder / "config.json", json.dumps(shown, indent=2, default=str))
         with StatsLogger(loggers, printers=[lines]) as logger:
             yield logger
 

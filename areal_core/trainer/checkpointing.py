@@ -48,10 +48,16 @@ from areal_core.engine.checkpoint.distributed import (
 from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder, take_hf
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.engine.errors import CheckpointError
+from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.ranks import Ranks
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
+from areal_core.safety.durable import (
+    commit_file,
+    disk_errors_as_warnings,
+    remove_folder,
+    sentence_of,
+)
 
 State = dict[str, Any]  # of a rank's data source, as JSON types
 logger = logging.getLogger(__name__)
@@ -254,11 +260,12 @@ class Recovery:
         if self.ranks.rank == 0:
             try:
                 found = find_checkpoint(self.folder, self.mode, self.is_restart)
-            except CheckpointError as error:
-                found = error
-            else:
                 if found is not None or self.is_restart:
                     cut_stats(self._stats_file, step_of(found) if found else 0)
+            except CheckpointError as error:
+                found = error
+            except OSError as error:
+                found = CheckpointNotWritten(f"cannot continue the run: {sentence_of(error)}")
         found = self.ranks.gather_objects(found)[0]
         if isinstance(found, CheckpointError):
             raise found
@@ -318,7 +325,8 @@ def keep_only(folder: Path, *kept: Path | None) -> None:
     """Remove the other checkpoints, and the remains of incomplete ones."""
     for entry in folder.iterdir():
         if entry not in kept:
-            shutil.rmtree(entry)
+            with disk_errors_as_warnings("an older checkpoint is not removed"):
+                remove_folder(entry)
 
 
 def cut_stats(file: Path, first_step: int) -> None:
@@ -330,9 +338,7 @@ def cut_stats(file: Path, first_step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
             break
         kept.append(line)
-    shortened = file.with_name(file.name + ".partial")
-    shortened.write_text("".join(kept), encoding="utf-8")
-    os.replace(shortened, file)
+    commit_file(file, "".join(kept))
 
 
 def reshard(states: list[State], num_ranks: int) -> list[State]:

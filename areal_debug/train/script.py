@@ -45,6 +45,7 @@ def mistakes_as_sentences() -> Iterator[None]:
     from areal_core.engine.errors import CheckpointNotWritten, EngineError
     from areal_core.errors import ConfigError, DatasetError, NonFiniteError, RewardError
     from areal_core.rollout import errors as rollout
+    from areal_core.safety.durable import ADVICE, sentence_of
     from areal_core.safety.file_names import UnsafeName
     from areal_core.safety.private import ForeignOwner
     from recorder import DamagedRecord, RecordError
@@ -54,6 +55,10 @@ def mistakes_as_sentences() -> Iterator[None]:
         yield
     except (DamagedRecord, CheckpointNotWritten) as error:
         end(f"Error: {error}", 1)
+    except OSError as error:
+        if error.errno not in ADVICE:
+            raise
+        end(f"Error: {sentence_of(error)}", 1)  # another attempt may find a disk with space
     except (
         ConfigError,
         DatasetError,

@@ -18,7 +18,6 @@ pickle.
 """
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -51,7 +50,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.sharding import fsdp_module
-from areal_core.safety.durable import commit_file, sync
+from areal_core.safety.durable import commit_file, commit_folder, sentence_of
 
 POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -112,13 +111,29 @@ def take_snapshot(
         saved[name] = SavedEngine(name, bool(optimizer), schedule)
         pieces[name] = local_pieces(_weights(engine) | _tensors_of(optimizer), ranks.rank, copy=copy)
     snapshot = Snapshot(Path(folder), ranks.rank, ranks.world_size, pieces, Checkpoint(saved, [], state, {}))
-    if ranks.rank == 0:
-        shutil.rmtree(snapshot.partial, ignore_errors=True)
-        for name in engines:
-            (snapshot.partial / name).mkdir(parents=True)
+    failed = make_partial(snapshot) if ranks.rank == 0 else None
     # After this collective no rank can find files of an earlier attempt.
-    snapshot.checkpoint.rng.extend(ranks.gather_objects(rng_state()))
+    states = ranks.gather_objects((rng_state(), failed))
+    if (failed := states[0][1]) is not None:
+        raise failed
+    snapshot.checkpoint.rng.extend(rng for rng, _ in states)
     return snapshot
+
+
+def make_partial(snapshot: Snapshot) -> CheckpointNotWritten | None:
+    """Make empty folders for the files of a snapshot; return why it cannot be written, or None."""
+    try:
+        shutil.rmtree(snapshot.partial, ignore_errors=True)
+        for name in snapshot.pieces:
+            (snapshot.partial / name).mkdir(parents=True)
+    except OSError as error:
+        return not_written(snapshot, error)
+    return None
+
+
+def not_written(snapshot: Snapshot, error: OSError) -> CheckpointNotWritten:
+    """Return the error of a checkpoint for that of its disk."""
+    return CheckpointNotWritten(f"cannot write the checkpoint {snapshot.folder}: {sentence_of(error)}")
 
 
 def write_snapshot(snapshot: Snapshot, cancelled: threading.Event) -> None:
@@ -132,18 +147,27 @@ def write_snapshot(snapshot: Snapshot, cancelled: threading.Event) -> None:
     Raises:
         CheckpointNotWritten: it cannot be written, or was cancelled.
     """
-    partial, rank = snapshot.partial, snapshot.rank
     try:
-        files = {}
-        for name, pieces in snapshot.pieces.items():
-            file = f"{name}/rank-{rank:05d}-of-{snapshot.world_size:05d}.safetensors"
-            files[file] = write_pieces(partial / file, pieces)
-            sync(partial / name)
-        commit_file(_rank_file(partial, rank), json.dumps(files).encode())
-        if rank == 0:
+        files = _write_files(snapshot)
+        commit_file(_rank_file(snapshot.partial, snapshot.rank), json.dumps(files))
+        if snapshot.rank == 0:
             _commit(snapshot, cancelled)
     except OSError as error:
-        raise CheckpointNotWritten(f"cannot write the checkpoint {snapshot.folder}: {error}") from error
+        raise not_written(snapshot, error) from error
+
+
+def _write_files(snapshot: Snapshot) -> dict[str, str]:
+    """Write this rank's tensors; return the crc32c of each file. None are left after an error."""
+    files = {}
+    for name, pieces in snapshot.pieces.items():
+        file = f"{name}/rank-{snapshot.rank:05d}-of-{snapshot.world_size:05d}.safetensors"
+        try:
+            files[file] = write_pieces(snapshot.partial / file, pieces)
+        except OSError:
+            for written in files:
+                (snapshot.partial / written).unlink(missing_ok=True)
+            raise
+    return files
 
 
 def _commit(snapshot: Snapshot, cancelled: threading.Event) -> None:
@@ -153,14 +177,15 @@ def _commit(snapshot: Snapshot, cancelled: threading.Event) -> None:
             if cancelled.wait(POLL_S):
                 raise CheckpointNotWritten(f"{folder} was cancelled before rank {rank} had written its files")
         files.update(json.loads(_rank_file(partial, rank).read_text()))
-    for rank in range(snapshot.world_size):
-        _rank_file(partial, rank).unlink()
-    snapshot.checkpoint.files.update(files)
-    write_checkpoint_file(partial, snapshot.checkpoint)
-    sync(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(partial, folder)
-    sync(folder.parent)
+    try:
+        for rank in range(snapshot.world_size):
+            _rank_file(partial, rank).unlink()
+        snapshot.checkpoint.files.update(files)
+        write_checkpoint_file(partial, snapshot.checkpoint)
+        commit_folder(partial, folder)
+    except OSError:  # no rank writes any more: the space can be freed
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _rank_file(partial: Path, rank: int) -> Path:

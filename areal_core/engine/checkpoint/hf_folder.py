@@ -16,6 +16,7 @@ from areal_core.engine.errors import CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, write_adapter
 from areal_core.engine.model import config_to_save
+from areal_core.safety.durable import commit_folder, os_error_of, sentence_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class HFFolder:
     tokenizer: PreTrainedTokenizerBase | None
 
     def write(self) -> None:
-        """Write the folder, or replace its files if it exists; not a collective.
+        """Write the folder, or replace it if it exists; not a collective.
+
+        Files of an existing folder that the model does not have stay.
 
         Raises:
             CheckpointNotWritten: it cannot be written.
@@ -46,14 +49,28 @@ class HFFolder:
                 write_adapter(partial, self.weights.items(), self.adapter)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(partial)
-            if not self.folder.exists():
-                os.rename(partial, self.folder)
-                return
-            for file in partial.iterdir():
-                os.replace(file, self.folder / file.name)
-            partial.rmdir()
-        except OSError as error:
-            raise CheckpointNotWritten(f"cannot write the model {self.folder}: {error}") from error
+            if self.folder.exists():
+                link_missing(self.folder, partial)
+            commit_folder(partial, self.folder)
+        except Exception as error:  # tokenizers and safetensors have errors of their own
+            shutil.rmtree(partial, ignore_errors=True)
+            if (of_disk := os_error_of(error)) is None:
+                raise
+            reason = f"cannot write the model {self.folder}: {sentence_of(of_disk)}"
+            raise CheckpointNotWritten(reason) from error
+
+
+def link_missing(folder: Path, to: Path) -> None:
+    """Link what `to` does not have from `folder`; the files are the same ones."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            (to / entry.name).mkdir(exist_ok=True)
+            link_missing(entry, to / entry.name)
+        elif not (to / entry.name).exists():
+            try:
+                os.link(entry, to / entry.name)
+            except OSError:  # a file system without links
+                shutil.copy2(entry, to / entry.name)
 
 
 def take_hf(

@@ -7,7 +7,6 @@ communication which pieces it writes.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_core.engine.checkpoint.files import file_checksum
 from areal_core.engine.sharding import mesh_coordinates
+from areal_core.safety.durable import replacing
 
 NAMES_OF_DTYPES = {
     torch.float64: "F64",
@@ -83,12 +83,10 @@ def write_pieces(file: Path, pieces: list[Piece]) -> str:
         OSError: it cannot be written, or reads back with different bytes.
     """
     checksum = 0
-    with open(file, "wb") as stream:
+    with replacing(file) as stream:
         for block in _blocks(pieces):
             checksum = crc32c(block, checksum)
             stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
     written = f"{checksum:08x}"
     if (seen := file_checksum(file)) != written:
         raise OSError(f"{file} reads back with crc32c {seen}, but {written} was written: the disk is damaged")

@@ -24,6 +24,7 @@ from typing import Any
 
 from areal_core.rollout.fleet.reply import parse_version
 from areal_core.rollout.fleet.server import Server
+from areal_core.safety.durable import commit_file
 
 MAX_MISSES = 3  # queries in a row without an answer, after which requests go to other servers
 QUARANTINE_S = 5.0  # the first time; twice as long each further time
@@ -243,9 +244,7 @@ class Health:
 
     def write(self, file: Path) -> None:
         """Replace `file` with the document."""
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(self.document(), indent=1))
-        new.replace(file)
+        commit_file(file, json.dumps(self.document(), indent=1))
 
     def lines(self) -> list[str]:
         """Return what happened with each server that had a fault, in one line each."""

@@ -1,0 +1,201 @@
+"""Files that are complete or absent, logs of complete lines, and sentences for what a disk refuses."""
+
+import errno
+import logging
+import os
+import stat
+
+import pytest
+
+from areal_core.engine.checkpoint import distributed as checkpoints
+from areal_core.engine.errors import CheckpointNotWritten
+from areal_core.launch.torchrun import copy_output
+from areal_core.safety import durable
+from areal_core.safety.durable import (
+    append_lines,
+    commit_file,
+    commit_folder,
+    os_error_of,
+    remove_partial_line,
+    replacing,
+    sentence_of,
+)
+from areal_core.telemetry.loggers import JsonlLogger, read_stats
+from areal_debug.train.script import mistakes_as_sentences
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def write_half(file, error):
+    with replacing(file) as out:
+        out.write(b"half")
+        raise error
+
+
+def test_a_file_that_cannot_be_completed_keeps_its_old_content_and_leaves_nothing(tmp_path):
+    file = tmp_path / "page.html"
+    commit_file(file, "old ä")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_half(file, FULL)
+    assert (file.read_text("utf-8"), os.listdir(tmp_path)) == ("old ä", ["page.html"])
+    assert sentence_of(caught.value) == (
+        f"{file}: No space left on device; free space on that disk, or choose another place"
+    )
+
+
+def test_an_interrupted_file_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write_half(tmp_path / "export", KeyboardInterrupt())
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_of_another_file_keeps_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "export"):
+        (tmp_path / "source").read_bytes()
+    assert sentence_of(caught.value) == f"{tmp_path / 'source'}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("folder", "Is a directory; give the name of a file"),
+        ("folder/file/below", "Not a directory; choose a place below a folder"),
+        ("a" * 300, "File name too long; choose a shorter name"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path, name, advice):
+    commit_folder_with(tmp_path / "folder", "content")
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        commit_file(tmp_path / name, b"content")
+    assert sentence_of(caught.value) == f"{tmp_path / name}: {advice}"
+
+
+def test_a_device_is_written_and_not_replaced(tmp_path):
+    commit_file(tmp_path / "link", b"")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("/dev/null")
+    commit_file(tmp_path / "link", b"content")
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_the_error_of_a_rust_library_is_that_of_the_disk():
+    found = os_error_of(Exception("Disk quota exceeded (os error 122)"))
+    assert (found.errno, found.strerror) == (errno.EDQUOT, "Disk quota exceeded")
+    assert os_error_of(RuntimeError("out of memory")) is None
+
+
+# Folders
+
+
+def commit_folder_with(folder, content):
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir()
+    (partial / "file").write_text(content)
+    commit_folder(partial, folder)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_replaces_the_one_before(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    for content in ("first", "second"):
+        commit_folder_with(tmp_path / "model", content)
+        assert os.listdir(tmp_path) == ["model"]
+        assert (tmp_path / "model/file").read_text() == content
+
+
+def test_a_folder_comes_back_where_names_cannot_be_exchanged_and_the_new_one_gets_none(tmp_path, monkeypatch):
+    commit_folder_with(tmp_path / "model", "first")
+    monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    (tmp_path / "model.partial").mkdir()
+    rename = durable.Path.rename
+
+    def fails(path, target):
+        if path.name == "model.partial":
+            raise FULL
+        return rename(path, target)
+
+    monkeypatch.setattr(durable.Path, "rename", fails)
+    with pytest.raises(OSError, match="No space left"):
+        commit_folder(tmp_path / "model.partial", tmp_path / "model")
+    assert (tmp_path / "model/file").read_text() == "first"
+
+
+# Logs
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 5000])
+def test_an_incomplete_last_line_is_replaced_by_the_next_lines(tmp_path, num_lines):
+    log = tmp_path / "log"
+    lines = "".join(f"line {number:060d}\n" for number in range(num_lines))
+    log.write_text(lines + "{half of a li")
+    append_lines(log, "next\n")
+    assert log.read_text() == lines + "next\n"
+    log.write_text(lines + "{half")
+    remove_partial_line(log)
+    assert log.read_text() == lines
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    append_lines(log, "first\n")
+
+    def half(file, data):
+        file.write(data[: len(data) // 2])
+        raise FULL
+
+    monkeypatch.setattr(durable, "write_all", half)
+    with pytest.raises(OSError, match=f"No space left on device: '{log}'"):
+        append_lines(log, "second\n")
+    assert log.read_text() == "first\n"
+
+
+def test_statistics_continue_after_a_line_that_a_killed_run_did_not_complete(tmp_path):
+    file = tmp_path / "stats.jsonl"
+    JsonlLogger(file)(0, {"loss": 1.5})
+    with file.open("a") as lines:
+        lines.write('{"step": 1, "lo')
+    assert read_stats(file) == [{"step": 0, "loss": 1.5}]
+    JsonlLogger(file)(1, {"loss": 0.5})
+    assert read_stats(file) == [{"step": 0, "loss": 1.5}, {"step": 1, "loss": 0.5}]
+
+
+# Runs
+
+
+def test_ranks_go_on_when_their_log_cannot_be_written(caplog):
+    reader, writer = os.pipe()
+    os.write(writer, b"output of a rank")
+    os.close(writer)
+    with (
+        caplog.at_level(logging.WARNING),
+        open("/dev/full", "wb", buffering=0) as log,
+        os.fdopen(reader, "rb") as source,
+    ):
+        copy_output(source, log, False)
+        assert source.read() == b""
+    assert "the log of the ranks ends here: No space left on device" in caplog.text
+
+
+def test_a_full_disk_ends_a_rank_with_one_sentence_and_code_1(monkeypatch, capsys):
+    def exit_now(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", exit_now)
+    with pytest.raises(SystemExit) as end, mistakes_as_sentences():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/stats.jsonl")
+    assert end.value.code == 1
+    assert capsys.readouterr().err == (
+        "Error: runs/stats.jsonl: No space left on device; free space on that disk, or choose another place\n"
+    )
+    with pytest.raises(ConnectionRefusedError), mistakes_as_sentences():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+
+def test_a_checkpoint_whose_folder_cannot_be_made_is_refused_before_any_rank_waits(tmp_path):
+    (tmp_path / "recover").write_text("a file")
+    snapshot = checkpoints.Snapshot(tmp_path / "recover/step-000001", 0, 1, {"actor": []}, None)
+    error = checkpoints.make_partial(snapshot)
+    assert isinstance(error, CheckpointNotWritten)
+    assert "Not a directory; choose a place below a folder" in str(error)
