@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from areal_core.safety.durable import commit_file, commit_folder
 from areal_debug.cli import Verb, force_option, json_option
 from areal_debug.render import errors_as_sentences, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
@@ -152,21 +153,23 @@ def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
 def _into(to: Path, gather: Callable[[Path], Manifest], force: bool) -> Manifest:
     """Gather into a new folder, or into a tar through a temporary one; leave nothing incomplete."""
     refuse_existing(to, force)
-    if to.is_dir() and any(to.iterdir()):
-        if not (to / "collection.json").exists():
-            raise HangInputError(f"{to} is no collection, so --force does not replace it: give a new folder")
-        shutil.rmtree(to)
+    if to.is_dir() and any(to.iterdir()) and not (to / "collection.json").exists():
+        raise HangInputError(f"{to} is no collection, so --force does not replace it: give a new folder")
     if to.name.endswith(TAR_ENDINGS):
         with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
             manifest = gather(Path(folder))
-            to.write_bytes(pack(Path(folder)))
+            commit_file(to, pack(Path(folder)))
         return manifest
-    to.mkdir(parents=True, exist_ok=True)
+    partial = to.with_name(to.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        return gather(to)
-    except HangInputError:
-        shutil.rmtree(to)
+        partial.mkdir(parents=True)
+        manifest = gather(partial)
+        commit_folder(partial, to)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
+    return manifest
 
 
 def _summary(manifest: Manifest, to: Path) -> list[str]:

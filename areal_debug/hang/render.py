@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import printable
 from areal_debug.render import console
 from hangdoctor.groups import rank_ranges
@@ -41,11 +42,11 @@ def show_diagnosis(
     if html is not None:
         from hangdoctor.report.html import page
 
-        html.write_text(page(diagnosis, snapshot), encoding="utf-8")
+        commit_file(html, page(diagnosis, snapshot))
     if markdown is not None:
         from hangdoctor.report.markdown import markdown as as_markdown
 
-        markdown.write_text(as_markdown(diagnosis), encoding="utf-8")
+        commit_file(markdown, as_markdown(diagnosis))
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
@@ -59,8 +60,8 @@ def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) ->
     from hangdoctor.report.html import page
     from hangdoctor.report.markdown import markdown
 
-    (folder / "post_mortem.html").write_text(page(diagnosis, snapshot), encoding="utf-8")
-    (folder / "post_mortem.md").write_text(markdown(diagnosis), encoding="utf-8")
+    commit_file(folder / "post_mortem.html", page(diagnosis, snapshot))
+    commit_file(folder / "post_mortem.md", markdown(diagnosis))
 
 
 def report(diagnosis: Diagnosis, width: int = 120) -> Text:

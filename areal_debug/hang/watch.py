@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from areal_core.safety.durable import commit_file
 from areal_debug.cli import USUAL_UMASK, Verb, json_option, output_option
 from areal_debug.render import errors_as_sentences, is_quiet
 from hangdoctor.model import Diagnosis
@@ -123,5 +124,5 @@ def post_mortem(folder: Path) -> Diagnosis:
     snapshot = read_snapshot((folder,), None, {})
     diagnosis = diagnose(snapshot)
     write_post_mortem(diagnosis, snapshot, folder)
-    (folder / "diagnosis.json").write_text(json.dumps(diagnosis.as_json(), indent=1) + "\n")
+    commit_file(folder / "diagnosis.json", json.dumps(diagnosis.as_json(), indent=1) + "\n")
     return diagnosis

@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import printable_block
 
 PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs that fill them
@@ -24,9 +25,7 @@ def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
         loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, finalize=shown
     )
     text = pages.get_template(template).render(facts)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(file)
+    commit_file(file, text)
 
 
 def shown(value: Any) -> Any:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from areal_core.safety.durable import commit_file
+
 
 @dataclass(frozen=True)
 class ServerState:
@@ -67,9 +69,7 @@ def write_state(state: ServerState, phase: str = "starting", message: str = "") 
     """Write the state atomically; return it with the new phase."""
     state = replace(state, phase=phase, message=message)
     file = state_file(state.address)
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(asdict(state)))
-    unfinished.replace(file)
+    commit_file(file, json.dumps(asdict(state)))
     return state
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from areal_core.safety.durable import commit_file
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
@@ -107,7 +108,9 @@ def write_page(
     view = read_step(record.step(step), decode, patterns)
     total = min(len(record.steps), MAX_CURVE_STEPS)
     run = with_progress("reading steps", total, lambda tick: read_run(record, tick))
-    return output.write_bytes(static_page(redacted_run(run, patterns), view).encode())
+    page = static_page(redacted_run(run, patterns), view).encode()
+    commit_file(output, page)
+    return len(page)
 
 
 def serve_page(path: Path, patterns: list[re.Pattern[str]], port: int, as_json: bool) -> None:

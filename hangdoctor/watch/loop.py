@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from areal_core.safety.durable import sentence_of
 from hangdoctor.collect.discover import NO_JOB, Job, Search, find_job, members
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table
@@ -203,6 +204,9 @@ def _examine(
         diagnosis = diagnose(folder)
     except HangInputError as error:
         report(f"{quiet}, but nothing could be collected: {error}")
+        return None
+    except OSError as error:  # a full disk must not end the job that is watched
+        report(f"{quiet}, but its collection cannot be written: {sentence_of(error)}")
         return None
     if diagnosis.label == "straggler_or_not_hung":
         report(f"{quiet}, but it moves: {diagnosis.summary}")
