@@ -29,6 +29,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from areal_core.safety.durable import sentence_of
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
 from areal_debug.terminal import styled_stream
@@ -213,7 +214,8 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
         except (ValueError, OSError, DamagedRecord) as error:
             if is_verbose():
                 traceback.print_exc()
-            fail(str(error), code=1 if isinstance(error, DamagedRecord) else 2)
+            sentence = sentence_of(error) if isinstance(error, OSError) else str(error)
+            fail(sentence, code=1 if isinstance(error, DamagedRecord) else 2)
 
     return wrapped
 
