@@ -6,6 +6,7 @@ Floats have their shortest spelling, which parses to the same float32.
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_core.safety.durable import replacing
 from recorder.checksum_json import json_text
 from recorder.exporters.rows import ExportedRow, check_file, read_rows
 from recorder.reader import Record
@@ -14,11 +15,9 @@ from recorder.reader import Record
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
     """Write one file with all steps, atomically."""
     check_file(file, overwrite)
-    unfinished = file.with_name(file.name + ".part")
-    with unfinished.open("w") as out:
+    with replacing(file) as out:
         for row in read_rows(record, steps):
-            out.write(json_text(document_of(row)) + "\n")
-    unfinished.rename(file)
+            out.write(json_text(document_of(row)).encode() + b"\n")
     return [file]
 
 

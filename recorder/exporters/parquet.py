@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from areal_core.safety.durable import replacing
 from recorder.exporters.jsonl import document_of
 from recorder.exporters.rows import check_file, read_rows
 from recorder.reader import Record
@@ -35,11 +36,12 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
         "completion": pyarrow.string(),
     }
     schema = pyarrow.schema(list(columns.items()))
-    unfinished = file.with_name(file.name + ".part")
-    with parquet.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as out:
+    with (
+        replacing(file) as bytes_out,
+        parquet.ParquetWriter(bytes_out, schema, compression="zstd", write_page_checksum=True) as out,
+    ):
         rows = read_rows(record, steps)
         while group := list(islice(rows, ROW_GROUP)):
             documents = [{"prompt": None, "completion": None} | document_of(row) for row in group]
             out.write_table(pyarrow.Table.from_pylist(documents, schema))
-    unfinished.rename(file)
     return [file]

@@ -4,12 +4,14 @@ The tensors are those of ARCHITECTURE.md, "The batch": what upstream AReaL's deb
 plus groups and finish reasons.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_core.safety.durable import commit_file
 from recorder.exporters.rows import ExportedRow, check_file, file_of_step, read_rows
 from recorder.reader import Record
 
@@ -24,9 +26,9 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     for step, path in files.items():
         check_file(path, overwrite)
         arrays = padded(list(read_rows(record, [step])))
-        unfinished = path.with_name(path.name + ".part")
-        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, unfinished)
-        unfinished.rename(path)
+        packed = io.BytesIO()  # torch turns an error of a file into one without its reason
+        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, packed)
+        commit_file(path, packed.getvalue())
     return list(files.values())
 
 

@@ -3,10 +3,12 @@
 Also loadable with `weights_only=True`: it holds dicts, lists, strings and numbers.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.durable import commit_file
 from recorder.exporters.rows import ExportedRow, check_file, file_of_step, read_rows
 from recorder.reader import Record
 
@@ -22,9 +24,9 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
         check_file(path, overwrite)
         rows = read_rows(record, [step])
         samples = [sample_of(row, index) for index, row in enumerate(rows)]
-        unfinished = path.with_name(path.name + ".part")
-        torch.save({"rollout_id": step, "samples": samples}, unfinished)
-        unfinished.rename(path)
+        packed = io.BytesIO()  # torch turns an error of a file into one without its reason
+        torch.save({"rollout_id": step, "samples": samples}, packed)
+        commit_file(path, packed.getvalue())
     return list(files.values())
 
 
