@@ -1,0 +1,59 @@
+"""Every call of an operation that changes the disk fails once: nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE))
+import disk  # noqa: E402
+
+
+def inject(tmp_path, *options: object, library: Path | None, timeout_s: int) -> list[dict]:
+    """Run the fault loop; return the result of each operation."""
+    control = tmp_path / "control"
+    disk.open_control(control)  # creates it: the library maps it as a process starts
+    environment = os.environ | {"PYTHONPATH": str(ROOT), disk.CONTROL: str(control)}
+    if library is not None:
+        environment["LD_PRELOAD"] = str(library)
+    else:
+        options = (*options, "--python")
+    command = [sys.executable, HERE / "fault_loop.py", tmp_path / "trials", *options]
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def losses_of(results: list[dict]) -> list[str]:
+    return [f"{result['name']}: {loss}" for result in results for loss in result["losses"]]
+
+
+def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
+    results = inject(tmp_path, "--most", 3, library=disk.build(tmp_path), timeout_s=300)
+    assert losses_of(results) == []
+    assert all(result["faults"] >= 1 for result in results)
+    assert len(results) == 31
+
+
+def test_faults_are_injected_without_a_compiler_too(tmp_path):
+    results = inject(tmp_path, "--most", 4, "--only", "jsonl|view|health", library=None, timeout_s=120)
+    assert losses_of(results) == []
+    assert [result["calls"] for result in results] == [5, 5, 5]
+
+
+@pytest.mark.long
+def test_no_fault_in_any_operation_loses_anything(tmp_path):
+    library = disk.build(tmp_path)
+    assert library is not None, "the complete loop needs a C compiler, cc"
+    results = inject(tmp_path, library=library, timeout_s=4 * 3600)
+    for result in results:
+        print(f"{result['name']:32} {result['calls']:5} calls {result['faults']:6} faults")
+    print(f"{sum(result['faults'] for result in results)} faults, {len(losses_of(results))} losses")
+    assert losses_of(results) == []
