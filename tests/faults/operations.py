@@ -117,28 +117,31 @@ def record_steps(
         for rank, gather in enumerate(gatherers(num_ranks))
     ]  # fmt: skip
     header = replace(SCRIPTED_HEADER, num_ranks=num_ranks, world_size=num_ranks, recording=options.recording)
-    if options.first_step:
-        writers[0].kept.resume(*resume_record(folder, options.first_step, header))
-    else:
+
+    def begin() -> None:
+        if options.first_step:
+            writers[0].kept.resume(*resume_record(folder, options.first_step, header))
+            return
         clear_record(folder)
         write_header(folder, header)
         if archive is not None:
             archive.begin()
 
     def run(rank: int) -> None:
-        error = None
+        writer = writers[rank]
         try:
+            writer.agree()
+            if rank == 0:
+                writer.attempt(begin)
+            writer.agree()
             for step in steps:
-                send_step(writers[rank], step, batch_of(step, rank))
+                send_step(writer, step, batch_of(step, rank))
                 if rank == 0 and not options.queue_steps:
                     print(f"committed {step}", flush=True)
-        except Exception as failure:
-            error = failure
-            errors.append(failure)
-        try:
-            writers[rank]("end", steps=len(steps), error=error and str(error))
+            writer("end", steps=len(steps), error=None)
         except Exception as failure:
             errors.append(failure)
+            writer("end", steps=len(steps), error=str(failure))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
