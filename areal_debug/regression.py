@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.safety.durable import commit_folder
 from areal_debug.render import format_value
 from areal_debug.replay.ranks import run_once
 from recorder import Record, RecordError, open_record
@@ -245,6 +246,7 @@ def move_record(record: Path, place: Path) -> None:
         archive_record(record, unfinished)
     else:
         extract_record(record, unfinished)
-    if place.is_dir():
-        shutil.rmtree(place)
-    unfinished.rename(place)
+    if unfinished.is_dir():
+        commit_folder(unfinished, place)
+    else:
+        unfinished.rename(place)

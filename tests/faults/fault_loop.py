@@ -207,7 +207,8 @@ class Loop:
         """Return what is wrong with the end of the operation and the files that it left."""
         found = []
         if error == disk.KILL:
-            if code not in (-signal.SIGKILL, 0):
+            # 2: it was a child that was killed, and the verb says so
+            if code not in (-signal.SIGKILL, 0, 2) or "Traceback" in self.text("err"):
                 found.append(f"exit code {code} of a killed process")
         else:
             found += self.problems_of_sentence(code, error)

@@ -30,7 +30,7 @@ from areal_core.trainer.checkpointing import cut_stats, find_checkpoint, write_a
 from areal_debug.cli import main
 from areal_debug.hang.collect import _into
 from hangdoctor.collect.write import HostEntry, Manifest, ProcessEntry, unpack, write_manifest, write_text
-from recorder import NotARecord, RecordWriter, Retention, open_record, verify
+from recorder import NotARecord, Recording, RecordWriter, Retention, open_record, verify
 from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
 from recorder.errors import RecordError, RecordNotFound
@@ -138,10 +138,12 @@ def record_steps(
                 send_step(writer, step, batch_of(step, rank))
                 if rank == 0 and not options.queue_steps:
                     print(f"committed {step}", flush=True)
-            writer("end", steps=len(steps), error=None)
         except Exception as failure:
             errors.append(failure)
-            writer("end", steps=len(steps), error=str(failure))
+        try:
+            writer("end", steps=len(steps), error=str(errors[0]) if errors else None)
+        except Exception as failure:
+            errors.append(failure)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -224,12 +226,18 @@ def live_archive() -> Operation:
             assert not committed
 
     return Operation(
-        "record, live archive", lambda folder: None, run, check, unfinished=r"(live.zarr|staging).*"
+        "record, live archive",
+        lambda folder: None,
+        as_sentence(run),
+        check,
+        unfinished=r"(live.zarr|staging).*",
     )
 
 
-def source_record(folder: Path) -> None:
-    write_scripted_record(folder / "record", num_steps=2)
+def source_record(folder: Path, name: str = "record", num_steps: int = 2) -> None:
+    """Write a record of few columns: each is several files of an archive."""
+    options = RecordingOptions(Recording(scope="rollout"))
+    write_scripted_record(folder / name, num_steps=num_steps, options=options)
 
 
 def check_archive(place: Path, num_steps: set[int]) -> None:
@@ -251,7 +259,7 @@ def archiving(name: str, over_old: bool) -> Operation:
     def before(folder: Path) -> None:
         source_record(folder)
         if over_old:
-            write_scripted_record(folder / "old", num_steps=1)
+            source_record(folder, "old", num_steps=1)
             archive_record(folder / "old", folder / name)
 
     return Operation(
@@ -271,7 +279,7 @@ def extracting() -> Operation:
     return Operation(
         "record extract",
         before,
-        lambda folder: verb("record", "extract", folder / "a.zip", "--to", folder / "out"),
+        lambda folder: verb("record", "extract", folder / "a.zip", "--to", folder / "out", "--force"),
         lambda folder, lines: check_archive(folder / "out", {0, 2}),
         unfinished=r"\.?out.+",
     )
