@@ -1,4 +1,4 @@
-"""Files that are complete or absent, logs of complete lines, and sentences for what a disk refuses."""
+"""Files that are complete or absent, logs of complete lines, and sentences for disk errors."""
 
 import errno
 import logging
