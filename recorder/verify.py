@@ -118,7 +118,8 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
         elif not has_step_file(storage, step):
             unfinished_steps.append(step)
         on_step(step)
-    of_steps += checks.problems_between()
+    repeated = dict(checks.prompts.repeated())
+    of_steps += [contradiction(step_file(step), what) for step, what in repeated.items()]
     if end is not None:
         problems += [contradiction(END_FILE, what) for what in checks.chain.check_end(end)]
     recording = Recording() if header is None else header.recording
@@ -127,10 +128,9 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     problems += of_steps
     for step in anchors:
         problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
-    damaged = {int(problem.file.split("/")[1]) for problem in of_steps}
     return VerifyReport(
         tuple(problems),
-        tuple(step for step in steps_ok if step not in damaged),
+        tuple(step for step in steps_ok if step not in repeated),
         tuple(sorted([*missing, *unfinished_steps])),
         end,
         writer_of(path),
@@ -242,10 +242,6 @@ class StepChecks:
                 yield from (contradiction(file, what) for file, what in self.prompts.add(step))
         except DamagedRecord as error:
             yield damage(error)
-
-    def problems_between(self) -> list[Problem]:
-        """Return what steps have in common and should not."""
-        return [contradiction(step_file(step), what) for step, what in self.prompts.repeated()]
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:
