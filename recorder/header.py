@@ -22,9 +22,12 @@ from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    END_FILE,
     FORMAT_VERSION,
     GAPS_FILE,
     RECORD_FILE,
+    SIGNATURE_FILE,
+    SIGNED_FILE,
     STEP_FILE,
     STEPS_FOLDER,
     TOP_FILES,
@@ -71,6 +74,8 @@ def clear_record(folder: Path) -> None:
     partially cleared folder is still a record, and an intact one.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for name in (SIGNATURE_FILE, SIGNED_FILE, END_FILE):  # they name steps
+        (folder / name).unlink(missing_ok=True)
     for name, committed_by in ((STEPS_FOLDER, STEP_FILE), (ANCHORS_FOLDER, ANCHOR_FILE)):
         if (folder / name).exists():
             for below in sorted(os.listdir(folder / name), reverse=True):

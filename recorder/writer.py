@@ -354,7 +354,7 @@ class RecordWriter:
         if self.tokenizer is not None:
             step = replace(step, text=decode_rows(step.batch, self.tokenizer))
         folder = self.step_folder(step)
-        self.check_lock(step)
+        self.check_lock(f"step {step.step}")
         folder.mkdir(parents=True, exist_ok=True)
         write_rank_manifest(
             folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step)
@@ -367,7 +367,7 @@ class RecordWriter:
             collect_rank_manifest(folder, rank, self.num_ranks, lambda: self.stop_waiting.wait(POLL_S))
             for rank in range(self.num_ranks)
         ]
-        self.check_lock(step)
+        self.check_lock(f"step {step.step}")
         self.kept.add_dropped(self.dropped)
         committed = commit_step(folder, step.step, step.version, ranks, self.last)
         self.last = committed.link
@@ -376,16 +376,14 @@ class RecordWriter:
         else:
             self.archive.move_step(step.step)
 
-    def check_lock(self, step: RankStep) -> None:
+    def check_lock(self, what: str) -> None:
         """Raise RecordError unless this run still is the folder's only writer."""
         if self.lock_token is None:
             return
         try:
             check(self.folder / LOCK_FILE, self.lock_token)
         except Lost as lost:
-            raise RecordError(
-                f"{lost}: step {step.step} is not committed, to leave that record whole"
-            ) from None
+            raise RecordError(f"{lost}: {what} is not committed, to leave that record whole") from None
 
     def step_folder(self, step: RankStep) -> Path:
         """The folder of the step."""
@@ -485,16 +483,21 @@ class RecordWriter:
             self.notify(f"rank {self.rank} could not write the last steps: {describe(background.error)}")
         self.stop_waiting.set()
 
+    def commit_end(self, error: str | None) -> None:
+        """Record which steps were dropped, and that nothing follows the last one."""
+        self.check_lock("the end of the run")
+        self.kept.add_dropped(self.dropped)
+        if self.last is not None:  # without a step the folder may be another run's
+            write_end(self.folder, error is None, self.last)
+
     def report_missing_steps(self, error: str | None) -> None:
         """On rank 0, report dropped steps, and whether recording ended before the run did."""
         if self.dropped:
-            if self.ended is None:
-                self.attempt(lambda: self.kept.add_dropped(self.dropped))
             self.notify(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
-        # without a step the folder may be another run's; a thread that did not end may commit one
+        # a writer thread that did not end may still commit a step
         is_idle = self.background is None or not self.background.thread.is_alive()
-        if self.ended is None and self.last is not None and is_idle:
-            self.attempt(lambda: write_end(self.folder, error is None, self.last))
+        if self.ended is None and is_idle:
+            self.attempt(lambda: self.commit_end(error))
             if self.failure is not None:
                 self.notify(f"{END_FILE} could not be written: {self.failure}")
         if self.archive is not None and self.ended is None:

@@ -93,9 +93,8 @@ class LiveArchive:
         where = self.stream.append(DOCUMENTS, "U8", layout_bytes(layout))
         self.sync_objects()
         commit_layout(self.group, folder, where)
-        if not is_url(self.location):
-            sync(Path(self.location) / folder / "zarr.json")
-            sync((Path(self.location) / folder).parent)
+        self.stream.written.add(f"{folder}/zarr.json")
+        self.sync_objects()
 
     def end(self) -> None:
         """Archive the files at the top, truncate the arrays, empty the staging folder."""
@@ -114,10 +113,12 @@ class LiveArchive:
         )
 
     def sync_objects(self) -> None:
-        """Fsync every object that was written since the last call."""
+        """Fsync every object that was written since the last call, and the folders above it."""
         if not is_url(self.location):
-            for name in sorted(self.stream.written):
-                path = Path(self.location) / name
-                if path.exists():  # shards of zeros are not stored
-                    sync(path)
+            top = Path(self.location)
+            paths = [top / name for name in sorted(self.stream.written)]
+            paths = [path for path in paths if path.exists()]  # shards of zeros are not stored
+            above = {folder for path in paths for folder in path.parents if folder not in top.parents}
+            for path in (*paths, *sorted(above)):
+                sync(path)
         self.stream.written.clear()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import recorder.writer
 from recorder import Recording, RecordingOptions, RecordWriter, Retention
-from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
 from recorder.writer import alone
 
@@ -28,11 +27,9 @@ BATCHES = [scripted_batch([3, 8, 6], seed=seed) for seed in range(200)]
 
 def record_steps(folder, rank, num_ranks, gather, options, num_steps):
     writer = RecordWriter(folder, rank, num_ranks, gather, options)
-    writer.agree()
-    if rank == 0:
-        folder.mkdir()
-        write_header(folder, replace(SCRIPTED_HEADER, num_ranks=num_ranks))
-    writer.agree()
+    header = replace(SCRIPTED_HEADER, num_ranks=num_ranks)
+    recorder.writer.describe_run = lambda facts, recording: header
+    writer("start", config={}, data_parallel_size=num_ranks, data_parallel_rank=rank, tokenizer=None)
     for step in range(num_steps):
         send_step(writer, step, in_step(BATCHES[(2 * step + rank) % 200], step, rank))
     writer("end", steps=num_steps, error=None)
@@ -114,7 +111,9 @@ def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
         ]
         for process in ranks:
             process.start()
-        time.sleep(rng.uniform(0.01, 0.08))
+        while not (root / str(trial) / "record.json").exists():  # "stages" kills during the start
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.08))
         for process in rng.sample(ranks, num_ranks):
             process.kill()
         for process in ranks:

@@ -86,7 +86,7 @@ def test_the_second_of_two_writers_built_before_either_starts_is_refused(tmp_pat
     send(first, 1)
     first("end", steps=2, error=None)
     assert verify(folder).steps_ok == (0, 1)
-    assert sorted(os.listdir(folder)) == ["record.json", "steps"]
+    assert sorted(os.listdir(folder)) == ["end.json", "record.json", "steps"]
 
 
 def test_a_record_that_was_finished_since_the_writer_was_built_is_not_erased(tmp_path):

@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from areal_core.safety.lock import Found, Held, Process
 from areal_core.safety.lock import take as take_lock
 from recorder import DamagedRecord, NotARecord, RecordNotFound, RecordWriter
 from recorder.archive.live_archive import LiveArchive
+from recorder.format import RecordHeader, Recording
 from recorder.retention import Retention
 from recorder.step_files import RankStep
-from recorder.tensors import FlatBatch, FlatTensor
-from recorder.testing import SCRIPTED_HEADER
+from recorder.tensors import flatten
+from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch
 from recorder.writer import RecordingOptions
 
 from .disk import FOLDER, ROOT, Disk, Machine
@@ -65,7 +67,7 @@ class Simulation:
     """The machine, and which simulated process it runs at the moment."""
 
     def __init__(self) -> None:
-        self.machine, self.pid = Machine(), 0
+        self.machine, self.pid, self.num_ranks = Machine(), 0, 1
 
     def process(self, pid: int, body: Callable[[], Any]) -> Callable[[], Any]:
         """Return the body of a process that knows its PID."""
@@ -118,7 +120,7 @@ class Simulation:
             (protocol.Lock, "release", release_and_mark),
             (writing, "this_process", lambda: Process("here", self.pid, 1)),
             (writing, "new_token", lambda: f"token{self.pid}"),
-            (writing, "describe_run", lambda facts, recording: SCRIPTED_HEADER),
+            (writing, "describe_run", lambda facts, recording: header_of(self.num_ranks)),
             (writing, "commit_step", commit_and_mark),
             ("recorder.lock", "take", take_and_mark),
             ("recorder.archive.live_archive", "open_record", reader.open_record),
@@ -158,6 +160,11 @@ class Simulation:
         return made
 
 
+def header_of(num_ranks: int) -> RecordHeader:
+    """The header of every run."""
+    return replace(SCRIPTED_HEADER, num_ranks=num_ranks, world_size=num_ranks, recording=Recording("rollout"))
+
+
 def layout_names(layout: dict[str, list[Any]]) -> bytes:
     """In place of an archive's layout: the names of its objects."""
     return "\n".join(part.name for parts in layout.values() for part in parts).encode()
@@ -170,11 +177,9 @@ def value_of(run: int, step: int, rank: int) -> int:
 
 def rank_step(run: int, step: int, rank: int) -> RankStep:
     """The smallest step: a batch of one number."""
-    tensors = {
-        "cu_seqlens": FlatTensor("I64", "offset", np.array([0, 1])),
-        "value": FlatTensor("I64", "row", np.array([value_of(run, step, rank)])),
-    }
-    return RankStep(step, step, FlatBatch(1, 1, 1, tensors))
+    batch = in_step(scripted_batch([1]), step, rank)
+    batch["rewards"] = np.array([value_of(run, step, rank)], np.float32)
+    return RankStep(step, step + 1, flatten(batch))
 
 
 def read_record() -> tuple[dict[int, list[int]], Any, Any] | None:
@@ -187,12 +192,14 @@ def read_record() -> tuple[dict[int, list[int]], Any, Any] | None:
     for number in record.steps:
         step = record.step(number)
         ranks = range(step.manifest.num_ranks)
-        values[number] = [int(step.batch(rank, ["value"])["value"][0]) for rank in ranks]
+        values[number] = [int(step.batch(rank, ["rewards"])["rewards"][0]) for rank in ranks]
     return values, record.gaps, verifying.verify(RECORD).problems
 
 
 def begun(simulation: Simulation, num_ranks: int = 1) -> Disk:
     """A disk with the empty record of run 0, whose lock is held by process 0."""
+
+    simulation.num_ranks = num_ranks
 
     def start() -> None:
         writer = simulation.writer(0, num_ranks=num_ranks)
@@ -226,7 +233,7 @@ def reading(simulation: Simulation, pid: int, num_ranks: int) -> Any:
         for number in record.steps:
             try:
                 step = record.step(number)
-                values = [int(step.batch(rank, ["value"])["value"][0]) for rank in range(num_ranks)]
+                values = [int(step.batch(rank, ["rewards"])["rewards"][0]) for rank in range(num_ranks)]
             except DamagedRecord:
                 simulation.mark("unreadable", number)
             else:
@@ -280,10 +287,12 @@ class Stream:
     def __init__(self, machine: Machine, location: Path) -> None:
         self.machine, self.location = machine, location
         self.written: set[str] = set()
+        self.count = 0
 
     def append(self, column: str, dtype: str, data: Any) -> SimpleNamespace:
         """Write an object that is named by its contents."""
-        name = f"{column}-{hashlib.sha256(bytes(data)).hexdigest()[:8]}"
+        self.count += 1
+        name = f"{column}-{self.count}-{hashlib.sha256(bytes(data)).hexdigest()[:8]}"
         with open(self.location / name, "wb") as file:
             file.write(bytes(data))
         self.written.add(name)
