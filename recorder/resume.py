@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from areal_core.safety.durable import sync
 from recorder.errors import RecordExists
 from recorder.format import (
     ANCHOR_FILE,
@@ -68,6 +69,7 @@ def check_same_run(record: Record, header: RecordHeader) -> None:
 def remove_committed(folder: Path, committed_by: str) -> None:
     """Remove a step or an anchor, the file that commits it first: a partial one is not read."""
     (folder / committed_by).unlink(missing_ok=True)
+    sync(folder)  # else a power failure may keep this file of all
     shutil.rmtree(folder)
 
 

@@ -29,9 +29,10 @@ from recorder.archive.store import (
     layout_bytes,
 )
 from recorder.errors import RecordError
-from recorder.format import ANCHORS_FOLDER, STEPS_FOLDER, step_name
+from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.header import clear_record
 from recorder.reader import open_record
+from recorder.resume import remove_committed
 from recorder.retention import Retention
 from recorder.storage import is_url
 
@@ -86,7 +87,7 @@ class LiveArchive:
             shutil.rmtree(self.staging / folder)
         folder = f"{STEPS_FOLDER}/{step_name(step)}"
         self.commit(folder, step_layout(self.stream, record, step))
-        shutil.rmtree(self.staging / folder)
+        remove_committed(self.staging / folder, STEP_FILE)
 
     def commit(self, folder: str, layout: Layout) -> None:
         """Commit the appended parts as a step or anchor of the archive."""

@@ -339,6 +339,8 @@ def archived_step(machine: Machine, step: int) -> bool | None:
         layout = machine.call("read", str(archive / f"steps/{step:06d}/zarr.json")).decode()
     except OSError:
         return None
+    if not layout:  # zarr renames it before it is fsynced: not committed before `sync_objects`
+        return None
     try:
         names = machine.call("read", str(archive / layout)).decode().split()
         return all(

@@ -80,6 +80,8 @@ def explore_ranks(num_ranks, num_steps, keep_last, max_kills=0, with_reader=Fals
         if with_reader and outcomes[-1].startswith("WRONG"):
             raise Violation(outcomes[-1])
         check_crash(world.disk, world.marks)
+        if not max_kills and (failed := [outcome for outcome in outcomes if "Error" in str(outcome)]):
+            raise Violation(f"a process fails: {failed}")
         gone = {mark[2] for mark in world.marks if mark[1] == "unreadable"}
         if not max_kills and gone - set(range(num_steps - (keep_last or num_steps))):
             raise Violation(f"a reader could not read steps {gone}")
@@ -319,7 +321,7 @@ def test_no_state_of_a_larger_run_breaks_the_commit_protocol(name):
 def without_fsync(path, *parts):
     with path.open("wb", buffering=0) as file:
         for part in parts:
-            file.write(part)
+            file.write(memoryview(part))
 
 
 def without_waiting(folder, rank, num_ranks, wait_or_stop):
