@@ -12,7 +12,6 @@ import numpy as np
 
 from areal_debug.doctor.names import NAMES, family_of, find_name
 from areal_debug.doctor.series import Series
-from areal_debug.malformed import malformed_as
 from areal_debug.newest import describe_choice, newest_first
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
@@ -62,15 +61,10 @@ def read_run(path: Path) -> Run:
         UnreadableRun: there are none, or fewer than one step.
     """
     file, read, other_runs = find_source(path)
-    with malformed_as(UnreadableRun, file, "a file of metrics"):
-        return read_file(path, file, read, other_runs)
-
-
-def read_file(
-    path: Path, file: Path, read: Callable[[Path], Iterable[Row]], other_runs: tuple[str, ...]
-) -> Run:
-    """Read the metrics of a file, and those and the options next to it."""
-    rows = list(read(file))
+    try:
+        rows = list(read(file))
+    except UnicodeDecodeError as error:
+        raise UnreadableRun(f"{file} is not text: {error}") from error
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
         rows += [{"step": row["step"], **prefixed(row)} for row in read_jsonl(consistency)]

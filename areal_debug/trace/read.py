@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
-from areal_debug.malformed import malformed_as
 from areal_debug.newest import describe_choice, newest_first
 
 EPISODE_SPANS = ("generation", "reward")
-WHAT = "a trace of areal-debug"
 
 
 @dataclass
@@ -93,11 +91,9 @@ def read_run(path: Path) -> RunTrace:
         ValueError: there is no trace, or the file has another format.
     """
     if path.is_file():
-        with malformed_as(BrokenTrace, path, WHAT):
-            return read_merged(path)
+        return read_merged(path)
     newest, *others = trace_folders(path)
-    with malformed_as(BrokenTrace, newest, WHAT):
-        trace = read_merged(merged_file(newest))
+    trace = read_merged(merged_file(newest))
     trace.choice = describe_choice("trace", path, newest, [str(other) for other in others])
     return trace
 

@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from areal_debug.malformed import malformed_as
-from areal_debug.trace.read import WHAT, Episode, RankStep, RunOptions, RunTrace
+from areal_debug.trace.read import Episode, RankStep, RunOptions, RunTrace
 
 SLOW = 2.0  # a step this many times as long as the median is slow
 LONG_TAIL = 2.0  # an episode this many times as long as the median
@@ -81,14 +80,8 @@ def report_on(trace: RunTrace, step: int | None = None) -> TraceReport:
     """Analyse a trace; `step` is the step to explain, by default the slowest after the first.
 
     Raises:
-        ValueError: the trace contains no complete step, or not this one, or is malformed.
+        ValueError: the trace contains no complete step, or not this one.
     """
-    with malformed_as(ValueError, trace.file, WHAT):
-        return analyse(trace, step)
-
-
-def analyse(trace: RunTrace, step: int | None) -> TraceReport:
-    """Compute the report of a trace whose values are numbers."""
     steps = step_times(trace)
     if not steps:
         raise ValueError(f"{trace.file} contains no finished training step: the run ended before its first")

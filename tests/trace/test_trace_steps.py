@@ -223,21 +223,3 @@ def test_the_newest_trace_below_a_folder_of_logs_is_read_and_the_others_are_name
     assert f"for another: areal-debug trace {old}" in done.output
     assert "steps 3, ranks 1" in done.output
     assert "runs found" not in call(old.parent).output
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        "[]",
-        '{"ph": "X"}',
-        '{"ph": "X", "pid": 0, "args": {}, "ts": "x", "dur": 1, "cat": "stage", "name": "step"}',
-        '{"ph": "X", "pid": 0, "args": {}, "ts": 1, "dur": 1, "cat": "episode", "name": "e"}',
-        '{"ph": "i", "pid": 0, "args": {}, "ts": 1, "cat": "other", "name": "e"}',
-    ],
-)
-def test_an_event_of_a_wrong_shape_is_one_sentence(tmp_path, event):
-    head = {"otherData": {"world_size": 1, "ranks": [{"options": OPTIONS}]}, "traceEvents": []}
-    file = tmp_path / "trace.json"
-    file.write_text(json.dumps(head)[:-2] + f"\n{event}\n]}}\n")
-    with pytest.raises(ValueError, match="is not a trace of areal-debug, or it is damaged"):
-        read_run(file)
