@@ -165,7 +165,7 @@ def dump_of(reading: Reading, listed: dict[str, location.ExpectedProcess], key: 
 def world_size_of(reading: Reading) -> int | None:
     """Return the WORLD_SIZE that the ranks' own environments agree on."""
     values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
-    sizes = [int(value) for value in values if value.isdigit() and len(value) < 8]
+    sizes = [int(value) for value in values if value.isdecimal() and len(value) < 8]
     return sizes[0] if len(sizes) == 1 else None
 
 

@@ -39,7 +39,7 @@ def records_from(document: Any, rank: int) -> tuple[CollectiveRecord, ...]:
     groups = group_ranks(document.get("pg_config"))
     try:
         return tuple(record_from(entry, rank, groups) for entry in document["entries"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UnreadableDump(f"Flight Recorder entry without {error}") from error
 
 

@@ -82,7 +82,7 @@ def place_of(path: str) -> Place:
     parts = path.replace("\\", "/").split("/")
     for at, part in enumerate(parts[:-1]):
         rest = parts[at + 1 :]
-        if part in PER_SAMPLE and len(rest) == 2 and rest[0].isdigit():
+        if part in PER_SAMPLE and len(rest) == 2 and rest[0].isdecimal():
             return Place(part, rest[1], int(rest[0][:6]))
         if part in FOLDERS and part not in PER_SAMPLE and len(rest) == 1:
             return Place(part, rest[0])

@@ -61,7 +61,7 @@ def ras_from(document: Any) -> tuple[RasRank, ...]:
         communicators = communicators.get("comms") or communicators.get("list") or []
     try:
         return tuple(rank for entry in communicators for rank in ranks_of(entry))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnreadableDump(f"RAS report without {error}") from error
 
 

@@ -304,5 +304,5 @@ def parse_mapping(text: str) -> dict[str, str]:
                 f"Line {number} of the mapping is {line[:80]!r}; write: FILE PROCESS, as in a.txt rank_3"
             )
         if words:
-            mapping[words[0]] = f"rank_{words[1]}" if words[1].isdigit() else words[1]
+            mapping[words[0]] = f"rank_{words[1]}" if words[1].isdecimal() else words[1]
     return mapping

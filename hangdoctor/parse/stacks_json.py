@@ -31,7 +31,7 @@ def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
     os_ids = [n for before, n in zip(between, numbers, strict=False) if before.endswith('"os_thread_')]
     main = os_ids.index(pid) if pid != "null" and pid in os_ids else -1
     threads = threads_of_shape('id": 0'.join(between), main)
-    return (int(pid) if pid.isdigit() else None), threads
+    return (int(pid) if pid.isdecimal() else None), threads
 
 
 @lru_cache(maxsize=1024)

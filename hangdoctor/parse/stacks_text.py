@@ -223,8 +223,8 @@ def thread_header(line: str) -> OpenThread | None:
     """Return a new thread where the line opens one, in any of the formats."""
     if match := SPY_THREAD.match(line):
         known = match["id"]
-        digits = int(known) if known.isdigit() else None
-        word = known if not known.isdigit() and not known.startswith("0x") else None
+        digits = int(known) if known.isdecimal() else None
+        word = known if not known.isdecimal() and not known.startswith("0x") else None
         return OpenThread(match["name"] or word, digits, "active" in match["state"], "gil" in match["state"])
     if match := FAULT_THREAD.match(line):
         return OpenThread(match["name"] or None)
@@ -253,7 +253,7 @@ def frame_of(line: str) -> Frame | None:
         return Frame(
             (match["function"] or "<unknown>").strip(),
             match["file"],
-            int(number[:9]) if number.isdigit() else 0,
+            int(number[:9]) if number.isdecimal() else 0,
             match["kind"] == "C" or is_native_file(match["file"]),
         )
     if line.startswith("#"):

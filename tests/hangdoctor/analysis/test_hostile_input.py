@@ -9,6 +9,8 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from areal_debug.hang.render import report
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import HangInputError
@@ -19,6 +21,7 @@ from hangdoctor.report.html import page
 from hangdoctor.report.markdown import markdown
 
 NUM_MUTANTS = 10_000
+STACK = 'Process 1: x\n\nThread 1 (idle): "MainThread"\n    f (x.py:3)\n'
 CASES = Path(__file__).parent / "cases"
 ESCAPES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 POISON = [
@@ -202,3 +205,23 @@ def test_a_pickle_with_a_giant_memo_index_uses_no_memory():
     take(reading, "fr/rank_0.pickle", b"\x80\x02}r\xff\xff\xff\xff.")
     assert reading.records == []
     assert "Flight Recorder" in reading.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "note"),
+    [
+        ("samples/²/rank_0.txt", STACK, None),
+        ("rank_0.txt", STACK.replace("Thread 1", "Thread ²"), None),
+        ("env/rank_0.json", '{"WORLD_SIZE": "²"}', None),
+        ("fr/rank_0.json", '{"version": "1", "entries": [{"profiling_name": "x", "state": "s", "seq_id": 1e999}]}',
+            "Flight Recorder entry without cannot convert float infinity to integer"),
+        ("ras/a.json", '{"communicators": [{"hash": "a", "ranks": [{"rank": 1e999}]}]}', "infinity"),
+    ],
+)  # fmt: skip
+def test_digits_that_are_no_number_and_infinite_numbers_are_read(name, text, note):
+    """`"²".isdigit()` holds, and `int("²")` fails."""
+    reading = Reading()
+    take(reading, "collection.json", b'{"format": "hangdoctor-collection", "version": 1}')
+    take(reading, name, text.encode())
+    diagnose(finish(reading, None))
+    assert (note is None and reading.notes == []) or note in reading.notes[-1]
